@@ -39,17 +39,17 @@ duplicated or contradictory are refused by name, and a refusal leaves no output.
 - **Weights** are the fp32 masters, if the files have them.
 - **To continue the run:** with `--to dtmega`, Adam's moments, step and samples are converted too if they are complete
   (all files of ZeRO's partitions, bf16 only). The command then prints the line that continues the run, with
-  `--checkpoint.resume OUT --checkpoint.allow_changed_data true`, because the files do not say which data they saw. To
-  start a new run with the weights instead, use `[model] init_from`.
-- **`OUT/config.toml`** is made from the arguments in the files, without their layout. For a GPT or BLOOM that
-  continues, it has Megatron's order of samples. Files without arguments need `--config NAME.toml`, of which [model]
-  is read.
-- **Vocabulary:** only BLOOM's files have its size without padding. For others give `--vocab-size N` or
-  `--tokenizer SPEC`, or the padded size is kept. For a T5, `--tokenizer bert:VOCAB` counts `[BOS]`, `[EOS]` and the
-  sentinels, as Megatron does.
-- **Copies:** each tensor rank has copies of LayerNorms and some biases, which can drift apart. This is reported. From
-  1e-3 of a tensor's largest value on it is refused, unless `--average-copies` takes the mean.
-- **To hf** there is no class for Megatron's T5, nor for a BERT with Megatron's default GELUs (tanh in the
+  `--checkpoint.resume OUT --checkpoint.allow_changed_data true`, because the files do not say which data the run has
+  read. To start a new run with the weights instead, use `[model] init_from`.
+- **`OUT/config.toml`** is made from the arguments in the files, without their layout. To continue a GPT or BLOOM, it
+  also sets Megatron's order of samples. If the files have no arguments, give `--config NAME.toml`; only its [model]
+  section is read.
+- **Vocabulary:** only BLOOM's files have its size without padding. For other files give `--vocab-size N` or
+  `--tokenizer SPEC`; otherwise the padded size is kept. For a T5, `--tokenizer bert:VOCAB` counts `[BOS]`, `[EOS]` and
+  the sentinels, as Megatron does.
+- **Copies:** each tensor rank has copies of LayerNorms and some biases, which can drift apart. Such drift is reported.
+  If it reaches 1e-3 of a tensor's largest value, the checkpoint is refused, unless `--average-copies` takes the mean.
+- **To hf:** transformers has no class for Megatron's T5, nor for a BERT with Megatron's default GELUs (tanh in the
   feed-forward, erf in the head).
 
 To convert in the other direction:
@@ -61,10 +61,10 @@ The first command writes weights for a run with
 `--load checkpoints/gpt2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2`. They are in a folder
 `release`, from which Megatron's loader starts at iteration 0 with a new optimizer.
 
-- **Versions:** GPT, BERT (with LayerNorms first) and Megatron's own T5 are for Megatron-LM from v2.1 (2021) on. BLOOM
-  is for BigScience's Megatron-DeepSpeed without `--deepspeed`.
-- **Vocabulary:** it is padded with rows of zeros to a multiple of 128 for each tensor-parallel rank, Megatron's
-  default of `--make-vocab-size-divisible-by`. In Megatron these rows take part in the softmax.
+- **Versions:** files of GPT, BERT (with LayerNorms first) and Megatron's own T5 are for Megatron-LM v2.1 (2021) or
+  later. Those of BLOOM are for BigScience's Megatron-DeepSpeed without `--deepspeed`.
+- **Vocabulary:** the embedding is padded with rows of zeros to a multiple of 128 for each tensor-parallel rank,
+  Megatron's default of `--make-vocab-size-divisible-by`. In Megatron these rows take part in the softmax.
 - **Tokenizer:** Megatron's loader compares `--tokenizer-type`. Use `GPT2BPETokenizer` for GPT, `PretrainedFromHF` for
   BLOOM, and `BertWordPieceLowerCase` for BERT and T5, or `BertWordPieceCase` with `--tokenizer bert-cased:VOCAB`.
 - **T5 on several stages:** the decoder begins where the encoder's share of the stages ends
@@ -90,17 +90,17 @@ With these orders a document is a sequence of the `.idx`, as in Megatron. The th
 
 - the rounding of `split`: of 200 documents, "333,333,334" gives 66, 67 and 67 to train, valid and test, or 67, 66 and
   67 with megatron-core;
-- the share of the last epoch below which it is shuffled separately: 0.80, or 0.95 with BigScience's;
+- the share of the last epoch below which that epoch is shuffled separately: 0.80, or 0.95 with BigScience's;
 - the number of samples that each corpus of a blend provides.
 
 A longer run has a different order from its first sample on. So `order_samples` is the number of samples that the
 Megatron run was started for. The names of its index caches contain it
-(`data/a_train_indexmap_220000000ns_2048sl_1234s_doc_idx.npy`; for the corpora of a blend it is their share plus 0.5
-%). These caches, and those of megatron-core with a description, are used if they fit. If there are only others, one
-line says so, and the order is computed: 10^8 samples take a minute or two, once per node. A checkpoint that was
-converted with its moments continues after the samples that it has seen.
+(`data/a_train_indexmap_220000000ns_2048sl_1234s_doc_idx.npy`; for each corpus of a blend, its share plus 0.5 %). These
+caches, and those of megatron-core with a description, are used if they fit. If there are caches but none fits, one line
+says so, and the order is computed: 10^8 samples take a minute or two, once per node. A checkpoint that was converted
+with its moments continues after the samples that it has seen.
 
-Each validation here reads the first samples of the validation order; in Megatron it continues where the last one ended.
+Here each validation reads the first samples of the validation order; in Megatron it continues where the last one ended.
 BERT's and T5's order comes from a compiled generator, and is refused.
 
 ## Groups and flags
@@ -108,9 +108,9 @@ BERT's and T5's order comes from a compiled generator, and is refused.
 `python -m dtmega groups --world 16 --mesh.tp 2 --mesh.pp 4` lists the ranks of every group as Megatron's
 `initialize_model_parallel` does.
 
-The tables list every flag of a pre-training with Megatron's default, the key here and its default. If a script leaves
-a flag out, Megatron's default counts: the TOML sets the key if its default here differs. A flag without a key has the
-reason.
+The tables list every flag of a pre-training script with Megatron's default, the key here, and the key's default. If a
+script leaves a flag out, Megatron's default counts: the TOML sets the key if its default here differs. For a flag
+without a key, the remark gives the reason.
 """
 
 

@@ -269,9 +269,9 @@ class Optim(Section):
     unit: Literal["steps", "samples", "tokens"] = key("steps", "unit of warmup, decay and wsd_decay")
     warmup: int = key(0, "length of the linear warm-up", ge=0)
     warmup_fraction: float = key(
-        0.0, "instead of warmup: the warm-up as a fraction of the schedule, which ends where the decay does", ge=0, lt=1
+        0.0, "instead of warmup: the warm-up as a fraction of the schedule, which ends with the decay", ge=0, lt=1
     )
-    decay: int = key(0, "when the decay reaches min_lr, counted from the start; 0 = at the end of training", ge=0)
+    decay: int = key(0, "point where the decay reaches min_lr, counted from the start; 0 = the end of training", ge=0)
     wsd_decay: int = key(0, "wsd: length of the final linear decay; 0 = a tenth of the schedule", ge=0)
     lr_factors: list[str] = key(
         [],
@@ -354,7 +354,7 @@ class Train(Section):
     )
     skip_steps: list[list[int]] = key(
         [],
-        "[[first, last], ...]: ranges of steps that consume their samples and change no weight; the first step is 1, "
+        "[[first, last], ...]: ranges of steps that consume their samples but change no weight; the first step is 1, "
         "last is included",
     )
     kill_switch: str = key(
@@ -372,7 +372,7 @@ class Train(Section):
         "by a checkpoint, and the best one is kept besides [checkpoint] keep; 0 = never",
         ge=0,
     )
-    past_stop: bool = key(False, "go on with a run that one of the two keys above has ended")
+    past_stop: bool = key(False, "continue a run that stop_loss_above or stop_validation_rises has ended")
 
     @model_validator(mode="after")
     def _check(self) -> Train:
@@ -419,16 +419,17 @@ class Log(Section):
 
     interval: int = key(10, "steps between printed lines (metrics.jsonl gets every step)", ge=0)
     ranks: Literal["first", "all"] = key(
-        "first", "ranks that keep a log; all: each writes what it does and prints to logs/rank-00012.txt in [run] dir"
+        "first",
+        "ranks that keep a log; all: each logs its steps and all that it prints, to logs/rank-00012.txt in [run] dir",
     )
     slow_steps: int = key(
-        20, "say once if tokens/s are below half of their median for this many steps, and which rank is slow", ge=0
+        20, "warn once, naming the slow rank, if tokens/s stay below half of their median for this many steps", ge=0
     )
     tensorboard: bool = key(True, "write tensorboard/ in the run directory")
     num_zeros: bool = key(False, "also log the number of zeros in the gradient")
     params_norm: bool = key(False, "also log the L2 norm of the parameters")
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = key(
-        [], "send metrics to these trackers too; each needs the extra of its name"
+        [], "send metrics to these trackers too; each needs the extra of the same name"
     )
     project: str = key("dtmega", "with trackers: the project or experiment that the run belongs to", min_length=1)
 
@@ -441,8 +442,8 @@ class Profile(Section):
 
     steps: list[int] = key([], "[first, last]: trace these steps, last included; the first step is 1; empty = none")
     ranks: list[int] = key([0], "ranks that write a trace")
-    with_stack: bool = key(False, "with the line of Python that called each operator; slows the traced steps")
-    with_memory: bool = key(False, "with allocations, and the peak memory of each phase")
+    with_stack: bool = key(False, "record the line of Python that called each operator; slows the traced steps")
+    with_memory: bool = key(False, "record allocations, and the peak memory of each phase")
     memory_history: bool = key(False, "GPU: record all allocations, and write a snapshot of them if memory runs out")
 
     @model_validator(mode="after")
@@ -462,8 +463,8 @@ class Checkpoint(Section):
     keep: int = key(2, "number of checkpoints to keep, the newest ones", ge=1)
     resume: str = key(
         "auto",
-        "auto: the newest intact checkpoint of this run; none: start from scratch; or a folder: a checkpoint's, or a "
-        "run's for its newest checkpoint",
+        "auto: the newest intact checkpoint of this run; none: start from scratch; or the folder of a checkpoint, or a "
+        "run directory, whose newest checkpoint is used",
     )
     dir: str = key("", "where checkpoints are: a folder or an fsspec URL (s3://...); empty = checkpoints/ in [run] dir")
     mode: Literal["sync", "async"] = key("sync", "async: training goes on while a thread writes a copy")
@@ -513,15 +514,15 @@ class Recompute(Section):
 
     mode: Literal["none", "full", "selective"] = key(
         "none",
-        "what backward recomputes to save memory: nothing, whole layers (full), or everything in them but matrix "
-        "products and attention (selective)",
+        "results that backward recomputes to save memory: none, whole layers (full), or all but matrix products and "
+        "attention (selective)",
     )
     method: Literal["uniform", "block"] = key(
         "uniform",
         "which layers to recompute; uniform: all, in groups of `layers`, keeping only the input of each group; "
         "block: the first `layers` of each stage",
     )
-    layers: int = key(1, "number of layers in a group or from the start of a stage, as method says", ge=1)
+    layers: int = key(1, "number of layers in a group (uniform), or from the start of each stage (block)", ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Recompute:

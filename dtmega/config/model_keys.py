@@ -19,7 +19,7 @@ class Model(Section):
     init_from: str = key(
         "", "folder with the weights to start from: a Hugging Face model or a checkpoint; empty = random weights"
     )
-    vocab_size: int = key(8192, "V: vocabulary; not smaller than the tokenizer's", ge=1)
+    vocab_size: int = key(8192, "V: size of the vocabulary, at least the tokenizer's", ge=1)
     hidden_size: int = key(256, "D: width of the hidden state", ge=1)
     n_layers: int = key(4, "L: layers", ge=1)
     n_heads: int = key(8, "H: attention heads; must divide hidden_size", ge=1)
@@ -52,10 +52,10 @@ class NativeModel(Model):
     )
     init_std: float = key(
         0.02,
-        "initial weights are N(0, init_std); of layers that write to the residual, N(0, init_std / sqrt(2 L))",
+        "initial weights are N(0, init_std), or N(0, init_std / sqrt(2 L)) in layers that write to the residual",
         gt=0,
     )
-    z_loss: float = key(0.0, "weight of log(Z)^2, Z the softmax's sum, in the training loss (PaLM: 1e-4)", ge=0)
+    z_loss: float = key(0.0, "weight of log(Z)^2 in the training loss, where Z is the softmax's sum (PaLM: 1e-4)", ge=0)
 
     @model_validator(mode="after")
     def _check_heads(self) -> NativeModel:
@@ -160,7 +160,7 @@ class Llama(NativeModel):
     tied: bool = key(False, "share the weights of the embedding and the head")
     max_position_embeddings: int = key(4096, "the longest sequence", ge=1)
     rope_theta: float = key(10_000.0, "base of the rotary frequencies", gt=0)
-    rope_factor: float = key(1.0, "divide low rotary frequencies by this, as Llama 3.1 does; 1 = leave them", ge=1)
+    rope_factor: float = key(1.0, "divide low rotary frequencies by this, as Llama 3.1 does; 1 = no change", ge=1)
     rope_low_freq_factor: float = key(
         1.0, "low frequencies are those with fewer turns than this in rope_original_length tokens", gt=0
     )
@@ -218,7 +218,7 @@ class T5(NativeModel):
         "position, as in Megatron",
     )
     relative_buckets: int = key(32, "number of buckets of distances in each stack", ge=4)
-    relative_max_distance: int = key(128, "all distances from here on share a bucket", ge=2)
+    relative_max_distance: int = key(128, "all distances of at least this share one bucket", ge=2)
     max_position_embeddings: int = key(512, "number of learned positions: the longest sequence", ge=1)
     norm: Literal["rms", "layer"] = key("rms", "rms: RMSNorm; layer: LayerNorm with bias, as in Megatron")
     norm_eps: float = key(1e-6, "epsilon of every norm", gt=0)
@@ -232,7 +232,8 @@ class T5(NativeModel):
     scale_scores: bool = key(False, "divide attention scores by sqrt(K), as in Megatron")
     init: Literal["fan_in", "normal"] = key(
         "fan_in",
-        "standard deviation of initial weights: by the number of inputs of each matrix, or init_std, as in Megatron",
+        "standard deviation of initial weights; fan_in: from the number of inputs of each matrix; normal: init_std, as "
+        "in Megatron",
     )
     hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)

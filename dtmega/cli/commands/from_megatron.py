@@ -15,7 +15,7 @@ from dtmega.files import console
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="file of a launch script, which is read but never run, or a command in quotes",
+        help="a launch script, which is read but never run, or a command in quotes",
     )
 
 

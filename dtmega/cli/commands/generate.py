@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
     )
     parser.add_argument(
-        "--run", metavar="PATH", help="the same as RUN (not under torchrun, which has an option of this name)"
+        "--run", metavar="PATH", help="the same as RUN; not under torchrun, which takes it for an option of its own"
     )
     add_checkpoint_options(parser)
     parser.add_argument(
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interactive",
         action="store_true",
-        help="read a prompt from each line of stdin; a conversation if the tokenizer has a chat template",
+        help="answer each line of stdin; if the tokenizer has a chat template, the lines are a conversation",
     )
     # Each family has its own defaults, and refuses what it does not read (`Show.options`).
     parser.add_argument("--tokens", type=integer(1), help="tokens to generate at most (default 128)")
