@@ -6,13 +6,13 @@ from pathlib import Path
 
 from dtmega import config
 from dtmega.config.schema import SectionClasses
-from dtmega.interop.megatron.flags import FLAGS, Flag
+from dtmega.interop.megatron.launch.flags import FLAGS, Flag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-megatron.md"
 OPENING = """\
 # Coming from Megatron
 
-<!-- Written by tools/flags_page.py from dtmega/interop/megatron/flags.py. -->
+<!-- Written by tools/flags_page.py from dtmega/interop/megatron/launch/flags.py. -->
 
 `dtmega from-megatron` translates a launch script, or a command in quotes, into a TOML file. The script is read as
 text and never run. Flags that are not carried over are listed on stderr with the reason; settings that the TOML still

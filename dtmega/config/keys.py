@@ -26,7 +26,10 @@ class Run(Section):
         "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/",
         min_length=1,
     )
-    seed: int = key(1234, "the only seed: it determines initial values, data order and dropout", ge=0, lt=2**31)
+    seed: int = key(1234, "the only seed: it determines initial values, data order and dropout", ge=0, lt=2**32)
+    untranslated: list[str] = key(
+        [], "what from-megatron could not carry over: a run refuses each line until it is settled and deleted"
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one, else the CPU")
     timeout_s: float = key(
         600.0, "a process without progress for this long counts as hung: the job ends and names it", gt=0
@@ -34,6 +37,16 @@ class Run(Section):
     grace_s: float = key(
         20.0, "after a signal, how long the current step may take; then the process exits without saving", gt=0
     )
+
+    @model_validator(mode="after")
+    def _check_untranslated(self) -> Run:
+        if self.untranslated:
+            lines = "; ".join(self.untranslated)
+            raise ValueError(
+                f"from-megatron left {len(self.untranslated)} settings open: {lines}. Settle each in this "
+                f"configuration, then delete its line ([run] untranslated)"
+            )
+        return self
 
     def collective_timeout_s(self) -> float:
         """Seconds after which a collective gives up: twice `timeout_s`.
