@@ -72,7 +72,7 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
     return mix(mix(rows) ^ query_places[:, None])
 
 
-# Rounds of the Feistel network. Four rounds make a permutation pseudo-random (Luby, Rackoff 1988); a small n needs more.
+# Rounds of the Feistel network. Four make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
 ROUNDS = 8
 
 
