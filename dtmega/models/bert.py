@@ -31,9 +31,10 @@ N_TYPES = 2  # token types: 0 in segment A with its [CLS] and [SEP], and 1 in se
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward. `[model] norm` places the LayerNorm of both.
+    """One layer: attention, then a feed-forward. `[model] norm` selects where both have their LayerNorm.
 
-    With f as the attention or the feed-forward:
+    With f for the attention or the feed-forward:
+
     `pre` is h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
     `post` is LN(h + drop(f(h))).
     """

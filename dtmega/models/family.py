@@ -85,7 +85,7 @@ class Family(Protocol):
         ...
 
     def build(self, model: config.Model) -> Model:
-        """The whole model on the default device, which may be meta. Its parameters are not initialised yet."""
+        """The whole model on the default device, which may be meta, with uninitialised parameters."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
@@ -102,7 +102,7 @@ class Family(Protocol):
         ...
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        """Cut a stage on meta over tp. Return the names of parameters with gradients that must be summed over tp."""
+        """Cut a stage on meta over tp. Return the names of the parameters whose gradients must be summed over tp."""
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:

@@ -97,7 +97,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
     """Sample up to `n` tokens that follow each prompt, with all prompts in one batch.
 
     Each prompt gets the same tokens as from `generate`, with one exception: products of larger matrices may add their
-    terms in a different order. Logits may then differ in their last bits, so that, very rarely, a sampled token differs.
+    terms in a different order. Logits may then differ in their last bits, and very rarely a sampled token may differ.
 
     Raises:
         ValueError: a prompt that is empty, or so long that the model has no position for a new token.
@@ -112,7 +112,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
     same_length = all(len(prompt) == width for prompt in prompts)
 
     def logits_of_all(texts: list[list[int]]) -> Tensor:
-        """Compute all tokens, for the next tokens' logits [B, V]. Causality hides the padding, which is on the right."""
+        """Compute all tokens to get the next tokens' logits [B, V]. Padding is on the right, hidden by causality."""
         padded = torch.tensor(_padded(texts, 0, sampling.multiple, longest), device=device)
         last = [len(text) - 1 for text in texts]
         rows = {}
@@ -121,7 +121,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         return model(padded, **rows)[torch.arange(len(texts)), last]
 
     def logits_of_new(texts: list[list[int]], cache: KeyValueCache) -> Tensor:
-        """Compute only new tokens, for the next tokens' logits [B, V]. Padding is on the left, at places below 0."""
+        """Compute only new tokens to get the next tokens' logits [B, V]. Padding is on the left, at places below 0."""
         new = _new_to_model(texts, cache, device)
         places = cache.length + torch.arange(new.shape[1], device=device) - n_padding
         rows = {"places": places}

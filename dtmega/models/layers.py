@@ -88,7 +88,7 @@ def residual_stream(embedded: Tensor, cfg: config.DropoutModel) -> Tensor:
 
 
 class MixedLayerNorm(nn.LayerNorm):
-    """A LayerNorm that reads the fp32 residual stream and returns the dtype of its weight.
+    """A LayerNorm that reads the fp32 residual stream and returns its result in the dtype of the weight.
 
     The norm is computed in fp32 and rounded once, at the end, as in Megatron's `MixedFusedLayerNorm`.
     """

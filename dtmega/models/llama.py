@@ -164,7 +164,7 @@ class Llama(Model):
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
-    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low ones reduced.
+    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low frequencies reduced.
 
     Llama 3.1 extends its context by reducing the low frequencies. A frequency that turns fewer than
     `rope_low_freq_factor` times within `rope_original_length` is divided by `rope_factor`. A frequency that turns more

@@ -40,7 +40,7 @@ class Model(nn.Module):
         has_cache: True if forward takes a `cache`, so that generation computes each token once.
         experts_per_token: number of experts that each token uses, if a weight [experts, rows, columns] stacks experts;
             None: no weight stacks experts.
-        works_per: module name -> unit of work, for modules that do not run on every token: such a module runs once per
+        works_per: module name -> unit of work, for modules that do not run on every token: the module runs once per
             labelled token, per decoder token, or per sequence. A name also covers all nested modules; later names
             override earlier names.
         lengths: keys of [data] that hold the lengths of the model's sequences.
@@ -139,8 +139,8 @@ class Model(nn.Module):
     def expect(self, factors: Mapping[str, float]) -> None:
         """Tell the heads which gradient backward will pass to each sum. Call this method before a forward in training.
 
-        A head computes its gradient during the forward pass. In float16 the head must multiply by this factor before
-        rounding, or small gradients become 0.
+        A head computes its gradient during the forward pass. In float16 the head must multiply the gradient by the
+        sum's factor before rounding, or small gradients become 0.
 
         Args:
             factors: the factor of each sum, by the sum's name: loss scale x weight / count.
@@ -156,10 +156,10 @@ class Model(nn.Module):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
 
     def tie(self) -> None:
-        """Make tied names share one parameter. Call this method again if parameters are replaced (by `to_empty`).
+        """Make tied names share one parameter. Call this method again after parameters are replaced (`to_empty`).
 
-        A stage may hold only some of the tied names. Only these names share a parameter here; `pipelining/tied.py` ties
-        parameters across stages.
+        If a stage holds only some of the tied names, those names share one parameter; `pipelining/tied.py` ties the
+        parameters of different stages.
         """
         here = dict(self.named_parameters(remove_duplicate=False))
         for names in self.ties:

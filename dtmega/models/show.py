@@ -206,7 +206,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
     """The ids that follow each sentinel in a decoder's answer, by the sentinel's number.
 
-    A model that has learnt little may begin with other tokens. These count as part of the span with the number `first`.
+    A model that has learnt little may begin with other tokens. These tokens count as part of span number `first`.
     """
     numbers = {sentinel: number for number, sentinel in enumerate(known.sentinels)}
     spans: dict[int, list[int]] = {}

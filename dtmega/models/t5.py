@@ -2,8 +2,8 @@
 
 Positions are relative: each stack learns one number per head and distance bucket, and all layers of the stack add these
 numbers to their attention scores. With other values of the [model] keys the same classes form Megatron's T5, which has
-learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for one
-device also runs in pieces: as pipeline stages, or cut by tensor parallelism.
+learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for one device
+also runs in pieces: as pipeline stages, or cut by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: self-attention, cross-attention (only in the decoder), feed-forward. Each is h + drop(f(norm h))."""
+    """One layer: self-attention, cross-attention (only in the decoder), feed-forward; each is h + drop(f(norm h))."""
 
     def __init__(self, cfg: config.T5, decodes: bool) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class T5(Model):
         return [*self.encoder.values(), *self.decoder.values()]
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of both stacks, encoder first. A layer's piece includes the modules that its whole stack shares."""
+        """Pieces of both stacks, encoder first. A layer's piece includes the modules that the whole stack shares."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
             """These modules and all modules inside. A None is a module that this variant of T5 does not have."""
@@ -247,7 +247,7 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The tensors handed on: inside a stack, the hidden state; from the encoder's end on, the encoder's output."""
+        """The tensors handed on: inside a stack, the hidden state; after the encoder, the encoder's output."""
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
         encoded = {"encoded": "seq_len"}

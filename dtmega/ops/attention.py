@@ -55,7 +55,7 @@ def attention(
     dropout: Dropout | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T scale + bias) v over the pairs that the rule allows.
+    """Compute softmax(q k^T scale + bias) v over the pairs that the rule allows.
 
     Args:
         q: [B, H, S, K], the queries.
@@ -247,7 +247,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | N
 
 
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
-    """FlexAttention for a device type. On CUDA it is compiled, because uncompiled it would store all S x S scores.
+    """FlexAttention for a device type: compiled on CUDA, because the uncompiled function stores all S x S scores.
 
     A block that is itself being compiled gets the plain function: Inductor compiles that function as part of the block,
     and Dynamo would warn about the cached function.

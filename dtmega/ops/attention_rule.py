@@ -86,7 +86,7 @@ class AttentionRule(NamedTuple):
             conditions.append((query - key).abs() < self.window)
         if self.query_documents is not None and self.key_documents is not None:
             conditions.append(self.query_documents[b, i] == self.key_documents[b, j])
-        # Start from the first condition, not from True: on a CPU, `True & first` takes as long as the whole rest.
+        # Start from the first condition: on a CPU, `True & first` would take as long as the rest of this method.
         pairs = conditions[0] if conditions else b.new_ones((), dtype=torch.bool)
         for condition in conditions[1:]:
             pairs = pairs & condition
@@ -338,8 +338,8 @@ def _consecutive(places: Tensor) -> bool:
 def _strip(rule: AttentionRule) -> Tensor | None:
     """The bias of the last chunk's queries, for every distance that occurs in any chunk.
 
-    Without causality, the first chunk sees keys that are further ahead than any key is for the last chunk. For these
-    distances the strip has extra columns, beyond the last key.
+    Without causality, the first chunk sees keys at larger distances ahead than the last chunk does. For these distances
+    the strip has extra columns, beyond the last key.
     """
     n_queries = rule.query_places.shape[1]
     device = rule.query_places.device
@@ -401,7 +401,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """A mask [blocks], False only for a last block that is shorter: there the kernel has to check the end."""
+    """A mask [blocks] that is False only for a shorter last block, where the kernel has to check the end."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 

@@ -72,8 +72,8 @@ def linear_cross_entropy(
         h: [N, D], hidden states in any floating dtype, the same on all ranks. Products are computed in this dtype,
             softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
         weight: [V, D], in the dtype of h; with `group`, this rank's rows of the whole weight, [V_local, D].
-        labels: [N] int64, numbers of the right tokens in the whole vocabulary. A label of -100 takes no part in the
-            loss; any other number outside [0, n_valid) raises an index error.
+        labels: [N] int64, token numbers in the whole vocabulary. A label of -100 takes no part in the loss; any
+            other number outside [0, n_valid) raises an index error.
         bias: [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the bias is summed
             over tokens in fp32.
         label_weights: [N] fp32, the weight of each token's loss in the sum; None: all 1.
@@ -169,7 +169,7 @@ class _Gradients:
         n_tokens = h.shape[0]
         self.are_needed = needs_dh or needs_dweight or needs_dbias
         self._dh = torch.empty_like(h) if needs_dh else None
-        # Zeros if there are no tokens: FSDP reduces the gradients that exist, so all ranks must have the same ones.
+        # Zeros if there are no tokens: FSDP reduces the gradients that exist, so all ranks must have the same set.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
         # The sum is in fp32, because a sum over thousands of tokens in bf16 would lose the small terms.
@@ -376,9 +376,9 @@ class _KnownGradient(torch.autograd.Function):
         # multiplied without an fp32 copy.
         if upstream.ndim:
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
-        # Multiply in place, because dW [V, D] is the largest buffer of the step. This also marks the buffer as changed,
-        # so that autograd raises an error in a second backward. If the factor is 1, multiplying zero rows is enough to
-        # mark the buffer. Only a factor on the CPU is compared with 1: reading one from a GPU would make the host wait.
+        # Multiply in place, because dW [V, D] is the largest buffer of the step. Multiplying also marks the buffer as
+        # changed, so that a second backward raises an error. If the factor is 1, multiplying zero rows is enough to mark
+        # the buffer. Only a factor on the CPU is compared with 1: reading it from a GPU would make the host wait.
         is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(upstream == 1)
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None

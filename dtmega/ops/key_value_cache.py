@@ -1,4 +1,4 @@
-"""A cache of keys and values. It lets a decoder that generates token by token compute each token only once.
+"""A cache of keys and values, which lets a decoder that generates token by token compute each token only once.
 
     cache = KeyValueCache()
     model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values

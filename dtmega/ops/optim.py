@@ -189,7 +189,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float
 
 
 class Spikes:
-    """A detector of steps whose loss or gradient norm is far above the recent ones (OLMo-core's `SkipStepOptimizer`).
+    """A detector of steps with a loss or gradient norm far above recent ones (OLMo-core's `SkipStepOptimizer`).
 
     Args:
         sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
@@ -278,6 +278,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place, on a GPU with a few kernels instead of one for each tensor."""
+    """Multiply tensors in place. On a GPU, a few kernels multiply all tensors instead of one kernel per tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -61,7 +61,7 @@ def boxes(tensor: Tensor) -> list[Box]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every rank. All ranks of the tensor's mesh must call this together.
+    """The whole tensor, on every rank. All ranks of the tensor's mesh must call this function together.
 
     In torch 2.11 DTensor's own `full_tensor()` raises an error for a tensor that is cut in parts.
     """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Number of logits to process at a time. On a CPU this is 1 MiB in fp32, half of a recent core's level-2 cache.
+# Number of logits to process at a time. On a CPU these logits take 1 MiB in fp32, half of a core's level-2 cache.
 SLICE_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 COMPILED_ON = {"cuda"}  # types of devices on which the compiled passes are faster
 

@@ -20,7 +20,7 @@ THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
 class Contention:
-    """Measures, over a few steps of a run, how long the run's threads wait for a core.
+    """A measurement, over a few steps of a run, of how long the run's threads wait for a core.
 
     Args:
         device: device that the run computes on; nothing is measured unless it is a CPU.
@@ -57,7 +57,7 @@ class Contention:
 
 
 def _waited_s() -> float | None:
-    """Seconds for which this process's threads were ready but had no core; None if the system does not report it."""
+    """Seconds for which this process's threads were ready but had no core; None if the system reports nothing."""
     try:
         schedules = [(thread / "schedstat").read_text() for thread in THREADS.iterdir()]
         return sum(int(schedule.split()[1]) for schedule in schedules) / 1e9
