@@ -1,6 +1,6 @@
 """BERT (Devlin et al., arXiv:1810.04805), by default in Megatron's order (arXiv:1909.08053): LayerNorm first.
 
-An encoder: every token attends to all tokens of its sample except padding. It is trained to fill in masked tokens and
+An encoder: every token attends to all tokens of its sample except padding. BERT is trained to fill in masked tokens and
 to tell whether the two segments of a sample were swapped. bloom.py explains how a model written for one device also
 runs in pieces.
 """
@@ -31,7 +31,9 @@ N_TYPES = 2  # token types: 0 in segment A with its [CLS] and [SEP], and 1 in se
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward. `[model] norm` decides where each of the two, f, has its LayerNorm.
+    """One layer: attention, then a feed-forward. `[model] norm` selects where both have their LayerNorm.
+
+    With f for the attention or the feed-forward:
 
     `pre` is h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
     `post` is LN(h + drop(f(h))).
@@ -63,7 +65,7 @@ class Block(nn.Module):
 
 
 class WordHead(nn.Module):
-    """Head that predicts the masked tokens: LN(gelu(dense(h))), then logits by the tied embedding and a bias."""
+    """Head that predicts the masked tokens: LN(gelu(dense(h))), then logits from the tied embedding and a bias."""
 
     def __init__(self, cfg: config.Bert) -> None:
         super().__init__()
@@ -100,8 +102,8 @@ class Bert(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: global number of each head, which keys attention dropout. It is a buffer, so that a plan can cut it
-            with the heads.
+        head_ids: global number of each head, a key of attention dropout. The numbers are a buffer, so that a plan can
+            cut them with the heads.
     """
 
     cfg: config.Bert
@@ -113,7 +115,7 @@ class Bert(Model):
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings
-        # For the FLOP counter: WordHead computes only labelled tokens, and OrderHead one token per sample.
+        # For the FLOP counter: WordHead processes only labelled tokens, and OrderHead one token per sample.
         self.works_per = {"head": "label", "order": "sequence"}
 
         # With norm = "post" the embedding and each layer end in a LayerNorm, so the last layer needs no further one.
@@ -149,7 +151,7 @@ class Bert(Model):
         Args:
             tokens: [B, S] int64, some of them replaced by [MASK].
             labels: [B, S] int64, the token that a [MASK] hides; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
+            sample_ids: [B] int64, global sample numbers, the keys of dropout masks; needed in training with dropout.
             token_types: [B, S] int64, the segment of each token, 0 or 1; None: all are 0.
             swapped: [B] int64, 1 if the sample's segments were swapped; needed with labels.
             document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
@@ -159,10 +161,10 @@ class Bert(Model):
             places: [B, S] int64, the global index of each token in its sample, below `longest`.
 
         Returns:
-            With labels, fp32 sums over the microbatch: "lm", the token losses; "order", the losses of the segments'
-            order; "order_right", the number of samples whose order is predicted correctly, without a gradient. Without
-            labels, the logits of the tokens, "logits" [B, S, V], and of the segments' order, "order" [B, 2]. Earlier
-            stages return {"hidden": hidden state}.
+            With labels, fp32 sums over the microbatch: "lm", the token losses; "order", the segment order losses;
+            "order_right", the number of samples whose order is predicted correctly, without a gradient. Without labels,
+            "logits", the token logits [B, S, V], and "order", the segment order logits [B, 2]. Earlier stages return
+            {"hidden": hidden state}.
 
         Raises:
             ValueError: dropout in training without sample_ids, or labels without swapped.
@@ -200,5 +202,5 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops`, twice a decoder's: every token attends to all, and padding counts like text."""
+        """`Piece.attention_flops`, twice a decoder's: a token attends to all tokens, and padding counts like text."""
         return 2 * super().attention_flops(piece)

@@ -1,7 +1,7 @@
 """GPT as Megatron trains it, and GPT-2 (Radford et al. 2019): learned positions, LayerNorm first, GELU, a tied head.
 
 Like BLOOM, but with learned position embeddings instead of ALiBi, and without the LayerNorm after the embedding. Both
-take attention and feed-forward from layers.py. bloom.py explains how a model written for one device also runs in
+models take attention and feed-forward from layers.py. bloom.py explains how a model written for one device also runs in
 pieces: as pipeline stages, or cut by tensor parallelism.
 """
 
@@ -50,8 +50,8 @@ class GPT(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: global number of each head, which keys attention dropout. It is a buffer, so that a plan can cut it
-            with the heads.
+        head_ids: global number of each head, a key of attention dropout. The numbers are a buffer, so that a plan can
+            cut them with the heads.
     """
 
     cfg: config.GPT
@@ -92,16 +92,15 @@ class GPT(Model):
         Args:
             tokens: [B, S] int64.
             labels: [B, S] int64, the token to predict at each place; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
-            position_ids: [B, S] int64, the row of the positions' embedding for each token, below `longest`; None:
-                `places`.
+            sample_ids: [B] int64, global sample numbers, the keys of dropout masks; needed in training with dropout.
+            position_ids: [B, S] int64, each token's row in the position embedding, below `longest`; None: `places`.
             document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
             prefix: [B, S] bool, True for tokens that all tokens of their document see, even those before them.
             label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
             hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
                 the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            cache: cache with the keys and values of earlier tokens; this call adds those of `tokens`.
+            cache: key/value cache of the earlier tokens, to which this call adds `tokens`.
 
         Returns:
             The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, S, V] without.
@@ -110,8 +109,9 @@ class GPT(Model):
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled again for each length. A forward without labels mostly belongs to generation, which
-        # has a new length at each token. Attention dropout needs the plain formula: no kernel takes a keyed mask.
+        # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
+        # token brings a new length, so such passes use no fused kernel. Nor does attention dropout, because no fused
+        # kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=fused)
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:

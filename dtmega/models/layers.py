@@ -44,7 +44,7 @@ class KeyedDropout(nn.Module):
             x: [B, S, D], or a rank's part of it along S or D.
             sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
             places: [B, S] int, the global place of each token of x. If x is only a part along S, the plan replaces the
-                places of the whole sequence by those of the part.
+                places of the whole sequence by the places of that part.
             channel_ids: [D] int32, global numbers of the channels of x; None: x has all channels.
         """
         if self.p == 0.0 or not self.training:
@@ -53,7 +53,7 @@ class KeyedDropout(nn.Module):
         channels = channel_ids
         if channels is None:
             channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
-        # One hash per token; `keep` hashes each with the channel numbers into the mask [B, S, D].
+        # One hash per token, [B, S]; `keep` combines these hashes with the channel numbers into the mask [B, S, D].
         rows = keyed.mix(keyed.fold(sample_ids) ^ self.key).unsqueeze(1) ^ places.to(torch.int32)
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
@@ -88,9 +88,9 @@ def residual_stream(embedded: Tensor, cfg: config.DropoutModel) -> Tensor:
 
 
 class MixedLayerNorm(nn.LayerNorm):
-    """A LayerNorm that reads the fp32 residual stream and returns the dtype of its weight.
+    """A LayerNorm that reads the fp32 residual stream and returns its result in the dtype of the weight.
 
-    It computes in fp32 and rounds once, at the end, like Megatron's `MixedFusedLayerNorm`.
+    The norm is computed in fp32 and rounded once, at the end, as in Megatron's `MixedFusedLayerNorm`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -106,11 +106,12 @@ def stream_norm(cfg: config.DropoutModel, eps: float) -> nn.LayerNorm:
 
 
 class FusedAttention(nn.Module):
-    """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
+    """Self-attention with one fused projection, whose rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
 
     With query-key layer scaling, queries are divided by `number` x sqrt(K), and scores are multiplied by `number` in
-    fp32. Mathematically nothing changes, but the products q k^T stay below the largest number of float16. That matters
-    with attention dropout, whose plain formula stores the products in float16; all other kernels keep them in fp32.
+    fp32. Mathematically nothing changes, but the products q k^T stay below the largest float16 number. This limit only
+    matters with attention dropout, because the plain formula stores the products in float16; all other kernels keep the
+    products in fp32.
 
     Args:
         cfg: sizes and dropout rate.
@@ -126,7 +127,7 @@ class FusedAttention(nn.Module):
         self.dropout = KeyedDropout(cfg.attention_dropout)
 
     def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
-        # -1 because under tp the projection has only this rank's heads: the tensor tells their number.
+        # -1 is the number of heads, inferred from the tensor: under tp the projection has only this rank's heads.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
         dropout = self.dropout.of_probabilities(head_ids, sample_ids)
         if self.coefficient is not None:
@@ -150,7 +151,7 @@ def gelu(x: Tensor, form: Gelu) -> Tensor:
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
-# Activation of the gate; the activated gate multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's
+# Activation functions of the gate; the activated gate multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's
 # glu_activations).
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
@@ -167,7 +168,7 @@ class MLP(nn.Module):
 
     Args:
         cfg: sizes and the kind of gate.
-        form: form of the GELU; Megatron, BLOOM and GPT-2 use the approximation by tanh.
+        form: form of the GELU; Megatron, BLOOM and GPT-2 use the tanh approximation.
     """
 
     def __init__(self, cfg: config.DropoutModel, form: Gelu = "tanh") -> None:
@@ -188,7 +189,7 @@ class MLP(nn.Module):
 class LMHead(nn.Module):
     """The output layer: logits from the last hidden state, or with labels the sum of token losses.
 
-    The head owns the loss, so that product and cross-entropy run chunk by chunk and all logits never exist at once.
+    The head owns the loss, so that product and cross-entropy run chunk by chunk and never need all logits at once.
     Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the extra rows give no
     logits.
 

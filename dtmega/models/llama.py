@@ -53,8 +53,8 @@ class Attention(nn.Module):
         q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
         k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        # Transpose only after the rotation. Memory then keeps the order [B, S, H, K] that the linears write and read in
-        # forward and backward, and nothing is copied.
+        # Transpose only after the rotation. Memory then keeps the order [B, S, H, K] in which the linear layers write
+        # and read in forward and backward, and nothing is copied.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
         return self.out(out.transpose(1, 2).flatten(2))
 
@@ -91,7 +91,8 @@ class Llama(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        frequencies: angle per position of each pair of channels. It is the same for all heads, so no plan cuts it.
+        frequencies: rotation angle per position, for each pair of channels. All heads use the same frequencies, so no
+            plan cuts them.
     """
 
     cfg: config.Llama
@@ -138,14 +139,14 @@ class Llama(Model):
             hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
                 the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            cache: cache with the keys and values of earlier tokens; this call adds those of `tokens`.
+            cache: key/value cache of the earlier tokens, to which this call adds `tokens`.
 
         Returns:
             The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, S, V] without.
             Earlier stages return {"hidden": hidden state}.
         """
-        # A fused kernel is compiled again for each length. A forward without labels mostly belongs to generation, which
-        # has a new length at each token, so only batches with labels (training, evaluation) use such a kernel.
+        # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
+        # token brings a new length, so only batches with labels (training, evaluation) use a fused kernel.
         rule = attention_rule(
             places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=labels is not None
         )
@@ -163,16 +164,16 @@ class Llama(Model):
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
-    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low ones reduced.
+    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low frequencies reduced.
 
     Llama 3.1 extends its context by reducing the low frequencies. A frequency that turns fewer than
     `rope_low_freq_factor` times within `rope_original_length` is divided by `rope_factor`. A frequency that turns more
-    than `rope_high_freq_factor` times stays, and frequencies between these two are interpolated
+    than `rope_high_freq_factor` times stays, and frequencies between these two bounds are interpolated
     (github.com/meta-llama/llama-models, models/llama3/model.py `apply_scaling`).
     """
     frequencies = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     turns = cfg.rope_original_length * frequencies / (2 * math.pi)
     width = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
-    # 1 for a frequency that stays, 0 for a frequency that is divided by the whole factor.
+    # 1 for a frequency that stays, 0 for a frequency that is divided by the full factor.
     stays = ((turns - cfg.rope_low_freq_factor) / width).clamp(0, 1)
     return frequencies * (stays + (1 - stays) / cfg.rope_factor)
