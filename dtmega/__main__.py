@@ -18,9 +18,9 @@ from dtmega.files import console
 
 
 def run() -> NoReturn:
-    """Run the command that the command line names, and end this process with the exit code."""
+    """Run the command given on the command line, and end this process with the exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal does not have
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show
     if sys.argv[1:2] == ["train"]:
         entry.train(sys.argv[2:])
     entry.tell_of_faults()

@@ -59,7 +59,7 @@ class BuiltInFamily:
     Attributes:
         model: class of the model, called with the [model] section.
         plan: function that makes the plan, called with the [model] section and [mesh] sequence_parallel.
-        vocabulary_of: function behind the method `vocabulary`.
+        vocabulary_of: function that implements the method `vocabulary`.
     """
 
     model: Callable[[Any], Model]
@@ -256,7 +256,10 @@ def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
 
 
 def stored_buffers(model: config.Model) -> frozenset[str]:
-    """The names of the stored buffers. Training does not change their values, nor conversion their dtype."""
+    """The names of the whole model's stored buffers.
+
+    Training does not change the values of these buffers, and conversion does not change their dtype.
+    """
     with torch.device("meta"):
         built = of(model).build(model)
     return frozenset(built.full_name(name) for name, _ in built.stored_buffers())

@@ -3,11 +3,11 @@
 Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
 communicates most, joins neighbours on one machine. Each set of ranks that sums or copies tensors has one name:
 
-    data       dp_replicate x dp_shard: each takes its slice of the global batch
-    fsdp       dp_shard (with dp_replicate: HSDP): parameters are cut over it
-    loss       pp x data x cp: token losses add up over it
-    shards     pp x dp_shard x cp x tp: together they hold every parameter once
-    model      pp x tp: they compute one microbatch together and must see the same one
+    data       dp_replicate x dp_shard: each rank takes its slice of the global batch
+    fsdp       dp_shard (with dp_replicate: HSDP): parameters are sharded over these ranks
+    loss       pp x data x cp: token losses add up over these ranks
+    shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
+    model      pp x tp: these ranks compute one microbatch together, so all must see the same microbatch
     pp 0+2     places of a pipeline whose stages share a parameter (`World.between`); only for models that need it
 """
 
@@ -75,7 +75,7 @@ class World:
         return self.mesh.get_local_rank(axis)
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks at these places in this process's pipeline; None if this process is at other places.
+        """The group of the ranks at these places in this process's pipeline; None if this process is at another place.
 
         The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". Every
         process must call this method for the same places in the same order.
@@ -109,10 +109,10 @@ def rank() -> int:
 
 
 def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
-    """The size of each axis. An axis of size -1 gets the number of processes divided by the other sizes.
+    """The size of each axis. An axis of size -1 gets the number of processes divided by all other sizes.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of processes.
+        ValueError: the product of the sizes is not the number of processes.
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -239,8 +239,8 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
     """Make the groups that this process is in, by name. Names with the same ranks share one group.
 
     Each process makes only its own groups, one of each kind, regardless of the number of processes. All processes make
-    the kinds in the same order, so overlapping groups cannot wait for each other in a circle. torch names a group by
-    the number of groups that the process made before, so a group has the same name on all members.
+    the kinds in the same order, so overlapping groups cannot wait for each other in a cycle. torch derives a
+    group's name from the number of groups that the process made before, so a group has the same name on all members.
 
     Raises:
         ValueError: the ranks made different numbers of groups before this call.
@@ -264,12 +264,15 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make this process's group among `lists`; a process that is in none gets its own group. All call this function."""
+    """Make this process's group among `lists`. A process in no list gets a group of its own.
+
+    All processes must call this function.
+    """
     everyone = dist.group.WORLD
     assert everyone is not None
     members = set(itertools.chain.from_iterable(lists))
-    # torch names a group by the number of groups that the process made before. So every process must make the same
-    # number of groups; otherwise later groups would have different names on different processes.
+    # torch derives a group's name from the number of groups that the process made before. So every process must make
+    # the same number of groups; otherwise later groups would have different names on different processes.
     lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:
         return everyone
@@ -304,7 +307,7 @@ def store() -> Store:
 
 
 def stop() -> None:
-    """Leave the process group, all ranks together."""
+    """Leave the process group. All ranks must call this function together."""
     # Free tensors with pending work first, or gloo aborts at exit.
     gc.collect()
     dist.barrier()

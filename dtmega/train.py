@@ -87,7 +87,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     Args:
         argv: arguments of the command line.
         startup: meeting point of the ranks at the end of each step.
-        closing: stack that closes everything that is opened here.
+        closing: exit stack that closes everything opened here.
         exit_status: record of how the run ends.
 
     Returns:
@@ -98,7 +98,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Open the log before anything that takes time to close, because the log must be closed later than all that.
+    # Open the log early, so that the log stays open until everything that takes time to close has been closed.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -230,7 +230,7 @@ def train(run: Run, at: Progress) -> int:
 
 
 def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
-    """Decide if training begins. Before the first step of a new run, evaluate the model if [eval] interval is set.
+    """Decide whether to train, and evaluate a new run before its first step if [eval] interval is set.
 
     Returns:
         The reason to take no step, such as high losses that stopped the run earlier; '' if there is no reason.
@@ -383,7 +383,7 @@ def evaluate_only(run: Run, at: Progress) -> int:
 
 
 def meet_after_step(run: Run, step: int, minutes: float) -> str:
-    """Exchange between all ranks any reason to stop, and any request for a profile of the next steps.
+    """Exchange reasons to stop, and requests to profile the next steps, between all ranks.
 
     Args:
         run: the run.
@@ -418,7 +418,7 @@ def killed(run: Run) -> bool:
 
 
 def killed_before_it_began(run: Run) -> bool:
-    """True on all ranks if the file [train] kill_switch exists at the start. So one file ends a whole queue of jobs."""
+    """True on all ranks if the file [train] kill_switch exists at the start. One file can end a whole queue of jobs."""
     seen = torch.tensor(int(killed(run)), device=run.world.device)
     dist.broadcast(seen, src=0)
     return bool(seen.item())

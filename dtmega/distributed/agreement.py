@@ -6,7 +6,7 @@
         step.must_match = flat(cfg)              # so does a value that differs between ranks
     with startup.step("checkpoints") as step:
         if startup.rank == 0:
-            step.send = find(cfg)                # all ranks receive it at the end of the step
+            step.send = find(cfg)                # all ranks receive this value at the end of the step
     paths = step.received
 
 At the end of each step the ranks exchange reports through the rendezvous store, which needs no process group: making a
@@ -91,7 +91,7 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
     """The reason and the exit code for an error that a rank raised in a step.
 
     The message of an operating system's error, such as "No space left on device", does not say what the program was
-    doing. So the reason for such an error begins with the name of the step.
+    doing. So the reason for this kind of error begins with the name of the step.
     """
     if isinstance(error, OSError):
         return f"{step_name}: {error}", exit_codes.REFUSED
@@ -99,7 +99,7 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
 
 
 class Startup:
-    """The start that all ranks go through together, of a command or of a training job before its first step.
+    """The common start of all ranks, for a command or for a training job up to its first step.
 
     Args:
         timeout_s: initial value of the attribute `timeout_s`.

@@ -145,7 +145,7 @@ class ExitStatus:
         return code
 
     def write(self) -> None:
-        """Write `exit.json` if the folder and the exit code are known. Print a warning if this fails."""
+        """Write `exit.json` if the folder and the exit code are known. Print a warning if the write fails."""
         if self._path is None or self.code is None:
             return
         content = {

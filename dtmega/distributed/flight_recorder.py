@@ -1,8 +1,8 @@
 """torch's flight recorder: a record of each rank's last collectives, which shows why a job hangs.
 
 torch keeps the record in a ring buffer in memory: group, number, shapes, state and call stack of each collective. When
-the watch (`dtmega/distributed/watchdog.py`) ends a process, it writes the record to one file per rank. torch's reader,
-torchfrtrace, compares these files and names the collective that some ranks have not reached.
+the watch (`dtmega/distributed/watchdog.py`) ends a process, the watch writes this rank's record to a file. torch's
+reader, torchfrtrace, compares the files of all ranks and names the collective that some ranks have not reached.
 
     switch_on(device)  # before the process group is made
     dump(Path("runs/bloom/flight-recorder/2026-11-25T14-03-20"), rank)
@@ -42,7 +42,7 @@ def switch_on(device: torch.device) -> None:
     Call this function before the first process group is made, because torch reads the environment variable then.
 
     nccl also writes a record by itself when a collective times out. The path of this record (TORCH_FR_DUMP_TEMP_FILE)
-    is left unchanged, because the watch ends a hanging process after half that timeout.
+    is left unchanged, because the watch ends a hanging process after half of that timeout.
     """
     if device.type == "cuda" and not any(name in os.environ for name in BUFFER_SIZE):
         os.environ[BUFFER_SIZE[0]] = str(ENTRIES)

@@ -1,4 +1,4 @@
-"""The rendezvous: before there is a process group, the processes of a job meet in a store. Each attempt has its own.
+"""The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own store.
 
 torchrun keeps one store for all restarts of a job. If attempts shared the keys in torchrun's store, a new attempt would
 find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify
@@ -64,7 +64,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def meet(rank: int, size: int, timeout: timedelta) -> Store:
-    """Wait until all processes of the job have come, and return the store of this attempt.
+    """Wait until all processes of the job have arrived, and return the store of this attempt.
 
     Args:
         rank: rank of this process.
@@ -81,7 +81,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
-    # torchrun's agent serves the store. Without torchrun, rank 0 does.
+    # torchrun's agent serves the store. Without torchrun, rank 0 serves it.
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = timeout if agent_has_store else min(timeout, BY_HAND_PATIENCE)
     tcp = _connect(rank == 0 and not agent_has_store, timeout, patience)
@@ -135,7 +135,7 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
 
 
 def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
-    """Wait until a program listens at this address. torch could wait, but prints a page of text per failed attempt.
+    """Wait until a program listens at this address. torch could wait, but prints a page of text per failed try.
 
     Raises:
         ValueError: no program listens at the address within `patience`.

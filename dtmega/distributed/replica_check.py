@@ -26,8 +26,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
     The checksum of a tensor is the sum of its words, each multiplied by its position.
 
     A word has at most 32 bits, so an element of 8 bytes counts as two words. In a tensor of up to 2^31 words, one
-    flipped bit or two swapped words are always detected, because either changes the sum by less than 2^63 and never by
-    0.
+    flipped bit or two swapped words always change the checksum: the sum changes by less than 2^63, and never by 0.
     """
     return torch.stack([_checksum(local(tensor).detach()) for tensor in tensors.values()])
 

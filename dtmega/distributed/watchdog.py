@@ -77,7 +77,7 @@ class CodePlace(NamedTuple):
 
 
 class Watch:
-    """A thread that watches the main thread. A main thread that is blocked in a collective runs no signal handler.
+    """A thread that watches the main thread. While blocked in a collective, the main thread runs no signal handler.
 
     Until `close()`, the signals in `process.SIGNALS` do nothing but append their number to `signals`. The training loop
     reads this list after each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored.
@@ -198,7 +198,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: time limit within which no step ended, such as "in 20 s", or the error that came before that.
+            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
 
         Returns:
             The exit code.
@@ -233,7 +233,7 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank exits because another rank exited first, after `record_exit` returned False.
+        """Print that this rank exits because another rank exited first. Called if `record_exit` returned False.
 
         Args:
             error: error that the exit of the other rank caused on this rank.
@@ -274,7 +274,7 @@ class Watch:
             console.say(f"rank {self.rank}: beats are no longer shared: {error}")
 
     def _publish_place(self) -> None:
-        """Publish this rank's place in the code, because any rank may be the one that prints the report."""
+        """Publish this rank's place in the code, because any rank may print the report."""
         if self._reader is None:
             return
         beat = self._last
@@ -367,7 +367,7 @@ class Watch:
             process.leave(code)
 
     def _write_record(self) -> None:
-        """Write this rank's flight record. The first rank to do so prints the command that compares all records."""
+        """Write this rank's flight record. The first rank that writes prints the command to compare all records."""
         if self._records is None:
             return
         folder = self._records / self._start

@@ -68,10 +68,10 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
 
 
 def show_sample(run: Run, step: int) -> bool:
-    """Report the family's kind of sample for `eval.prompt`; returns False if a signal ended the sample early.
+    """Report a sample for `eval.prompt`; returns False if a signal ended the sample early.
 
-    With a pipeline, the command that makes a sample is printed instead, because pipeline schedules cannot extend a
-    sequence token by token.
+    The model family decides what kind of sample it is (`Family.show`). With a pipeline, the command that makes a sample
+    is printed instead, because pipeline schedules cannot extend a sequence token by token.
     """
     cfg = run.cfg
     if not cfg.eval.prompt or not cfg.eval.sample_tokens:

@@ -40,7 +40,7 @@ class Start(BaseModel):
         layout: number of "processes", and size of each mesh axis, by name.
         device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
         parameters: number of parameters of the whole model.
-        steps: planned number of the last step.
+        steps: number of the run's last step, as planned at this start.
         versions: versions of dtmega, torch and Python, by name.
     """
 
@@ -114,7 +114,7 @@ def append(
 
 
 def read(run_dir: Path) -> list[Start]:
-    """The starts of a run, oldest first; [] if the run directory has no file of starts. Damaged lines are skipped."""
+    """The starts of a run, oldest first; [] if the run directory has no `starts.jsonl`. Damaged lines are skipped."""
     try:
         lines = (run_dir / NAME).read_bytes().splitlines()
     except OSError:
@@ -134,7 +134,7 @@ def parts(starts: Sequence[Start]) -> list[Start]:
     """The starts that wrote the steps in metrics.jsonl, in the order of these steps.
 
     Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an
-    earlier step removes the lines of later steps from metrics.jsonl, so starts that wrote only such lines are left out.
+    earlier step removes the lines of later steps from metrics.jsonl, so starts with only removed lines are left out.
     """
     found: list[Start] = []
     for start in starts:

@@ -2,7 +2,7 @@
 
     metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
-    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has it
+    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has this line
     metrics.close()
 
 `metrics.jsonl` is the record, with one JSON object per line. A run that resumes after a crash first removes damaged

@@ -18,11 +18,11 @@ from dtmega.training.phases import StepTimes
 
 WINDOW = 1000  # number of earlier steps whose median pace is the usual pace
 SLOW = 0.5  # fraction of the usual pace below which a step is slow
-CONSPICUOUS = 1.2  # a rank is named if its own time is this many times the median of the others'
+CONSPICUOUS = 1.2  # a rank is named if its own time is at least this multiple of the other ranks' median
 
 
 class Pace:
-    """Monitor of the pace since this process started. All ranks must call the methods together.
+    """A monitor of the run's pace since this process started. All ranks must call the methods together.
 
     Args:
         slow_steps: number of slow steps in a row after which a warning is given; 0 = never.

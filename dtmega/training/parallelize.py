@@ -42,7 +42,7 @@ from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.training.recompute import recompute
 
-LARGEST_FITTED = 4  # sequences; users can configure larger microbatches if these are faster
+LARGEST_FITTED = 4  # sequences; users can configure larger microbatches
 
 
 class ShardedModel:
@@ -145,7 +145,7 @@ class ShardedModel:
 
     @functools.cached_property
     def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters with elements that affect no output, with the mask of this rank's part (`Model.unseen`)."""
+        """Parameters with elements that affect no output, each with a mask of these elements in this rank's part."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -258,7 +258,7 @@ def _do_nothing() -> None:
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
-    """Build this rank's part of the configured model. Parameters have no values until these are loaded or drawn."""
+    """Build this rank's part of the configured model. The parameter values are loaded or drawn later."""
     with torch.device("meta"):
         whole = families.build(cfg)
     cut = None
@@ -376,7 +376,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 
-    # memory. Tensors are allocated only at this point, because they have shrunk to this rank's part.
+    # memory. Tensors are allocated only now, after they have shrunk to this rank's part.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
@@ -430,7 +430,7 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
 
 
 def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
-    """A copy of the configuration in which `params` is the value of [precision] params, to replace 'auto'."""
+    """A copy of the configuration with `params` as the value of [precision] params, in place of 'auto'."""
     return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
 
 

@@ -1,7 +1,7 @@
 """Profiles of chosen steps: a `torch.profiler` trace for Perfetto, and a summary of the trace for `dtmega report`.
 
     profiles/step-00000010-rank-00000.json.gz          the trace
-    profiles/step-00000010-rank-00000.summary.json     seconds and peak memory of each phase, the largest operators
+    profiles/step-00000010-rank-00000.summary.json     seconds and peak memory of each phase, slowest operators
     profiles/step-00000010-rank-00000.memory.pickle    allocations on a GPU, for https://pytorch.org/memory_viz
 
 A profile covers a window of consecutive steps, and the step in the file names is the first step of the window. A window
@@ -34,7 +34,7 @@ N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU kee
 
 
 def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:
-    """Refuse a configured profile that could not be recorded.
+    """Raise an error if the configured profile cannot be recorded.
 
     Raises:
         ValueError: [profile] ranks names a rank that does not exist, or a memory history is requested on a CPU.

@@ -37,8 +37,8 @@ FOLDER = "logs"
 class RankLog:
     """The log of this rank. In a `with` block, all lines that this process prints on stdout and stderr are logged.
 
-    Each line is written as soon as it is complete, without a buffer, so a killed process loses no line. If the disk
-    refuses lines, one warning is printed. Several threads may print at once. C++ libraries and `faulthandler` print
+    Each line is written as soon as it is complete, without a buffer, so a killed process loses no line. If lines
+    cannot be written, one warning is printed. Several threads may print at once. C++ libraries and `faulthandler` print
     directly to the file descriptor of stderr, so their output is not in the log.
 
     Args:

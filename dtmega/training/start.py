@@ -55,7 +55,7 @@ class Settings(NamedTuple):
         device: this rank's device.
         sizes: size of each axis of the mesh, by name.
         pieces: the model's pieces, with their parameter counts and FLOPs.
-        digest: digest of the directory that [model] path names; '' if there is none.
+        digest: digest of the directory that [model] path names; '' if the model has no directory.
         auto_dtype: True if the configuration left the parameters' dtype open.
     """
 
@@ -130,7 +130,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
 def claim_run_directory(
     settings: Settings, text: Text, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> found.CandidatePaths:
-    """Claim the run's folders on rank 0, and send the paths of checkpoints to resume from to all ranks."""
+    """Claim the run's folders on rank 0, and send all ranks the paths of checkpoints to resume from."""
     cfg = settings.cfg
     with startup.step("run directory") as step:
         if startup.rank == 0:
@@ -224,7 +224,7 @@ def write_files(
 
     Args:
         settings: the run's configuration and the values derived from it.
-        world: the processes and the mesh. One rank writes for all.
+        world: the processes and the mesh. One rank writes for all ranks.
         checkpoints: writer of the run's checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
         at: progress from which the run starts.
@@ -262,7 +262,7 @@ def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) ->
 
 
 def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metrics, at: Progress) -> Phases:
-    """Make this rank's timer of phases, which also reports each phase to the watch and the profiler."""
+    """Make this rank's phase timer, which also reports each phase to the watch and the profiler."""
     cfg = settings.cfg
     profiler = Profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
     return Phases(watch, profiler, world.device, at.step)

@@ -48,9 +48,9 @@ class Run(NamedTuple):
         checkpoints: writer of the run's checkpoints.
         metrics: reports about the steps, printed and written to files.
         watch: watchdog that receives signals and ends a run that hangs.
-        phases: timer of the phases of a step, which also reports each phase to the watch and the profiler.
+        phases: phase timer, which also reports each phase to the watch and the profiler.
         health: counts of high losses, which may end the run.
-        pace: tokens per second of the last steps, and each rank's own time.
+        pace: monitor of the tokens per second, and of each rank's own time.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
         digest: digest of the directory that the model is read from; '' if there is no such directory.

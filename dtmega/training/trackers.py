@@ -51,7 +51,7 @@ URL_QUERY = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^?#\s]+\?)[^\s]+")
 
 
 class Row(NamedTuple):
-    """The finite numbers of one line of metrics.jsonl.
+    """The finite numbers from one line of metrics.jsonl.
 
     Attributes:
         step: number of the step.
@@ -209,7 +209,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of one run, on the one process that writes.
+    """All trackers of one run, used only by the process that writes.
 
     Args:
         config: the run's configuration.
@@ -221,7 +221,7 @@ class Trackers:
         self._sinks = [Sink(name, config, kept) for name in config.log.trackers]
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the finite numbers of one line of metrics.jsonl for each tracker. Returns at once."""
+        """Queue the finite numbers from one line of metrics.jsonl for each tracker. Returns at once."""
         row = Row(step, dict(values), time.time())
         for sink in self._sinks:
             sink.take(row)
