@@ -1,7 +1,7 @@
 """The model families that can be trained. Only this file knows which plan and which formats belong to a model.
 
-Each family is one record. All other code calls `of(cfg.model)` and knows no family by name. A new model is a file in
-`models/`, a table in `plans/`, and a line in FAMILIES (docs/adding-a-model.md).
+Each family is one record. All other code calls `of(cfg.model)` and knows no family by name. To add a model, write a
+file in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class BuiltInFamily:
 
     Attributes:
         model: class of the model, called with the [model] section.
-        plan: function that makes the plan, called with the [model] section and True if sequence parallelism is on.
-        vocabulary_of: function that the method `vocabulary` calls.
+        plan: function that makes the plan, called with the [model] section and [mesh] sequence_parallel.
+        vocabulary_of: function that implements the method `vocabulary`.
     """
 
     model: Callable[[Any], Model]
@@ -120,7 +120,7 @@ class BuiltInFamily:
         stage.to_empty(device=device)
         # `to_empty` has given separate memory to each module that shares a tied parameter.
         stage.tie()
-        # Buffers are filled whole and cut afterwards, because a slope or an id depends on the head's global number.
+        # Whole buffers are filled and then sharded, because a slope or an id depends on the head's global number.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._plan(cfg))
@@ -155,10 +155,10 @@ class BuiltInFamily:
         return form.to_config(model), as_theirs(source, form, model, self.model)
 
     def form(self, model: config.Model, program: str) -> Format:
-        """The format in which another program stores a model with these values of [model].
+        """The format in which another program stores a model with this [model] section.
 
         Raises:
-            ValueError: the program has no model with these values.
+            ValueError: the program has no model with the values in this section.
         """
         forms = self.formats.get(program, ())
         fitting = next((form for form in forms if form.fits(model)), None)
@@ -200,7 +200,7 @@ def of(model: config.Model) -> Family:
 
 
 def resolve(cfg: config.Config) -> config.Config:
-    """The configuration, completed with the values that only its family knows, such as the sizes of an `hf` model.
+    """Complete the configuration with values that only the model's family knows, such as the sizes of an `hf` model.
 
     Raises:
         ValueError: the configuration has keys that the family ignores or cannot honour.
@@ -224,7 +224,7 @@ def objective(cfg: config.Config) -> Objective:
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:
-    """The options of `Show.text` that depend on how a run was trained, by name.
+    """The options of `Show.text`, by name, that depend on how the run was trained.
 
     Raises:
         ValueError: the family does not have the run's objective.
@@ -236,7 +236,7 @@ def sample_options(cfg: config.Config) -> dict[str, Any]:
 
 
 def build(cfg: config.Config) -> Model:
-    """The whole model on the default device, which may be meta; its values are not initialised yet."""
+    """Build the whole model on the default device, which may be meta. Parameter values are not initialised yet."""
     return of(cfg.model).build(cfg.model)
 
 
@@ -249,28 +249,31 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of the whole model's tensors by their names in checkpoints, in order; tied tensors come once."""
+    """The shape of each tensor of the whole model, by its name in checkpoints, in order. Tied tensors come once."""
     with torch.device("meta"):
         built = of(model).build(model)
     return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}
 
 
 def stored_buffers(model: config.Model) -> frozenset[str]:
-    """The names of the whole model's stored buffers: training leaves their values, and conversion their dtype."""
+    """The names of the whole model's stored buffers.
+
+    Training does not change the values of these buffers, and conversion does not change their dtype.
+    """
     with torch.device("meta"):
         built = of(model).build(model)
     return frozenset(built.full_name(name) for name, _ in built.stored_buffers())
 
 
 def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.Model]:
-    """Open a directory of transformers whose model one of the built-in families computes.
+    """Open a directory saved by transformers, if its model belongs to a built-in family.
 
     Args:
         path: the directory, with config.json and safetensors.
         model: the [model] section that config.json must agree with; None to make one from config.json.
 
     Returns:
-        The weights by our names, and the [model] section.
+        The weights, keyed by our names, and the [model] section.
 
     Raises:
         ValueError: no built-in family has the model, or config.json does not agree with the section.

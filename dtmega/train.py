@@ -1,10 +1,12 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
-From top to bottom: `begin` reads the configuration and the data (an error in them ends the run with exit code 2), makes
-the process group and the model, and resumes from a checkpoint. `train` runs the loop, the last evaluation and a sample.
-`--help` lists every key. On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and
-leaves with exit code 75. The same command then continues the run, with the same numbers as without the interruption.
-All exit codes are in `dtmega/distributed/exit_codes.py`.
+From top to bottom: `begin` reads the configuration and the data (an error in either ends the run with exit code 2),
+makes the process group and the model, and resumes from a checkpoint. `train` runs the loop, the last evaluation and a
+sample. `--help` lists every key.
+
+On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. The
+same command then continues the run, with the same numbers as without the interruption. All exit codes are in
+`dtmega/distributed/exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ GO_ON = "to go on all the same: --train.past_stop true"
 
 @console.guarded()
 def main(argv: list[str]) -> int:
-    """Train or evaluate. The caller has to leave the process group.
+    """Train or evaluate a model. The caller must leave the process group.
 
     Returns:
         The exit code.
@@ -85,18 +87,18 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     Args:
         argv: arguments of the command line.
         startup: meeting point of the ranks at the end of each step.
-        closing: stack that closes everything that is opened here.
+        closing: exit stack that closes everything opened here.
         exit_status: record of how the run ends.
 
     Returns:
-        The run, and the progress from which it starts: the checkpoint's progress, or that of a new run.
+        The run, and its progress at the start: the checkpoint's progress, or no progress for a new run.
     """
-    # The run directory is not claimed yet: an error here is recorded in it only if it already holds a run.
+    # The run directory is not claimed yet, so an error is recorded there only if the directory already holds a run.
     with found.early_end_recorded(config.run_dir_of(argv), exit_status, first=startup.rank == 0):
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Open the log before anything that takes time to close, so that the log is closed after it.
+    # Open the log early, so that the log stays open until everything that takes time to close has been closed.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -105,7 +107,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     watch = start_watch(cfg, world, startup, closing, exit_status)
     closing.callback(batches.close)
     if not origin.candidates and not cfg.eval.only:
-        # A new run knows its first sample, so the workers can start while the model is built.
+        # The first sample of a new run is known, so the workers can start while the model is built.
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
@@ -152,7 +154,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
 
 
 def leave_traces(log: RankLog, metrics: Metrics) -> None:
-    """Finish the outputs of a rank that the watch is about to end."""
+    """Write the last log lines and tracker rows of a rank that the watch is about to end."""
     log.write_stacks()
     metrics.abandon()
 
@@ -163,8 +165,8 @@ def start_watch(
     """Start the watchdog, which from then on catches signals and ends a rank that hangs."""
     records = Path(cfg.run.dir, flight_recorder.FOLDER)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status, records)
-    # Register the watch before anything that takes time to close: it is closed last, and catches a second signal until
-    # then.
+    # Register the watch before anything that takes time to close. The watch then closes last, and catches a second
+    # signal in the meantime.
     closing.callback(watch.close)
     watch.share(mesh.store(), world.size)
     startup.on_heartbeat = partial(watch.beat, 0, "load")
@@ -228,10 +230,10 @@ def train(run: Run, at: Progress) -> int:
 
 
 def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
-    """Evaluate a new run before its first step, if that is wanted.
+    """Decide whether to train, and evaluate a new run before its first step if [eval] interval is set.
 
     Returns:
-        The reason not to take any step, for example that the losses have ended this run before; '' if there is none.
+        The reason to take no step, such as high losses that stopped the run earlier; '' if there is no reason.
     """
     cfg = run.cfg
     if at.step >= end.steps:
@@ -246,7 +248,7 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
 
 
 def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at: Progress) -> None:
-    """Refuse to go on after too many steps in a row that left the weights unchanged.
+    """Raise an error after too many steps in a row that left the weights unchanged.
 
     Raises:
         RuntimeError: more than [train] max_skipped steps in a row did not change the weights.
@@ -265,8 +267,8 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
     Args:
         run: the run.
         at: progress of the run after the step.
-        wanted: True to save this step whatever the interval, because the run stops here or was validated.
-        last: True if no step follows. The function then waits for every save.
+        wanted: True to save this step regardless of the interval, because the run stops here or was validated.
+        last: True if no step follows. The function then waits for all saves to end.
 
     Returns:
         The outcomes of the saves that have ended: this save, or earlier saves that a thread has written meanwhile.
@@ -274,7 +276,7 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
     cfg = run.cfg.checkpoint
     if due(at.step, cfg.interval) or wanted or (last and cfg.final):
         run.phases.enter(SAVING)
-        # Write the metrics of the steps to disk before the checkpoint: a run that resumes from it relies on them.
+        # Write the metrics to disk before the checkpoint: a run that resumes from the checkpoint needs these metrics.
         run.metrics.sync()
         state = State.of(
             run.saved_cfg.model_dump(),
@@ -323,7 +325,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
 
 
 def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Progress, bool | None]:
-    """Train on a batch, or pass it over, and report it.
+    """Train on a batch, or pass it over, and report the step.
 
     Args:
         run: the run.
@@ -332,8 +334,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         end: configured end of the run, on which the learning rate depends.
 
     Returns:
-        The progress after the step; and True if the step was faulty, False if it was not, or None if it cannot be
-        judged: because it was passed over, or only found float16's loss scale too large.
+        The progress after the step, and True if the step was faulty, False if it was not. None instead of True or False
+        means that the step was passed over, or that the step only found float16's loss scale too large.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
@@ -381,7 +383,7 @@ def evaluate_only(run: Run, at: Progress) -> int:
 
 
 def meet_after_step(run: Run, step: int, minutes: float) -> str:
-    """Tell all ranks what any of them has seen: a reason to stop, or a request for a profile of the next steps.
+    """Exchange reasons to stop, and requests to profile the next steps, between all ranks.
 
     Args:
         run: the run.
@@ -411,19 +413,19 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
 
 def killed(run: Run) -> bool:
-    """True on rank 0 if the file [train] kill_switch exists. The other ranks do not look, to spare the disk."""
+    """True on rank 0 if the file [train] kill_switch exists. The other ranks do not check, to spare the disk."""
     return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
 
 
 def killed_before_it_began(run: Run) -> bool:
-    """True on all ranks if the file [train] kill_switch exists at the start: one file ends a whole queue of jobs."""
+    """True on all ranks if the file [train] kill_switch exists at the start. One file can end a whole queue of jobs."""
     seen = torch.tensor(int(killed(run)), device=run.world.device)
     dist.broadcast(seen, src=0)
     return bool(seen.item())
 
 
 def due(step: int, interval: int) -> bool:
-    """True at every `interval`-th step; an interval of 0 is off."""
+    """True at every `interval`-th step; never if the interval is 0."""
     return interval > 0 and step % interval == 0
 
 

@@ -2,16 +2,17 @@
 
     startup = Startup()
     with startup.step("configuration") as step:  # on every rank
-        cfg = load(argv)                         # a ValueError on any rank ends all of them
+        cfg = load(argv)                         # a ValueError on any rank ends all ranks
         step.must_match = flat(cfg)              # so does a value that differs between ranks
     with startup.step("checkpoints") as step:
         if startup.rank == 0:
-            step.send = find(cfg)                # all ranks receive it at the end of the step
+            step.send = find(cfg)                # all ranks receive this value at the end of the step
     paths = step.received
 
-At the end of each step the ranks exchange reports through the rendezvous store. This needs no process group; making one
-would hang if the ranks disagreed. Rank 0 reads the reports of all ranks, prints the errors, and only then publishes its
-verdict. A launcher kills the other ranks as soon as one exits, so everything must be printed before any rank exits.
+At the end of each step the ranks exchange reports through the rendezvous store, which needs no process group: making a
+process group would hang if the ranks disagreed. Rank 0 reads the reports of all ranks, prints the errors, and only then
+publishes its verdict. A launcher kills the other ranks as soon as one rank exits, so everything must be printed before
+any rank exits.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised inside a step, on a rank that waits for another rank which has already failed in that step."""
+    """Raised inside a step, on a rank that waits for other ranks, if another rank has already failed in this step."""
 
 
 class Refused(Exception):
@@ -69,9 +70,9 @@ class Step:
     """The data that ranks exchange at the end of a step.
 
     Attributes:
-        must_match: values that must be equal on all ranks, by key. They are compared as JSON.
-        send: value that rank 0 sends to all ranks. It must be representable in JSON.
-        received: value that rank 0 sent. It is set at the end of the step.
+        must_match: values, by key, that must be equal on all ranks when written as JSON.
+        send: value that rank 0 sends to all ranks, limited to types that JSON can represent.
+        received: value that rank 0 sent, set at the end of the step.
     """
 
     must_match: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +91,7 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
     """The reason and the exit code for an error that a rank raised in a step.
 
     The message of an operating system's error, such as "No space left on device", does not say what the program was
-    doing. So the reason for such an error begins with the name of the step.
+    doing. So the reason for this kind of error begins with the name of the step.
     """
     if isinstance(error, OSError):
         return f"{step_name}: {error}", exit_codes.REFUSED
@@ -98,11 +99,11 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
 
 
 class Startup:
-    """The common start of all ranks: of a job, up to its training, or of a command.
+    """The common start of all ranks, for a command or for a training job up to its first step.
 
     Args:
         timeout_s: initial value of the attribute `timeout_s`.
-        program: name of the program. Each printed line begins with it.
+        program: name of the program, with which each printed line begins.
         explain: function that takes an error and the name of the step that raised it, and returns the reason and the
             exit code.
 
@@ -110,11 +111,11 @@ class Startup:
         rank, size: rank of this process and number of ranks, from the launcher.
         store: rendezvous store of the job; None before the end of the first step.
         timeout_s: seconds that a rank waits for the others without hearing a heartbeat.
-        on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank, while it waits,
-            notices a heartbeat of another rank.
+        on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank notices another
+            rank's heartbeat while waiting.
 
     Raises:
-        Refused: the launcher's variables for this process are wrong; the reason has been printed.
+        Refused: environment variables set by the launcher are wrong; the reason has been printed.
     """
 
     def __init__(
@@ -137,10 +138,10 @@ class Startup:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """Run one part of the start. All ranks run it, and wait for each other at its end.
+        """Run one part of the start. All ranks run this part, and wait for each other at the end.
 
         Args:
-            name: name of the step. It is used in messages such as "the ranks do not have the same configuration".
+            name: name of the step, used in messages such as "the ranks do not have the same configuration".
 
         Raises:
             Refused: a rank failed in this step, values that must match differ, or a rank did not reach the end of the
@@ -168,13 +169,13 @@ class Startup:
         step.received = verdict["sent"]
 
     def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, with a heartbeat before each. Use it for a loop that may take longer than timeout_s."""
+        """Yield the items, and send a heartbeat before each item, for loops that may take longer than timeout_s."""
         for item in items:
             self.heartbeat()
             yield item
 
     def heartbeat(self) -> None:
-        """Tell the waiting ranks that this one is still working."""
+        """Tell the waiting ranks that this rank is still working."""
         self.on_heartbeat()
         if self._meeting is not None and time.monotonic() - self._heartbeat_at > HEARTBEAT_S:
             self._heartbeat_at = time.monotonic()
@@ -206,7 +207,7 @@ class Startup:
             raise RuntimeError(f"not all ranks came in {self.timeout_s:g} s")
 
     def leave(self) -> None:
-        """Wait until this rank may exit. Call it after the last step of a program that makes no process group.
+        """Wait until this rank may exit. A program that makes no process group calls this method after its last step.
 
         Rank 0 waits for all other ranks, because it may serve the store. The other ranks do not wait.
         """
@@ -214,11 +215,11 @@ class Startup:
         self._leave(PrefixStore("end", self._meeting))
 
     def _open_meeting(self, failure: Failure | None) -> Store:
-        """Open the part of the store (a key prefix) for the end of this step. The first step connects to the store."""
+        """Open the key prefix of the store for the end of this step. The first step also connects to the store."""
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
-                # A program that starts training twice uses the same store both times, so each start needs a prefix.
+                # A program that starts training twice uses the same store twice, so each start needs its own prefix.
                 n_starts = self.store.add(f"startup/{self.rank}", 1)
                 self._meeting = PrefixStore(f"startup/{n_starts}", self.store)
         # torch raises RuntimeError if the store is gone.
@@ -297,14 +298,14 @@ class Startup:
         return json.loads(store.get("verdict"))
 
     def _refused(self, exit_code: int, reason: str, *, printed: bool = False) -> Refused:
-        """Build the exception to raise. Pass the reason to torchrun, and print it unless that was already done."""
+        """Build the exception to raise. Pass the reason to torchrun, and print it unless it is already printed."""
         if not printed:
             console.say(f"{self._program}: {reason}")
         process.tell_agent(reason)
         return Refused(exit_code, reason)
 
     def _absent(self, store: Store, absent: list[int], name: str) -> Refused:
-        """Build the exception for ranks that did not come. The first rank that gives up waiting prints the reason."""
+        """Build the exception for ranks that did not arrive. The first rank that gives up waiting prints the reason."""
         reason = f"{console.name_ranks(absent)} did not come to the end of the step '{name}' in {self.timeout_s:g} s"
         self._print_once(store, reason, "")
         return self._refused(exit_codes.FAILED, reason, printed=True)
@@ -315,7 +316,7 @@ class Startup:
             console.say(f"{self._program}: {who}{reason}")
 
     def _leave(self, store: Store) -> None:
-        """Let rank 0, which may serve the store, wait until all other ranks have read the verdict."""
+        """On rank 0, which may serve the store, wait until all other ranks have read the verdict."""
         # A RuntimeError means that the store is gone because the rank that served it has exited.
         with suppress(RuntimeError):
             if store.add("read", 1) == self.size:
@@ -371,7 +372,7 @@ def _differences(contents: Sequence[tuple[Mapping[str, Any], list[int]]]) -> str
     """Describe each key that differs between ranks: `[optim] lr is 0.01 on ranks 0, 2, 0.02 on rank 1`.
 
     Args:
-        contents: pairs of the values by key, and the ranks that have these values.
+        contents: pairs of a mapping from keys to values, and the ranks that have these values.
     """
     all_keys: set[str] = set()
     for values, _ in contents:

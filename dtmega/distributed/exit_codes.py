@@ -3,7 +3,7 @@
 | code | name | why the process left | what to do |
 |---|---|---|---|
 | 0 | DONE | the run is finished | |
-| 1 | FAILED | a Python exception; its message is on stderr | read it |
+| 1 | FAILED | a Python exception; its message is on stderr | read the message |
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints and none is intact | restore one, or start in another run directory |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | give the same command again |
@@ -12,9 +12,9 @@
 
 The same command resumes the run, because `--checkpoint.resume` is `auto` by default.
 
-torchrun itself exits with 0 if all workers did, and with 1 otherwise; it prints the codes and reasons of the workers
-only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json` in the
-run directory, even if the start was refused.
+torchrun itself exits with 0 if all workers exited with 0, and with 1 otherwise. torchrun prints the workers' codes and
+reasons only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json`
+in the run directory, even if the start was refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ExitRecord(NamedTuple):
         reason: reason why the last start ended.
         step: number of steps that the run has done.
         checkpoint: path of the run's newest checkpoint; '' while there is none.
-        time: time of the exit, UTC in ISO 8601; '' in a file of an earlier version.
+        time: time of the exit, UTC in ISO 8601; '' in a file from an earlier version.
     """
 
     code: int
@@ -66,7 +66,7 @@ class ExitRecord(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> ExitRecord | None:
-        """The record in a run directory; None if there is no such file, or it is damaged."""
+        """The record in a run directory; None if the file is missing or damaged."""
         try:
             content = read_object(folder / EXIT)
         except ValueError:
@@ -82,8 +82,8 @@ class ExitRecord(NamedTuple):
 class ExitStatus:
     """The exit code and the reason of this start, once they are known. Also writes `exit.json`.
 
-    The file exists only after an exit, because each start removes the file of the previous start. A run that is going
-    on, or was killed, has no `exit.json`.
+    The file exists only after an exit, because each start removes the file of the previous start. A run that is still
+    running, or that was killed, has no `exit.json`.
 
     Attributes:
         step, checkpoint: as in `ExitRecord`.
@@ -98,14 +98,14 @@ class ExitStatus:
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
-        """Read the step and the checkpoint that the run in this folder has reached; `exit.json` will be written there.
+        """Read the step and the checkpoint that the run in this folder has reached. `write` then writes to this folder.
 
         If this start completes no step, the new `exit.json` repeats these two values.
 
         Args:
             folder: the run directory.
-            newest: function that returns the step and the path of the run's newest checkpoint. It is called only if
-                there is no `exit.json`, as after a kill.
+            newest: function that returns the step and the path of the run's newest checkpoint, called only if there is
+                no `exit.json`, as after a kill.
         """
         before = ExitRecord.read(folder)
         self.step, self.checkpoint = newest() if before is None else (before.step, before.checkpoint)
@@ -129,7 +129,7 @@ class ExitStatus:
         try:
             yield
         except Exception as error:
-            # If another exit code is set already, its reason has caused this error, so it stays.
+            # If another exit code is already set, the reason for that code has caused this error, so the code stays.
             if self.code in (None, DONE, PREEMPTED):
                 self.set(FAILED, error_summary(error))
             raise
@@ -145,7 +145,7 @@ class ExitStatus:
         return code
 
     def write(self) -> None:
-        """Write `exit.json` if the folder and the exit code are known. If it cannot be written, print a warning."""
+        """Write `exit.json` if the folder and the exit code are known. Print a warning if the write fails."""
         if self._path is None or self.code is None:
             return
         content = {

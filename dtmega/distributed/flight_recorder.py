@@ -1,8 +1,8 @@
 """torch's flight recorder: a record of each rank's last collectives, which shows why a job hangs.
 
 torch keeps the record in a ring buffer in memory: group, number, shapes, state and call stack of each collective. When
-the watch (`dtmega/distributed/watchdog.py`) ends a process, it writes the record to one file per rank. torch's reader,
-torchfrtrace, compares these files and names the collective that some ranks have not reached.
+the watch (`dtmega/distributed/watchdog.py`) ends a process, the watch writes this rank's record to a file. torch's
+reader, torchfrtrace, compares the files of all ranks and names the collective that some ranks have not reached.
 
     switch_on(device)  # before the process group is made
     dump(Path("runs/bloom/flight-recorder/2026-11-25T14-03-20"), rank)
@@ -39,10 +39,10 @@ PATIENCE_S = 8.0
 def switch_on(device: torch.device) -> None:
     """Switch on nccl's recorder, unless the user has set its buffer size. On a CPU, torch's default is left unchanged.
 
-    Call this before the first process group is made, because torch reads the environment variable then.
+    Call this function before the first process group is made, because torch reads the environment variable then.
 
     nccl also writes a record by itself when a collective times out. The path of this record (TORCH_FR_DUMP_TEMP_FILE)
-    is left unchanged, because the watch ends a hanging process in half that time.
+    is left unchanged, because the watch ends a hanging process after half of that timeout.
     """
     if device.type == "cuda" and not any(name in os.environ for name in BUFFER_SIZE):
         os.environ[BUFFER_SIZE[0]] = str(ENTRIES)
@@ -52,7 +52,7 @@ def dump(folder: Path, rank: int, patience_s: float = PATIENCE_S) -> str:
     """Write the record of this process to a file. Errors are printed, not raised.
 
     Args:
-        folder: folder for the files of all ranks and for no other files. It is created if it does not exist.
+        folder: folder for the files of all ranks and for no other files, created if it does not exist.
         rank: rank of this process.
         patience_s: seconds to wait until the file is written, because the disk or torch may hang.
 
@@ -80,7 +80,7 @@ def _write(folder: Path, rank: int, written: list[str]) -> None:
             atomic.make_folder(folder)
             _replace(path, content)
             written.append(str(path))
-    # No error here may replace the reason for which the process is about to exit.
+    # No error here may hide the reason why the process is about to exit.
     except Exception as error:
         console.say(f"rank {rank}: flight recorder: {error_summary(error)}")
 
@@ -99,7 +99,7 @@ def _record(with_stacks: bool) -> bytes:
 
 
 def _groups() -> dict[str, dict[str, Any]]:
-    """The process groups in torchfrtrace's format. gloo itself records them with empty names and without ranks."""
+    """The process groups in torchfrtrace's format. gloo itself records groups without names and ranks."""
     groups = {}
     for group, name in distributed_c10d._world.pg_names.items():
         ranks = [*distributed_c10d._world.pg_group_ranks[group]]

@@ -1,4 +1,4 @@
-"""One process of a job: its exclusive claim on a folder, its death with its parent, and its exit.
+"""One process of a job: how the process claims a folder, dies with its parent, and exits.
 
 The exit codes are defined in `dtmega/distributed/exit_codes.py`.
 """
@@ -31,10 +31,10 @@ AGENT_COLUMNS = 100
 
 
 class Claim:
-    """The exclusive right to write in a folder. One process holds it until the process calls `close()` or dies.
+    """The exclusive right to write in a folder, held by one process until it calls `close()` or dies.
 
     Args:
-        folder: folder to claim. It is created if it does not exist.
+        folder: folder to claim, created if it does not exist.
         patience_s: seconds to wait for another holder to exit, such as an orphan of a killed job.
         key: configuration key that names the folder, for messages.
 
@@ -69,8 +69,8 @@ class Claim:
 def is_claimed(folder: Path) -> bool | None:
     """True if a process has claimed this folder, False if the process that last claimed it is gone.
 
-    None if neither is known: no process ever claimed the folder, the file system has no locks, or the last holder ran
-    on another machine.
+    None if the answer is not known: no process ever claimed the folder, the file system has no locks, or the last
+    holder ran on another machine.
     """
     path = folder / LOCK
     held = is_held(path)
@@ -86,9 +86,9 @@ def is_claimed(folder: Path) -> bool | None:
 def tell_agent(reason: str) -> None:
     """Write the reason for the exit into the file that torchrun's agent reads when a worker fails.
 
-    The agent prints this reason at the end of its summary. Without it, the worker's own messages are buried above the
-    agent's traceback (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be written, nothing else
-    changes.
+    The agent prints this reason at the end of its summary. Without the reason there, the worker's own messages are
+    buried above the agent's traceback (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be
+    written, the error is ignored.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -108,8 +108,8 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when torchrun's agent dies. An orphan would go on training and saving.
 
     The kernel watches the thread that started this process, which in torchrun is the agent's main thread. If the agent
-    died before this call, this function cannot notice it. But then the rendezvous fails, because the agent serves the
-    store.
+    died before this call, this function cannot notice the death. But then the rendezvous fails, because the agent
+    serves the store.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -124,7 +124,7 @@ def die_with_parent() -> None:
 def leave(code: int) -> NoReturn:
     """End this process at once with this exit code.
 
-    On the main thread, signals are ignored from here on, so that none can change the exit code. The interpreter's
+    On the main thread, signals are ignored from here on, so that no signal can change the exit code. The interpreter's
     normal shutdown is skipped, because with gloo groups it aborted 5 of 10 finished runs.
     """
     if threading.current_thread() is threading.main_thread():

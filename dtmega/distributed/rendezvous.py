@@ -1,11 +1,11 @@
-"""The rendezvous: before there is a process group, the processes of a job meet in a store of this attempt alone.
+"""The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own store.
 
-torchrun keeps one store for all restarts of a job. If attempts shared its keys, a new attempt would find the addresses
-of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify an attempt, because
-each node counts only its own failures.
+torchrun keeps one store for all restarts of a job. If attempts shared the keys in torchrun's store, a new attempt would
+find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify
+an attempt, because each node counts only its own failures.
 
-So rank 0 numbers the attempts. It starts a new attempt, waits until all ranks have joined it, and then opens it. If a
-rank finds an attempt that is open although this rank has not joined it, then that attempt is an earlier one.
+So rank 0 numbers the attempts. Rank 0 starts a new attempt, waits until all ranks have joined the attempt, and then
+opens it. If a rank finds an open attempt that this rank has not joined, then that attempt is an earlier one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed import (  # documented, missing in __all__
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-# How long processes that were started by hand wait for the next process. torchrun starts no process before all nodes
+# Time that processes started by hand wait for the next process. torchrun starts no process before all nodes
 # are there.
 BY_HAND_PATIENCE = timedelta(seconds=20)
 POLL_S = 0.1
@@ -33,7 +33,7 @@ LARGEST_PORT = 2**16 - 1
 
 
 class Rank0GaveUp(ValueError):
-    """Raised on the other ranks when rank 0 has given up waiting. Rank 0 wrote the message, and also prints it."""
+    """Raised on the other ranks when rank 0 has given up waiting, with the message that rank 0 prints."""
 
 
 def launcher_number(name: str, default: int, low: int, high: int) -> int:
@@ -64,16 +64,16 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def meet(rank: int, size: int, timeout: timedelta) -> Store:
-    """Wait until all processes of the job have come, and return the store of this attempt.
+    """Wait until all processes of the job have arrived, and return the store of this attempt.
 
     Args:
         rank: rank of this process.
         size: number of processes that the launcher has started.
-        timeout: timeout of the store's operations. It is also how long to wait for the next rank to come, unless the
-            processes were started by hand (`BY_HAND_PATIENCE`).
+        timeout: timeout of the store's operations, and the time to wait for the next rank to come. If the processes
+            were started by hand, this wait is limited to BY_HAND_PATIENCE.
 
     Raises:
-        ValueError: variables of the launcher are missing or wrong; there is no store at the launcher's address; or not
+        ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or not
             all ranks came, in which case rank 0 names the missing ones.
     """
     if "WORLD_SIZE" not in os.environ:
@@ -81,7 +81,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
-    # torchrun's agent serves the store. Without torchrun, rank 0 does.
+    # torchrun's agent serves the store. Without torchrun, rank 0 serves it.
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = timeout if agent_has_store else min(timeout, BY_HAND_PATIENCE)
     tcp = _connect(rank == 0 and not agent_has_store, timeout, patience)
@@ -96,7 +96,7 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
     Args:
         is_master: True if this process serves the store. If False, the server must be listening within `patience`.
         timeout: timeout of the store's operations.
-        patience: how long to wait for the server, and then for its answer.
+        patience: time to wait for the server, and then for its answer.
 
     Raises:
         ValueError: the address is unknown, the port is taken, no program listens at the address, or the program that
@@ -135,7 +135,7 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
 
 
 def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
-    """Wait until a program listens at this address. torch could wait, but prints a page of text per failed attempt.
+    """Wait until a program listens at this address. torch could wait, but prints a page of text per failed try.
 
     Raises:
         ValueError: no program listens at the address within `patience`.
@@ -161,8 +161,8 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
     Args:
         job: store that all attempts of the job share.
         size: number of ranks.
-        patience: how long to wait for the next rank.
-        agent_has_store: True under torchrun. It only affects the error message.
+        patience: time to wait for the next rank.
+        agent_has_store: True under torchrun; affects only the error message.
 
     Returns:
         The number of the attempt.
@@ -207,7 +207,7 @@ def _join_attempt(job: Store, rank: int, timeout: timedelta) -> int:
     while time.monotonic() < deadline:
         attempt = job.add("attempts", 0)
         is_open = attempt > 0 and job.check([f"{attempt}/open"])
-        # An attempt that is open although this rank has not joined it is an earlier one. Its processes are gone.
+        # An open attempt that this rank has not joined is an earlier attempt, and its processes are gone.
         if is_open and attempt == joined:
             return attempt
         if attempt > joined and not is_open:

@@ -1,6 +1,6 @@
 """Check that the copies of a tensor on several ranks are equal.
 
-torch does not check this. In BLOOM's training, the copies of its LayerNorm parameters drifted apart.
+torch does not check that copies stay equal. In BLOOM's training, the copies of LayerNorm parameters drifted apart.
 
 The ranks that hold copies compare checksums of the tensors' bits, with one collective per group.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtmega.ops.shards import local
 
-# Number of words summed at a time. As int64, together with their positions, they take 4 MiB.
+# Number of words summed at a time. The words, as int64, take 4 MiB together with their positions.
 CHUNK = 2**18
 
 
@@ -26,7 +26,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
     The checksum of a tensor is the sum of its words, each multiplied by its position.
 
     A word has at most 32 bits, so an element of 8 bytes counts as two words. In a tensor of up to 2^31 words, one
-    flipped bit or two swapped words are always detected: they change the sum by less than 2^63, and never by 0.
+    flipped bit or two swapped words always change the checksum: the sum changes by less than 2^63, and never by 0.
     """
     return torch.stack([_checksum(local(tensor).detach()) for tensor in tensors.values()])
 
@@ -57,8 +57,8 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: s
         what: description of the tensors, for the error message.
 
     Raises:
-        RuntimeError: copies differ. The error is raised on every rank of the group. It names the first tensor that
-            differs, and the ranks that differ from the majority.
+        RuntimeError: copies differ. The error is raised on every rank of the group. The message names the first tensor
+            that differs, and the ranks that differ from the majority.
     """
     if dist.get_world_size(group) == 1 or not tensors:
         return

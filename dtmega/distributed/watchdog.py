@@ -1,9 +1,9 @@
-"""A thread that watches the main thread. It ends a process that hangs, or is stuck after a signal, and names the rank.
+"""A thread that ends a process whose main thread hangs or is stuck after a signal, and names the rank to blame.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
 
-If all ranks are in the same phase, the innermost frames of their main threads tell them apart. A rank inside a
+If all ranks are in the same phase, the innermost frames of the main threads show which rank hangs: a rank inside a
 collective waits for the other ranks; a rank elsewhere has not reached the collective. The watch also writes the record
 of torch's flight recorder (`dtmega/distributed/flight_recorder.py`), which names that collective.
 """
@@ -65,7 +65,7 @@ class Beat(NamedTuple):
 
 
 class CodePlace(NamedTuple):
-    """The place in the code where the main thread of a rank is.
+    """The place in the code that a rank's main thread has reached.
 
     Attributes:
         waits: True if the thread waits for other ranks in a collective.
@@ -77,21 +77,21 @@ class CodePlace(NamedTuple):
 
 
 class Watch:
-    """A thread that watches the main thread, which may be blocked in a collective, where no Python signal handler runs.
+    """A thread that watches the main thread. While blocked in a collective, the main thread runs no signal handler.
 
     Until `close()`, the signals in `process.SIGNALS` do nothing but append their number to `signals`. The training loop
     reads this list after each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored.
 
-    The thread ends the process in two cases. The exit code is STUCK if a signal came and the loop has neither begun a
-    save nor ended within grace_s. It is HUNG if there was no beat for timeout_s.
+    The thread ends the process in two cases: with exit code STUCK if, within grace_s of a signal, the loop has neither
+    begun a save nor ended; and with exit code HUNG if there was no beat for timeout_s.
 
     Only the main thread may create and close a watch, because only the main thread may set signal handlers.
 
     Args:
         grace_s: seconds that the loop may take after a signal, and again after the end of a save. During a save, only
             timeout_s and torchrun's `--shutdown-timeout` (30 s by default) limit the time.
-        timeout_s: longest time between two beats, in seconds; 0 for no limit. It must be longer than the compilation in
-            the first step.
+        timeout_s: longest time between two beats, in seconds; 0 for no limit. A limit must be longer than the
+            compilation in the first step.
         rank: rank of this process.
         exit_status: object that records the exit code and the reason if the thread ends the process; None to record
             neither.
@@ -134,23 +134,23 @@ class Watch:
         """Share beats through a store from now on: publish this rank's beats, and read those of the other ranks.
 
         Args:
-            store: connection to the store that is used by nothing else. The watching thread uses a clone of this
+            store: connection to the store, which no other code uses. The watching thread uses a clone of this
                 connection, because the main thread may hang while it uses the original.
             size: number of ranks.
         """
         self._size, self._store, self._reader = size, store, store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
         if self._records is not None:
-            # All ranks must use the same time as the name of this start's folder. They agree on it now, because the
+            # All ranks must name this start's folder after the same time. The ranks agree on the time now, because the
             # store may be gone when the folder is needed.
             self._start = store.compare_set("start", "", self._start).decode()
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function for the watching thread to call before it ends the process. It may take CALLBACK_S."""
+        """Set a function, limited to CALLBACK_S, that the watching thread calls before it ends the process."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
-        """Report that this rank begins a phase: "data", "reduce", "evaluation", SAVING, ... This takes microseconds.
+        """Report that this rank begins a phase: "data", "reduce", "evaluation", SAVING, ... A call takes microseconds.
 
         Args:
             step: number of the step.
@@ -162,7 +162,7 @@ class Watch:
         self._publish()
 
     def who_is_behind(self) -> str:
-        """Describe where all ranks are and which of them are behind, with one line for all ranks at the same place.
+        """Describe where each rank is and which ranks are behind. Ranks at the same place share a line.
 
         The place in the code is known only for ranks that have sent no beat for half of timeout_s.
         """
@@ -195,10 +195,10 @@ class Watch:
         return "\n".join(lines)
 
     def report_stuck(self, until: str) -> int:
-        """Print and record that this rank exits without a save after a signal.
+        """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: description of the limit before which no step ended: "in 20 s", or the error that ended the process.
+            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
 
         Returns:
             The exit code.
@@ -212,8 +212,8 @@ class Watch:
     def record_exit(self, code: int, reason: str) -> bool:
         """Record why this rank exits. If another rank exited before, record that rank's reason instead.
 
-        The reason of the first exit is the reason of the whole job. Later ranks end as a consequence of it: a
-        collective breaks, or the launcher kills them.
+        The reason of the first exit is the reason of the whole job. The other ranks exit as a consequence: a collective
+        breaks, or the launcher kills these ranks.
 
         Returns:
             False if another rank is known to have exited first.
@@ -233,7 +233,7 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank exits because another rank exited first. Call it if `record_exit` returned False.
+        """Print that this rank exits because another rank exited first. Called if `record_exit` returned False.
 
         Args:
             error: error that the exit of the other rank caused on this rank.
@@ -243,7 +243,7 @@ class Watch:
         """
         code, reason = self._exit_status.code, self._exit_status.reason
         assert code is not None
-        # The reason begins with the other rank: "rank 2: ...".
+        # The reason begins with the name of the other rank: "rank 2: ...".
         first_rank = reason.partition(": ")[0]
         console.say(self._exit_line(code, f"leaving after {first_rank} ({exit_codes.error_summary(error)})"))
         # The flight record of the rank that hung says little without the records of the ranks that waited for it.
@@ -255,7 +255,7 @@ class Watch:
         """Stop watching, and restore the signal handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._handlers_before.items():
-            # The handler is None if it was not set by Python. Python cannot restore such a handler.
+            # A handler that was not set by Python is None here, and Python cannot restore it.
             signal.signal(number, handler or signal.SIG_DFL)
         self._alarm.send(bytes([CLOSE]))
         self._thread.join()
@@ -274,7 +274,7 @@ class Watch:
             console.say(f"rank {self.rank}: beats are no longer shared: {error}")
 
     def _publish_place(self) -> None:
-        """Publish this rank's place in the code, because any rank may be the one that prints the report."""
+        """Publish this rank's place in the code, because any rank may print the report."""
         if self._reader is None:
             return
         beat = self._last
@@ -330,7 +330,7 @@ class Watch:
             if waited_s > self.grace_s:
                 self._end(exit_codes.STUCK, _stuck_reason(f"in {self.grace_s:g} s"))
 
-            # Each rank publishes its place after half the timeout. So all places are known when the first rank reaches
+            # Each rank publishes its place after half the timeout, so all places are known when the first rank reaches
             # its timeout and prints the report.
             if 0 < self.timeout_s / 2 < idle_s and self._placed is not last:
                 self._placed = last
@@ -367,7 +367,7 @@ class Watch:
             process.leave(code)
 
     def _write_record(self) -> None:
-        """Write this rank's flight record. The first rank to do so prints the command that compares all records."""
+        """Write this rank's flight record. The first rank that writes prints the command to compare all records."""
         if self._records is None:
             return
         folder = self._records / self._start
@@ -380,7 +380,7 @@ class Watch:
         return f"rank {self.rank}: {reason}, at step {self._last.step} in {self._last.phase} (exit code {code})"
 
     def _is_first(self, key: str) -> bool:
-        """True if this rank is the first to ask for `key`. Only the first rank prints messages that concern all."""
+        """True if this rank is the first to ask for `key`. Only the first rank prints messages about all ranks."""
         try:
             return self._reader is None or self._reader.add(key, 1) == 1
         except RuntimeError:
@@ -401,10 +401,10 @@ def _place_of_main_thread() -> CodePlace:
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
-    """The place of a thread in the code.
+    """Find the place of a thread in the code.
 
-    The thread waits for other ranks if it is in a call of torch.distributed, and all frames further in belong to torch
-    or Python.
+    A thread counts as waiting for other ranks if it is in a call to torch.distributed, and all frames inside this call
+    belong to torch or Python.
 
     Args:
         frame: the thread's innermost frame; None if there is no such thread.
@@ -416,8 +416,8 @@ def place_of(frame: FrameType | None) -> CodePlace:
     innermost, waits, only_torch = frame, False, True
     # Walk from the innermost frame outwards, through all library frames.
     while frame is not None and _is_library(path := frame.f_code.co_filename, torch_paths):
-        # torch's pipeline schedule is part of torch.distributed too, but the stage that it runs is further in. Because
-        # of `only_torch`, a stage that hangs does not count as waiting.
+        # torch's pipeline schedule is part of torch.distributed too, but it calls stages, whose code is not part of
+        # torch. Because of `only_torch`, a stage that hangs does not count as waiting.
         only_torch = only_torch and path.startswith(torch_paths)
         waits = waits or (only_torch and path.startswith(os.path.join(torch, "distributed")))
         frame = frame.f_back

@@ -13,7 +13,7 @@ from dtmega.ops import cost
 
 
 class PeakMemory:
-    """The peak memory of this process: the allocator's tensors on a GPU, resident memory on a CPU.
+    """The peak memory of this process: memory allocated for tensors on a GPU, resident memory on a CPU.
 
     Args:
         device: the device that this process computes on.
@@ -63,7 +63,7 @@ def reference_flops(device: torch.device, dtype: str) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest square matrix product. The size is doubled until a product takes 10 ms.
+    """Measure the FLOP/s of the fastest square matrix product. The size doubles until one product takes 10 ms.
 
     On a CPU, the whole measurement takes about 0.1 s.
     """

@@ -17,8 +17,8 @@ def exit_code(run: Run, error: Exception) -> int | None:
     exhausted = out_of_memory.find(error)
     if exhausted is not None:
         return _end_without_memory(run, exhausted)
-    # A RuntimeError may come from a collective whose other ranks have exited. After a signal, this means that their
-    # grace time ended a moment earlier. The watch would have ended this rank a moment later for the same reason.
+    # A RuntimeError may come from a collective in which other ranks are missing because they have exited. If a signal
+    # came before, the other ranks exited at the end of their grace time. The watch would soon end this rank too.
     of_collective = isinstance(error, RuntimeError)
     if of_collective and run.watch.signals:
         return run.watch.report_stuck(f"before this: {error}")
@@ -29,7 +29,7 @@ def exit_code(run: Run, error: Exception) -> int | None:
 
 
 def _end_without_memory(run: Run, error: BaseException) -> int:
-    """Print that this rank has run out of memory, and record it.
+    """Print and record that this rank has run out of memory.
 
     Args:
         run: the run.

@@ -1,7 +1,7 @@
 """Evaluate a run: compute losses on the validation and test splits, and show a sample for a prompt.
 
 All ranks call these functions together. A signal ends an evaluation between two batches, or a sample between two
-tokens, so that the run saves in time.
+tokens, so that the run can still save in time.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
 
 
 def show_sample(run: Run, step: int) -> bool:
-    """Report a sample for `eval.prompt`, in the form of the model family; returns False if a signal ended it early.
+    """Report a sample for `eval.prompt`; returns False if a signal ended the sample early.
 
-    With a pipeline, the command that makes a sample is reported instead, because pipeline schedules cannot extend a
-    sequence token by token.
+    The model family decides what kind of sample it is (`Family.show`). With a pipeline, the command that makes a sample
+    is printed instead, because pipeline schedules cannot extend a sequence token by token.
     """
     cfg = run.cfg
     if not cfg.eval.prompt or not cfg.eval.sample_tokens:
@@ -89,14 +89,13 @@ def show_sample(run: Run, step: int) -> bool:
     def settle(token: Tensor) -> bool:
         nonlocal stopped
         run.phases.enter("sample")
-        # Logits may differ in the last bit between ranks. So a rank could draw another token, end its sample with it,
-        # and leave the other ranks waiting. Therefore all ranks take the token of rank 0.
+        # Logits may differ in the last bit between ranks. So one rank could draw a different token, end the sample with
+        # this token, and leave the other ranks waiting. Therefore all ranks take the token of rank 0.
         dist.broadcast(token, src=0)
         stopped = signalled(run)
         return not stopped
 
-    # Run eagerly: blocks are compiled for the shapes of training, and each new length of the sample would compile them
-    # again.
+    # Run eagerly: blocks are compiled for the shapes of training, and would be recompiled for each new sample length.
     try:
         with torch.compiler.set_stance("force_eager"):
             shown = show.text(

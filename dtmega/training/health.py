@@ -1,6 +1,6 @@
 """Stop a run whose losses are too high: `[train] stop_loss_above` and `stop_validation_rises`.
 
-The counts are saved in each checkpoint. So a resumed run continues them, and a run that was stopped stays stopped.
+The counts are saved in each checkpoint. So a resumed run continues counting, and a run that was stopped stays stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dtmega.config import keys
 
 
 class Health:
-    """Counts of high losses. Every rank keeps them. They are equal on all ranks, because the losses are equal.
+    """Counts of high losses. Every rank counts, and all ranks have equal counts, because they have equal losses.
 
     Args:
         cfg: the section [train].
@@ -24,7 +24,7 @@ class Health:
 
     def __init__(self, cfg: keys.Train, state: HealthState) -> None:
         self._cfg = cfg
-        # With [train] past_stop, a stopped run goes on. It counts from zero, but keeps the best validation loss.
+        # With [train] past_stop, a stopped run continues: the counts restart at zero, but the best loss stays.
         self.state = state._replace(losses_above=0, rises=0, stopped="") if cfg.past_stop else state
 
     def after_step(self, step: int, loss: float) -> None:

@@ -2,12 +2,12 @@
 
     metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
-    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has it
+    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has this line
     metrics.close()
 
 `metrics.jsonl` is the record, with one JSON object per line. A run that resumes after a crash first removes damaged
-lines, and lines of steps that it will repeat. A number that JSON cannot hold (NaN, infinity) is null in the record, and
-`reason` names the number.
+lines, and the lines of steps that will be repeated. A number that JSON cannot hold (NaN, infinity) is null in the
+record, and `reason` names the number.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ Item = TypeVar("Item")
 
 
 class Metrics:
-    """The reports of a run about its steps. If `write` is False, every method does nothing.
+    """Reports about the steps of a run. If `write` is False, every method does nothing.
 
     Args:
         config: the run's configuration.
-        pieces: the pieces of the whole model, from which the FLOPs per token are computed.
+        pieces: pieces of the whole model, used to compute the FLOPs per token.
         device: the device that this process computes on. MFU assumes that every process has the same kind of device.
         world_size: number of processes.
-        end: the end of the run (`config.end`).
+        end: configured end of the run (`config.end`).
         start_step: number of the step after which the run resumes; 0 for a new run. A run that was killed after its
-            last checkpoint leaves lines of later steps. They are removed from metrics.jsonl and hidden in TensorBoard.
-            A new run begins with both empty.
+            last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
+            TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
         write: True on the one rank that writes.
 
     Attributes:
-        peak_memory: the memory counter of this process, on every rank.
+        peak_memory: memory counter of this process, also on ranks that do not write.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Metrics:
             grad_norm: L2 norm of the gradient before clipping.
             lr: learning rate of the step.
             samples: global indices of the step's sequences.
-            step_time_s: duration of the step.
-            more: further numbers by their keys in the record, such as `loss_scale` with float16.
+            step_time_s: duration of the step, in seconds.
+            more: further numbers by name, as they appear in the record, such as `loss_scale` with float16.
         """
         if not self.write:
             return
@@ -206,11 +206,11 @@ class Metrics:
         self._line(step, f"passed over: {reason} | samples {samples.start} to {samples.stop - 1}")
 
     def evaluating(self, batches: Iterable[Item], split: str, n: int) -> Iterable[Item]:
-        """Iterate over the batches of an evaluation. On a terminal, a second bar counts them: they can take minutes.
+        """Iterate over the batches of an evaluation. On a terminal, show a second progress bar for these batches.
 
         Args:
             batches: the batches to iterate over.
-            split: name of the split, for the bar.
+            split: name of the split, shown on the bar.
             n: number of batches.
         """
         if not self.write or not self._bar:
@@ -233,7 +233,7 @@ class Metrics:
         self._evaluation("test", step, loss, more)
 
     def sample(self, step: int, text: str) -> None:
-        """Print the text that the model generates after `step` steps, and keep it in sample.json."""
+        """Print a text that the model generated after `step` steps, and write the text to sample.json."""
         if not self.write:
             return
         self.message(f"a sample:\n{text}")
@@ -249,7 +249,7 @@ class Metrics:
             return
         self._record(step, **{f"{split}_loss": loss}, **{f"{split}_{name}": mean for name, mean in more.items()})
         parts = [f"{name} {mean:.4f}" for name, mean in more.items()]
-        # Only a single loss per token has a perplexity; a weighted sum of several has none.
+        # A perplexity exists only for a single loss per token, not for a weighted sum of several losses.
         self._line(step, " | ".join([f"{split} loss {loss:.4f}", *(parts or [f"ppl {perplexity(loss):.2f}"])]))
 
     def saved(self, step: int, checkpoint: int, stall_s: float, error: str, warning: str = "") -> None:
@@ -258,9 +258,9 @@ class Metrics:
         Args:
             step: number of steps done.
             checkpoint: number of the step that was saved; an asynchronous save ends some steps later.
-            stall_s: seconds during which training stood still for the save.
+            stall_s: seconds for which the save paused training.
             error: reason why the save failed; '' if it succeeded.
-            warning: reason why a power cut may undo the checkpoint; '' if it cannot.
+            warning: reason why a power cut may undo the checkpoint; '' if a power cut cannot undo it.
         """
         if not self.write:
             return
@@ -272,7 +272,7 @@ class Metrics:
             self._line(step, f"WARNING: a power cut may undo the checkpoint of step {checkpoint}: {warning}")
 
     def sync(self) -> None:
-        """Flush the record to the disk. Called before a save, because a checkpoint needs the lines of all its steps."""
+        """Flush the record to disk. Called before a save, because a resumed run needs the lines of earlier steps."""
         if not self.write:
             return
         try:
@@ -282,7 +282,7 @@ class Metrics:
             self.message(f"WARNING: metrics.jsonl may not survive a power cut: {error}")
 
     def message(self, text: str) -> None:
-        """Print a line on stdout, above the bar if there is one."""
+        """Print a line on stdout, above the progress bar if there is one."""
         if self.write:
             tqdm.write(text)
             sys.stdout.flush()
@@ -317,7 +317,7 @@ class Metrics:
         record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        # The disk is full. This line stays in the buffer, and is written together with the next one.
+        # If the disk is full, this line stays in the buffer and is written together with the next line.
         except OSError as error:
             self._line(step, f"WARNING: metrics.jsonl cannot be written: {error}")
         self._newest = step
@@ -336,9 +336,9 @@ class Metrics:
         return sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)
 
     def _eta_s(self, step: int) -> float:
-        """Estimated seconds to the end of the run, from the mean time per step since the first step of this process.
+        """Estimate the seconds to the end of the run, from the mean time per step since this process's first step.
 
-        The mean includes the time of evaluations and checkpoints.
+        The mean includes the time spent on evaluations and checkpoints.
         """
         assert self._first is not None
         first_step, ended = self._first
@@ -356,7 +356,7 @@ def describe_run(
     step: int,
     end: RunEnd,
 ) -> str:
-    """The first lines of a run: the numbers that follow from the configuration.
+    """The first lines that a run prints: numbers that follow from the configuration.
 
     Args:
         config: the run's configuration.
@@ -366,7 +366,7 @@ def describe_run(
         n_tokens: number of tokens in the training split.
         epochs: number of times that the whole run reads the training split.
         step: number of the step after which the run starts.
-        end: the end of the run.
+        end: configured end of the run.
     """
     seq_len = config.data.seq_len
     tokens = end.samples * seq_len
@@ -385,12 +385,12 @@ def describe_run(
 
 
 def several(means: Mapping[str, float]) -> dict[str, float]:
-    """The means whose weighted sum is the loss; {} if there is only one mean, because it is the loss itself."""
+    """The means whose weighted sum is the loss; {} if there is only one mean, which is the loss itself."""
     return dict(means) if len(means) > 1 else {}
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:
-    """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
+    """Remove from metrics.jsonl the damaged lines and the lines that a resumed run will write again.
 
     The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the name
     metrics.1.jsonl, metrics.2.jsonl, ...
@@ -398,8 +398,8 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     Args:
         path: path of metrics.jsonl, which need not exist.
         step: number of the step after which the run resumes.
-        finished: True if the run has done all its steps. It will then repeat the evaluations of the last step, so their
-            lines are removed.
+        finished: True if the run has done all its steps. The run will then repeat the evaluations after the last step,
+            so the lines of these evaluations are removed.
     """
     if not path.exists():
         return
@@ -418,7 +418,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None if the line is damaged and is not a JSON object with a step."""
+    """The record in a line of metrics.jsonl; None if the line is not a JSON object with a valid step."""
     try:
         record = parse_object(line, "a line")
     except ValueError:

@@ -1,4 +1,4 @@
-"""The time of each operator in a profile, from the events of torch's profiler."""
+"""The time of each operator in a profile, computed from the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass
 class _OperatorTime:
-    """The time of all calls of one operator.
+    """The total time of all calls to one operator.
 
     Attributes:
         is_range: True for a named range of the trace, which is not an operator.
         calls: number of calls.
-        nanoseconds: time of all calls together, in nanoseconds.
+        nanoseconds: total time of all calls, in nanoseconds.
     """
 
     is_range: bool = False
@@ -24,7 +24,7 @@ class _OperatorTime:
     nanoseconds: int = 0
 
     def add(self, nanoseconds: int) -> None:
-        """Add a call."""
+        """Add one call."""
         self.calls += 1
         self.nanoseconds += nanoseconds
 
@@ -34,7 +34,9 @@ class _OperatorTime:
 
 
 def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> list[dict[str, Any]]:
-    """The operators with the largest self times (without the operators that they call). On a GPU, the kernels.
+    """The operators with the largest self times, or on a GPU the kernels with the largest times.
+
+    The self time of an operator does not include the operators that it calls.
 
     Args:
         profile: a profile that has been stopped.
@@ -61,7 +63,7 @@ def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> li
 
 
 def _kernel_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
-    """The time of each kernel on the device, by the name of the kernel."""
+    """The total time of each kernel on the device, by kernel name."""
     times: dict[str, _OperatorTime] = {}
     for event in events:
         if event.device_type().name == "CUDA" and not event.is_user_annotation():
@@ -70,7 +72,7 @@ def _kernel_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
 
 
 def _self_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
-    """The self time of each operator on the host, by the operator's name."""
+    """The total self time of each operator on the host, by operator name."""
     of_threads: dict[int, list[Any]] = {}
     for event in events:
         # Allocations are events without a duration.

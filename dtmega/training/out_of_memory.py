@@ -10,12 +10,12 @@ import torch
 from dtmega.config import Config
 from dtmega.training.device_peaks import PeakMemory
 
-# torch's CPU allocator raises a plain RuntimeError. Its message contains one of these texts.
+# torch's CPU allocator raises a plain RuntimeError, whose message contains one of these texts.
 CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """Find an allocator's error in a chain of errors, because torch's pipelines wrap it. None if there is none."""
+    """Find the allocator's error in a chain of exceptions; None if there is none. torch's pipelines wrap the error."""
     while error is not None:
         text = str(error)
         of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)
@@ -41,7 +41,7 @@ def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemo
 
 
 def keys_to_turn(cfg: Config) -> list[str]:
-    """Configuration keys that can save memory, the cheapest first. Keys that already save all they can are left out."""
+    """Configuration keys that can save memory, cheapest first. Keys that cannot save any more memory are left out."""
     keys = []
     if cfg.batch.micro_batch_size > 1:
         keys.append(f"[batch] micro_batch_size (now {cfg.batch.micro_batch_size})")
@@ -59,7 +59,7 @@ def keys_to_turn(cfg: Config) -> list[str]:
 
 @contextmanager
 def refused(cfg: Config, device: torch.device, doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error in this block into a refusal of the configuration.
+    """Turn an out-of-memory error in this block into a ValueError that explains the error.
 
     Args:
         cfg: the run's configuration.

@@ -1,8 +1,8 @@
 """The pace of a run: warn if its tokens per second have fallen by half, and name the slow rank.
 
-All ranks end a step together. So their step times are equal and do not show which rank made the others wait. The time
-of each rank's own work shows it (`StepTimes.own_s`). At every `[log] interval` the ranks exchange this time, one number
-per rank.
+All ranks end a step together, so all step times are equal and do not show which rank made the others wait. The slow
+rank shows up in the time that each rank spends on its own work (`StepTimes.own_s`). The ranks exchange this time, one
+number per rank, every `[log] interval` steps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dtmega.training.phases import StepTimes
 
 WINDOW = 1000  # number of earlier steps whose median pace is the usual pace
 SLOW = 0.5  # fraction of the usual pace below which a step is slow
-CONSPICUOUS = 1.2  # a rank is named if its own time is this many times the median of the others'
+CONSPICUOUS = 1.2  # a rank is named if its own time is at least this multiple of the other ranks' median
 
 
 class Pace:
-    """The pace of the steps since this process started. All ranks must call its methods together.
+    """A monitor of the run's pace since this process started. All ranks must call the methods together.
 
     Args:
-        slow_steps: number of slow steps in a row after which there is a warning; 0 = never.
+        slow_steps: number of slow steps in a row after which a warning is given; 0 = never.
         device: the device that collectives run on.
     """
 
@@ -41,11 +41,11 @@ class Pace:
 
         Args:
             n_tokens: number of tokens that the whole run has read in this step.
-            times: the time of the step on this rank.
-            exchange: True if the ranks exchange their own times after this step. Only then can there be a warning.
+            times: times of the step on this rank.
+            exchange: True if the ranks exchange their own times after this step. A warning requires this exchange.
 
         Returns:
-            The warning, which comes only once; '' otherwise.
+            The warning, which is given only once per process; '' if there is no warning.
         """
         if not self._slow_steps or self._said:
             return ""
@@ -77,7 +77,7 @@ def slowest(own_s: list[float]) -> str:
     """Describe the rank that makes the others wait.
 
     Args:
-        own_s: time that each rank spent on its own work, in seconds, as a mean over steps.
+        own_s: mean time per step that each rank spent on its own work, in seconds.
     """
     if len(own_s) == 1:
         return "there is one rank only"

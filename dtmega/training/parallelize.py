@@ -2,14 +2,14 @@
 
     build      the whole model on the meta device, which costs no memory
     split      keep only this rank's pipeline stages (pp)
-    plan       cut matrices over tp, and put tp's collectives into the modules
-    recompute  wrap blocks so that backward computes them again, including tp's collectives
+    plan       shard matrices over tp, and insert tp's collectives into the modules
+    recompute  wrap blocks so that the backward pass recomputes them, including tp's collectives
     compile    compile each block together with its recomputation
-    fsdp       cut tp's parts further, over the data ranks; FSDP's hooks stay outside the compiled blocks
-    memory     allocate only this rank's part; its values are loaded or drawn later
+    fsdp       shard tp's parts further, over the data ranks; FSDP's hooks stay outside the compiled blocks
+    memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
-Nothing in this file depends on a model family: families.py says how each model is built and cut. Before anything
-starts, `check` refuses combinations that cannot work.
+Nothing in this file depends on a model family: families.py says how each model is built and sharded. Before
+anything starts, `check` refuses combinations that cannot work.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.training.recompute import recompute
 
-LARGEST_FITTED = 4  # sequences; users who have measured larger microbatches can configure them
+LARGEST_FITTED = 4  # sequences; users can configure larger microbatches
 
 
 class ShardedModel:
-    """The part of a model that this rank holds: its pipeline stages, cut by tp and fsdp, and a training step on them.
+    """This rank's part of a model: pipeline stages that are sharded by tp and fsdp, with methods to train the stages.
 
     Attributes:
         stages: stage number -> model; {0: the whole model} without a pipeline.
         partial: stage number -> names of the parameters whose gradients must be summed over tp.
-        reshard: True if FSDP frees the gathered weights of a block after its forward and after each backward.
+        reshard: True if FSDP frees a block's gathered weights after the block's forward and after each backward.
         objective: the objective that the model is trained for.
         pipeline: the schedule over all stages; None without a pipeline.
-        tied: parameters that this rank's stages share with other stages. Each stage holds a copy.
-        replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP does that, or if dp_replicate
-            is 1.
-        on_reduce: function that is called after backward, before the remaining sums of gradients over ranks.
+        tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
+        replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
+            dp_replicate is 1.
+        on_reduce: function that is called after backward, before the remaining gradients are summed over ranks.
     """
 
     def __init__(
@@ -76,7 +76,10 @@ class ShardedModel:
         self.on_reduce: Callable[[], object] = _do_nothing
 
     def draw(self, seed: int) -> None:
-        """Draw the initial values of all parameters. They depend only on seed, name, and place in the whole tensor."""
+        """Draw the initial values of all parameters.
+
+        A value depends only on the seed, the parameter's name, and the value's place in the whole tensor.
+        """
         for stage in self.stages.values():
             init_weights(stage, seed)
 
@@ -91,7 +94,7 @@ class ShardedModel:
         Args:
             microbatches: this rank's rows of the global batch.
             counts: divisors of the sums, counted over the global batch, by name.
-            scale: loss scale of float16, by which all gradients are multiplied; None in other precisions.
+            scale: loss scale for float16, a factor on all gradients; None in other precisions.
 
         Returns:
             This rank's part of each sum, fp64 [sums] in the objective's order. The whole sum is the sum of these parts
@@ -106,13 +109,13 @@ class ShardedModel:
         else:
             self._run_microbatches(microbatches, tally)
         self.on_reduce()
-        # This comes first, because the sums below expect a gradient of every trained parameter on every rank.
+        # Fill in zeros first, because the sums below expect a gradient for every trained parameter on every rank.
         self._fill_missing_gradients()
         for replicas in self.replicas:
             replicas.finish()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
-        # This comes after the sums over dp and tp, when a copy's gradient lacks only the parts of other stages.
+        # Sum tied gradients after the sums over dp and tp: a copy's gradient then lacks only the parts of other stages.
         for tied in self.tied:
             tied.sum_gradients()
         for parameter, mask in self._unseen:
@@ -121,11 +124,11 @@ class ShardedModel:
         return tally.totals
 
     def _run_microbatches(self, microbatches: Sequence[dict[str, Tensor]], tally: Tally) -> None:
-        """Run forward and backward of all microbatches without a pipeline. Gradients are accumulated."""
+        """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
         (model,) = self.stages.values()
         for i, microbatch in enumerate(microbatches):
-            # The data ranks exchange gradients once per step, in the last microbatch. Before it, each rank accumulates
-            # its gradients locally.
+            # The data ranks exchange gradients once per step, in the last microbatch. Before the last microbatch, each
+            # rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
             sync_gradients(model, last, reshard=self.reshard)
             if last:
@@ -142,7 +145,7 @@ class ShardedModel:
 
     @functools.cached_property
     def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters with elements that affect no output, each with the mask of this rank's part (`Model.unseen`)."""
+        """Parameters with elements that affect no output, each with a mask of these elements in this rank's part."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -152,7 +155,7 @@ class ShardedModel:
         return masked
 
     def _fill_missing_gradients(self) -> None:
-        """Give a gradient of zeros to each parameter that no token of this rank has used.
+        """Give a zero gradient to each parameter that none of this rank's tokens has used.
 
         AdamW would skip a parameter without a gradient. Then the parameter's decay and moments would depend on which
         tokens and layers a rank has. Frozen parameters stay without a gradient.
@@ -194,11 +197,11 @@ class ShardedModel:
                 yield model.full_name(name), tensor
 
     def weights(self) -> list[Tensor]:
-        """Local parts of parameters, chosen so that the ranks of the `shards` group together have each element once."""
+        """The local parts of parameters. Across the ranks of the `shards` group, each model element occurs once."""
         return [local(p.detach()) for p in self._counted_once()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
-        """Local parts of gradients.
+        """The local parts of gradients.
 
         Args:
             every: True for all gradients that this rank holds, as clipping needs them. False for the gradients of the
@@ -236,7 +239,7 @@ class ShardedModel:
         return {name: tensor for name, tensor in self.stored_tensors() if id(tensor) not in duplicates}
 
     def check_copies(self) -> None:
-        """Check that the copies of stored tensors on several ranks are equal to the bit.
+        """Check that copies of a stored tensor on different ranks are bit-identical.
 
         Raises:
             RuntimeError: copies differ. The message names the tensor and the ranks.
@@ -255,7 +258,7 @@ def _do_nothing() -> None:
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
-    """Build this rank's part of the configured model. Its values are not set: load them, or `draw` initial ones."""
+    """Build this rank's part of the configured model. The parameter values are loaded or drawn later."""
     with torch.device("meta"):
         whole = families.build(cfg)
     cut = None
@@ -267,7 +270,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
-    # This comes after `_shard`, which replaces parameters, because the sums put hooks on the final parameters.
+    # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
     if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
@@ -290,7 +293,7 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
     """The tensors that each stage but the last passes to the next stage, on the meta device.
 
     The tensors need a gradient if any parameter of their stage, or of an earlier stage, is trained. Otherwise backward
-    ends before it reaches them.
+    ends before it reaches the tensors.
     """
     family, parts = families.of(cfg.model), whole.parts()
     trained = False
@@ -344,9 +347,10 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
 
-    # recompute. tp usually frees the gathered input of a region, and gathers it again in backward. There are two cases
-    # in which it keeps the input. In recomputed blocks, the recomputation has gathered it just before backward. And if
-    # backward runs in two parts, only torch's own matrix product, which keeps its input, can run them separately.
+    # recompute. tp usually frees the gathered input of a region, and gathers the input again in backward. tp keeps the
+    # gathered input in two cases: in recomputed blocks, because the recomputation has gathered the input just before
+    # backward; and if backward runs in two parts, because only torch's own matrix product, which keeps its input, can
+    # run the parts separately.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -355,8 +359,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
 
-    # compile, block by block, so that one compiled graph serves all blocks. Before that, on a CPU with matrix tiles,
-    # linear layers get faster matrix products in bfloat16.
+    # compile, block by block, so that one compiled graph serves all blocks. Before compiling, on a CPU with matrix
+    # tiles, linear layers get faster matrix products in bfloat16.
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
@@ -365,21 +369,21 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
 
-    # fsdp; or only master weights, if a rank holds the whole model and only dtypes differ. This comes after compile, so
-    # that FSDP's hooks, which gather and free weights, stay outside of the compiled graphs.
+    # fsdp; or only master weights, if a rank holds the whole model and only dtypes differ. FSDP comes after compile,
+    # so that its hooks, which gather and free weights, stay outside of the compiled graphs.
     if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 
-    # memory. It is allocated only now, because every tensor has shrunk to this rank's part.
+    # memory. Tensors are allocated only now, after they have shrunk to this rank's part.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
-    """Move the buffers to the device that computes. With CPU offload, FSDP moves only parameters there."""
+    """Move the buffers to the compute device. With CPU offload, FSDP moves only parameters to that device."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -387,12 +391,12 @@ def _move_buffers(stage: Model, device: torch.device) -> None:
 
 def _replicated_over_tp(tensor: Tensor) -> bool:
     """True if every tp rank has the whole tensor."""
-    # Stored buffers are never cut.
+    # Stored buffers are never sharded.
     if not isinstance(tensor, nn.Parameter):
         return True
     if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
         return False
-    # FSDP puts its mesh axes before those that a DTensor had, so tp is the last one.
+    # FSDP puts its mesh axes before the existing axes of a DTensor, so tp is the last axis.
     return tensor.placements[-1] == Replicate()
 
 
@@ -404,9 +408,9 @@ def compiling(cfg: config.Config, device: torch.device) -> bool:
 def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
     """Choose a microbatch size for this layout, if [batch] micro_batch_size = 0 leaves it open.
 
-    The chosen size is the largest one up to LARGEST_FITTED that divides every rank's share of every step and leaves a
-    pipeline as many microbatches as its schedule needs. If not even 1 fits, it is 1, and `check` and the loader report
-    the reason.
+    The chosen size is the largest size up to LARGEST_FITTED that divides every rank's share of every step and gives a
+    pipeline the number of microbatches that its schedule needs. If not even size 1 fits, the chosen size is 1, and
+    `check` and the loader report the reason.
     """
     if cfg.batch.micro_batch_size:
         return cfg
@@ -426,7 +430,7 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
 
 
 def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
-    """A copy of the configuration with `params` as its [precision] params, which 'auto' had left open."""
+    """A copy of the configuration with `params` as the value of [precision] params, in place of 'auto'."""
     return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
 
 

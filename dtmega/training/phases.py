@@ -1,9 +1,9 @@
 """The phases of a step, which follow each other without gaps, and the time that each phase takes.
 
-    phases.begin_step(7)               # the wait for data
+    phases.begin_step(7)               # the step begins with the wait for data
     phases.enter("forward+backward")
     phases.enter("optimizer")
-    times = phases.end_step()          # phases from here on belong to no step: evaluation, checkpoint, ...
+    times = phases.end_step()          # later phases belong to no step: evaluation, checkpoint, ...
 
 Every phase is reported to the watch, which can then name the phase in which a rank hangs. While a profile is recorded,
 each phase is a named range in the trace, within the range of its step, and the peak memory of the phase is recorded.
@@ -36,8 +36,8 @@ class StepTimes(NamedTuple):
 
     Attributes:
         step_s: time from the beginning of the wait for data until the device has finished the update.
-        phases: time of each phase by its key in metrics.jsonl, and `other_s`. Together they add up to step_s.
-        own_s: time in which this rank did not wait for other ranks.
+        phases: time of each phase by its key in metrics.jsonl, and `other_s`. These times add up to step_s.
+        own_s: time that this rank did not spend waiting for other ranks.
     """
 
     step_s: float
@@ -45,17 +45,17 @@ class StepTimes(NamedTuple):
     own_s: float
 
     def in_words(self, what: str) -> str:
-        """Format these times as one line that begins with `what`."""
+        """Format the times as one line that begins with `what`."""
         parts = [f"{key.removesuffix('_s')} {seconds:.3g} s" for key, seconds in self.phases.items()]
         return " | ".join([what, f"{self.step_s:.3g} s (own work {self.own_s:.3g} s)", *parts])
 
 
 class Phases:
-    """The phases of a run on this rank.
+    """Timer of a run's phases on this rank, which also reports each phase to the watch and the profiler.
 
-    On a CPU, a phase ends when its last operation returns. A GPU runs its operations later than the host queues them.
-    So on a GPU, phases are timed by events on the device. These events are read at the end of a step, when the host
-    waits for the device anyway.
+    On a CPU, a phase ends when its last operation returns. A GPU runs an operation later than the host queues it, so
+    on a GPU, phases are timed by events on the device. These events are read at the end of a step, when the host waits
+    for the device anyway.
 
     Args:
         watch: the watchdog of this rank.
@@ -87,11 +87,11 @@ class Phases:
         return self._profiler.dump_memory_history()
 
     def begin_step(self, step: int) -> None:
-        """Begin a step. Its first phase is the wait for data."""
+        """Begin a step with its first phase, the wait for data."""
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         if self._profiler.due(step):
-            # Writing a trace can take long. The beat lets a report about a hang say what this rank is doing.
+            # Writing a trace can take long. Thanks to the beat, a report about a hang can say what this rank is doing.
             self._watch.beat(step, "profile")
             self._profiler.switch(step)
         self._step_range = ranges.named(f"step {step}")
@@ -112,7 +112,7 @@ class Phases:
         self._begin_phase(name)
 
     def end_step(self) -> StepTimes:
-        """End the step, and begin the phase "report". On a GPU, the host must have waited for the device before."""
+        """End the step, and begin the phase "report". On a GPU, the host must already have waited for the device."""
         assert self._marks is not None
         busy_s = self._thread_time.busy_s() - self._busy_after_data_s
         marks = [*self._marks, ("", self._now())]
@@ -128,8 +128,8 @@ class Phases:
         phases["other_s"] = other_s
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
-            # The host does not wait when the device waits, so the host's busy time says nothing here. If the device
-            # waits for other ranks during forward and backward, this time is counted as the rank's own.
+            # The host does not wait when the device waits, so the host's busy time says nothing here. The time in which
+            # the device waits for other ranks during forward and backward is therefore counted as own time.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)
@@ -154,7 +154,7 @@ class Phases:
         self._watch.beat(self._step, name)
 
     def _end_phase(self) -> None:
-        # Within a step, `end_step` adds the times of the phases, because on a GPU they are not known before.
+        # Within a step, `end_step` adds the times of the phases, because on a GPU the times are not known earlier.
         if self._marks is None:
             self._profiler.add(self.name, time.perf_counter() - self._began)
         self._profiler.end_of_phase(self.name)

@@ -1,12 +1,13 @@
-"""Profiles of chosen steps: a trace by `torch.profiler` for Perfetto, and its summary for `dtmega report`.
+"""Profiles of chosen steps: a `torch.profiler` trace for Perfetto, and a summary of the trace for `dtmega report`.
 
     profiles/step-00000010-rank-00000.json.gz          the trace
-    profiles/step-00000010-rank-00000.summary.json     seconds and peak memory of each phase, the largest operators
+    profiles/step-00000010-rank-00000.summary.json     seconds and peak memory of each phase, slowest operators
     profiles/step-00000010-rank-00000.memory.pickle    allocations on a GPU, for https://pytorch.org/memory_viz
 
-The step in the file names is the first step of the window. A window is either configured (`[profile] steps`) or
-requested during the run, by a file `profile-now` in the run directory. A window ends when the step after its last step
-begins, so that it also shows the work after a step: evaluation, checkpoint, output.
+A profile covers a window of consecutive steps, and the step in the file names is the first step of the window. A window
+is either configured (`[profile] steps`) or requested during the run, by a file `profile-now` in the run directory. A
+window ends when the step after its last step begins, so the profile also shows the work after a step: evaluation,
+checkpoint, output.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU kee
 
 
 def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:
-    """Refuse a profile that no rank could record.
+    """Raise an error if the configured profile cannot be recorded.
 
     Raises:
         ValueError: [profile] ranks names a rank that does not exist, or a memory history is requested on a CPU.
@@ -58,7 +59,7 @@ class Profiler:
         rank: number of this rank.
         device: the device that this rank computes on.
         peak_memory: the memory counter of this process.
-        say: function that prints a line for people.
+        say: function that prints a line for the user.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=N_ALLOCATIONS)
 
     def request(self, first: int, n_steps: int) -> None:
-        """Profile `n_steps` steps from step `first` on."""
+        """Profile `n_steps` steps, beginning with step `first`."""
         self._requested = range(first, first + n_steps)
 
     def due(self, step: int) -> bool:
@@ -104,7 +105,7 @@ class Profiler:
             self._window.note_peak(phase)
 
     def close(self, last: int) -> None:
-        """End the current window, if there is one, and write its files. If they cannot be written, print a warning.
+        """End the current window, if there is one, and write its files. If a file cannot be written, print a warning.
 
         Args:
             last: number of the last step in the window.
@@ -125,7 +126,7 @@ class Profiler:
         self._say(f"profile of {steps}: {self._folder / name}.json.gz (open it with https://ui.perfetto.dev)")
 
     def dump_memory_history(self) -> str:
-        """Write the recorded allocations of a GPU that has run out of memory. Returns the path; '' if not written."""
+        """Write the recorded allocations of a GPU that has run out of memory. Returns the path, or '' on failure."""
         if not self._cfg.memory_history:
             return ""
         path = self._folder / f"out-of-memory-rank-{self._rank:05d}.memory.pickle"
@@ -140,7 +141,7 @@ class Profiler:
 
 
 class _Window:
-    """The recording of consecutive steps.
+    """The recording of a window of consecutive steps.
 
     Args:
         cfg: the section [profile].
@@ -173,7 +174,7 @@ class _Window:
             # This object records one window only. Without this option, torch 2.11 warns that it drops older windows.
             acc_events=True,
         )
-        # The first start in a process takes about a second. The window's clock starts after this second.
+        # The first start of a profiler in a process takes about a second, which the window's clock does not count.
         self._profile.start()
         self._started = time.perf_counter()
 
@@ -192,8 +193,8 @@ class _Window:
         """Stop recording, and write the trace and the summary. Each file is written completely or not at all.
 
         Args:
-            folder: folder of the files.
-            name: common beginning of the files' names.
+            folder: folder for the files.
+            name: common prefix of the file names.
             rank: number of this rank.
             last: number of the last step in the window.
 
@@ -231,8 +232,8 @@ class _Window:
 def take_request(run_dir: Path, step: int) -> int:
     """Take a user's request for a profile from the run directory. Called on rank 0 after a step.
 
-    The request is a file `profile-now`. It is renamed to `profile-taken-00000012`, where 12 is the step that has just
-    ended, so that the request is taken only once.
+    The request is a file `profile-now`. The file is renamed to `profile-taken-00000012`, where 12 is the step that has
+    just ended, so that the request is taken only once.
 
     Args:
         run_dir: the run directory.
@@ -248,7 +249,7 @@ def take_request(run_dir: Path, step: int) -> int:
         with path.open("rb") as file:
             text = file.read(20).decode("ascii", "replace").strip()
         path.replace(run_dir / f"profile-taken-{step:08d}")
-    # A file that cannot be renamed is ignored, because it would start one profile after the other.
+    # A file that cannot be renamed is ignored, because the file would start a new profile after every step.
     except OSError:
         return 0
     n_steps = int(text) if text.isdecimal() and text.isascii() else 1

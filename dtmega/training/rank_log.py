@@ -1,4 +1,4 @@
-"""The log of one rank: a text file with everything that the rank does and prints, for `[log] ranks = "all"`.
+"""The log of one rank: a text file with everything that the rank does and prints, if `[log] ranks = "all"`.
 
     log = RankLog(Path("runs/bloom/logs"), rank, sizes, device)
     with log:                            # inside, all printed lines also go to logs/rank-00012.txt
@@ -7,8 +7,8 @@
     2026-11-24T08:15:30.123Z start: rank 12 of 16, pp 1 of 2, dp_shard 4 of 8, on cuda:4, process 4711 on node7
     2026-11-24T08:15:48.005Z step 10 | loss 4.2
 
-Each line begins with its time (UTC). Ranks, and their places on the axes of the mesh, are counted from 0. The next
-start of the run appends to the file.
+Each line begins with its time (UTC). Ranks, and their places along the mesh axes, are counted from 0. The next start of
+the run appends to the file.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ FOLDER = "logs"
 class RankLog:
     """The log of this rank. In a `with` block, all lines that this process prints on stdout and stderr are logged.
 
-    Each line is written as soon as it is complete, without a buffer, so a killed process loses no line. If the disk
-    refuses lines, one warning is printed. Several threads may print at once. C++ libraries and `faulthandler` print
+    Each line is written as soon as it is complete, without a buffer, so a killed process loses no line. If lines
+    cannot be written, one warning is printed. Several threads may print at once. C++ libraries and `faulthandler` print
     directly to the file descriptor of stderr, so their output is not in the log.
 
     Args:
-        folder: folder for the logs of all ranks. If it is None, this rank keeps no log and all methods do nothing.
+        folder: folder for the logs of all ranks; None if this rank keeps no log. All methods then do nothing.
         rank: number of this rank.
         sizes: size of each axis of the mesh, by name.
         device: the device that this rank computes on.
@@ -59,7 +59,7 @@ class RankLog:
         self._warned = False
 
     def __enter__(self) -> RankLog:
-        """Open the log, and begin it with a line about this process.
+        """Open the log, and write a first line about this process.
 
         Raises:
             ValueError: the file cannot be written.
@@ -79,7 +79,7 @@ class RankLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the log. If an error ends the block, log its traceback, because it is printed only after the block."""
+        """Close the log. If an error ends the block, log the traceback first: Python prints it only after the block."""
         if error is not None:
             self.line("".join(traceback.format_exception(kind, error, trace)))
         self._copying.close()
@@ -98,7 +98,7 @@ class RankLog:
             console.say(warning)
 
     def write_stacks(self) -> None:
-        """Write the stack of each thread of this process. `faulthandler` writes these lines, so they have no times."""
+        """Write the stack of each thread in this process. `faulthandler` writes these lines without times."""
         with self._lock:
             if self._fd is not None:
                 self.line("the threads of this process:")

@@ -1,7 +1,7 @@
-"""The steps that start a run. `dtmega/train.py` calls them in order, on all ranks together.
+"""The steps that start a run. `dtmega/train.py` calls these functions in order, on all ranks together.
 
-Errors that a rank can find by itself are reported before there is a process group. A step ends only when all ranks have
-reached its end (`dtmega/distributed/agreement.py`), so no rank goes on alone after another rank has failed.
+Errors that a rank can find by itself are reported before the process group is made. A step ends only when all ranks
+have reached its end (`dtmega/distributed/agreement.py`), so no rank continues alone after another rank has failed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from dtmega.training.rank_log import RankLog
 
 
 class Settings(NamedTuple):
-    """The configuration of a run, and the values derived from it before any file is opened.
+    """The configuration of a run, and values derived from the configuration before the data is opened.
 
     Attributes:
-        saved_cfg: the configuration as config.toml and checkpoints store it. Values left open stay open in it.
-        cfg: the same configuration with all values chosen for this layout and machine.
+        saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open stay open.
+        cfg: the same configuration, with all open values chosen for this layout and machine.
         device: this rank's device.
         sizes: size of each axis of the mesh, by name.
-        pieces: the model's pieces, with their numbers of parameters and FLOPs.
-        digest: digest of the directory that [model] path names; '' if there is none.
-        auto_dtype: True if the configuration left the dtype of the parameters open.
+        pieces: the model's pieces, with their parameter counts and FLOPs.
+        digest: digest of the directory that [model] path names; '' if the model has no directory.
+        auto_dtype: True if the configuration left the parameters' dtype open.
     """
 
     saved_cfg: Config
@@ -130,7 +130,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
 def claim_run_directory(
     settings: Settings, text: Text, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> found.CandidatePaths:
-    """Claim the folders of the run on rank 0, and send the paths of the checkpoints there to all ranks."""
+    """Claim the run's folders on rank 0, and send all ranks the paths of checkpoints to resume from."""
     cfg = settings.cfg
     with startup.step("run directory") as step:
         if startup.rank == 0:
@@ -152,7 +152,7 @@ def claim_run_directory(
 
 
 def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> RankLog:
-    """Open the log of this rank. From here on, everything that the rank prints is logged."""
+    """Open this rank's log. From here on, everything that the rank prints is logged."""
     cfg = settings.cfg
     folder = Path(cfg.run.dir, rank_log.FOLDER) if cfg.log.ranks == "all" else None
     with startup.step("rank logs"):
@@ -184,7 +184,7 @@ def join_processes(settings: Settings, startup: Startup) -> World:
 
 
 def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    """Build this rank's part of the model, without values, and its optimizer."""
+    """Build this rank's part of the model, and the optimizer for this part. Parameters have no values yet."""
     with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
         model = parallelize(cfg, world)
         return model, optim.build_optimizer(model.named_parameters(), cfg.optim)
@@ -198,7 +198,7 @@ def fill(
     startup: Startup,
     closing: ExitStack,
 ) -> tuple[Checkpoints, State | None]:
-    """Set the values of the weights: load the newest checkpoint or other weights, or draw initial values.
+    """Set the weights: load the newest checkpoint, load weights from elsewhere, or draw initial values.
 
     Returns:
         The writer of the run's checkpoints, and the state of the checkpoint that was loaded (None for a new run).
@@ -218,17 +218,17 @@ def fill(
 def write_files(
     settings: Settings, world: World, checkpoints: Checkpoints, loaded: State | None, at: Progress, end: RunEnd
 ) -> None:
-    """Write config.toml and a line of starts.jsonl, and clear away checkpoints that this start does not continue.
+    """Write config.toml and a line in starts.jsonl, and clear away checkpoints that this start does not continue.
 
     Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt left are deleted.
 
     Args:
         settings: the run's configuration and the values derived from it.
-        world: the processes and the mesh. One rank writes for all.
+        world: the processes and the mesh. One rank writes for all ranks.
         checkpoints: writer of the run's checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
-        at: the run's progress.
-        end: the end of the run.
+        at: progress from which the run starts.
+        end: configured end of the run.
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
     resume.set_aside_newer(cfg, at.step)
@@ -262,7 +262,7 @@ def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) ->
 
 
 def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metrics, at: Progress) -> Phases:
-    """Make the phases of this rank, which report to the watch and to the profiler."""
+    """Make this rank's phase timer, which also reports each phase to the watch and the profiler."""
     cfg = settings.cfg
     profiler = Profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
     return Phases(watch, profiler, world.device, at.step)
@@ -279,7 +279,7 @@ def announcement(
         world: the processes and the mesh.
         origin: the source of the weights, with messages about damaged checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
-        end: the end of the run.
+        end: configured end of the run.
     """
     cfg, device = settings.cfg, settings.device
     at = loaded.progress if loaded else resume.START

@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch. The training loop repeats it, and reports its duration as the step time."""
+"""One optimizer step on one global batch. The training loop repeats this step and reports how long the step took."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from dtmega.training.rank_log import RankLog
 
 
 class Run(NamedTuple):
-    """The objects of a run that its training loop and its evaluation use.
+    """The objects that the training loop and the evaluation of a run use.
 
     Attributes:
-        saved_cfg: the configuration that config.toml and checkpoints store. Values left open, such as the size of a
-            microbatch, stay open in it, because another layout may need others.
-        cfg: the same configuration with all values chosen for this layout and machine.
+        saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open, such as
+            the microbatch size, stay open here, because another layout may need other values.
+        cfg: the same configuration, with all open values chosen for this layout and machine.
         world: the processes, the mesh and its groups.
         text: the data: splits, samples and tokenizer.
         model: this rank's part of the model.
-        optimizer: the optimizer of that part.
+        optimizer: the optimizer of this part of the model.
         batches: this rank's part of the training batches, from the run's current position on.
-        spikes: recent losses and gradient norms, to find spikes.
+        spikes: recent losses and gradient norms, used to detect spikes.
         checkpoints: writer of the run's checkpoints.
-        metrics: reports about the steps, printed and in files.
+        metrics: reports about the steps, printed and written to files.
         watch: watchdog that receives signals and ends a run that hangs.
-        phases: the phases of a step, which are reported to the watch and the profiler, and timed.
+        phases: phase timer, which also reports each phase to the watch and the profiler.
         health: counts of high losses, which may end the run.
-        pace: tokens per second of the last steps, and each rank's own time.
-        log: text file of this rank, for [log] ranks.
+        pace: monitor of the tokens per second, and of each rank's own time.
+        log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
-        digest: digest of the directory that the model is read from; '' if it is not read from one.
-        loss_scale: dynamic loss scale of float16; None in other precisions.
+        digest: digest of the directory that the model is read from; '' if there is no such directory.
+        loss_scale: dynamic loss scale for float16; None in other precisions.
     """
 
     saved_cfg: Config
@@ -78,14 +78,14 @@ class Run(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a step. It is the same on all ranks.
+    """The result of a step, equal on all ranks.
 
     Attributes:
-        loss: the weighted sum of the means.
+        loss: weighted sum of the means.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
         skipped: True if the weights were left unchanged, because loss or gradient norm is not finite or is a spike.
-        means: mean over the global batch of each sum of the objective, by name.
-        loss_scale: loss scale with which float16 gradients were computed; None in other precisions.
+        means: mean of each of the objective's sums over the global batch, by name.
+        loss_scale: loss scale that was used for float16 gradients; None in other precisions.
         overflowed: True if the step was skipped because a float16 gradient is not finite.
     """
 
@@ -106,13 +106,13 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     cfg, world, model = run.cfg, run.world, run.model
     run.phases.enter("counts")
     sums = model.objective.sums
-    # The counts are needed before forward, because each gradient is divided by its global count as it is computed.
+    # The counts are needed before forward, because backward computes gradients that are already divided by the counts.
     counts = divisors(count(world, model.objective, batch))
     run.optimizer.zero_grad()
     scale = None if run.loss_scale is None else run.loss_scale.scale
     run.phases.enter(phases.COMPUTING)
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
-    # The norm needs each element of the model once; clipping scales every copy.
+    # The norm counts each element of the model once; clipping scales every copy of an element.
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None:
         optim.unscale(gradients, scale)
@@ -129,7 +129,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()
-    # On a GPU the update has only been launched: wait, so that the time of the step includes it.
+    # On a GPU the update has only been launched. Wait for the update, so that the step time includes it.
     mesh.synchronize(world.device)
     return StepResult(loss, grad_norm, skip, means, scale, overflowed)
 
@@ -138,7 +138,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
     """Add up the totals over the `loss` group and the squared norms over the `shards` group.
 
     The ranks exchange both in one message, so that the host waits for the device only once. Every rank adds the same
-    numbers in the order of ranks, so the results are equal to the bit on all ranks.
+    numbers in rank order, so the results are bit-identical on all ranks.
 
     Args:
         totals: this rank's part of the sums, fp64 [sums].
@@ -157,7 +157,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """Counts over the global batch by which the objective's sums are divided, by name. A count may be 0."""
+    """The divisors of the objective's sums, by name: counts over the global batch, which may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():
@@ -187,7 +187,7 @@ def signalled(run: Run) -> bool:
 
 
 def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Copies of the microbatches on the device."""
+    """Copy the microbatches to the device."""
     copies = []
     for microbatch in microbatches:
         copies.append({name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()})

@@ -1,4 +1,4 @@
-"""Experiment trackers: wandb, mlflow and trackio. `[log] trackers` names the ones that a run uses.
+"""Experiment trackers: wandb, mlflow and trackio. `[log] trackers` names the trackers that a run uses.
 
     trackers = Trackers(config, new=True)
     trackers.record(step, {"loss": 2.5})  # returns at once
@@ -8,7 +8,7 @@ Each tracker has its own thread, which imports the library during the first step
 rows. If a tracker fails or is slow, one line on stderr says so. Training does not wait for a tracker, and does not end
 if a tracker fails.
 
-`trackers.json` in the run directory keeps the id of the run at each tracker, and the last step that was sent. So a
+`trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. So a
 resumed run continues the same run at the tracker, and steps that are repeated after a resume are sent only once.
 """
 
@@ -42,7 +42,7 @@ MLFLOW_PARAMS = 100
 MLFLOW_VALUE = 6000  # characters
 
 MASK = "***"
-# Names of keys whose values are secret. The names "tokens" and "tokenizer" do not match.
+# Names of keys that have secret values. The names "tokens" and "tokenizer" do not match.
 SECRET = re.compile(
     r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
 )
@@ -51,11 +51,11 @@ URL_QUERY = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^?#\s]+\?)[^\s]+")
 
 
 class Row(NamedTuple):
-    """The finite numbers of one line of metrics.jsonl.
+    """The finite numbers from one line of metrics.jsonl.
 
     Attributes:
         step: number of the step.
-        values: the numbers, by their keys.
+        values: the numbers, by key.
         time_s: time at which the line was written, in seconds since 1970.
     """
 
@@ -68,7 +68,7 @@ class Tracker(Protocol):
     """An open run at one tracker. After a method has raised an exception, the tracker is not used any more.
 
     Attributes:
-        id: the tracker's id of the run, with which a later start continues the same run.
+        id: the tracker's id for the run. A later start uses the id to continue the same run.
     """
 
     id: str
@@ -79,13 +79,13 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """A run of wandb, https://docs.wandb.ai. Without a login, the run is an offline run in the run directory."""
+    """A wandb run (https://docs.wandb.ai). Without a login, the run is offline and is kept in the run directory."""
 
     def __init__(self, config: Config, known: str) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._wandb = import_module("wandb")
         self.id = known or uuid.uuid4().hex[:8]
-        # Without an API key, the online mode would wait for the user to type one.
+        # Without an API key, the online mode would wait for the user to type a key.
         mode = os.environ.get("WANDB_MODE") or ("online" if self._wandb.login(prompt=False) else "offline")
         self._run = self._wandb.init(
             project=config.log.project,
@@ -106,11 +106,11 @@ class Wandb:
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
-        self._wandb.teardown()  # ends wandb's own process, which would live as long as this one
+        self._wandb.teardown()  # ends wandb's own process, which would live as long as this process
 
 
 class Mlflow:
-    """A run of mlflow, https://mlflow.org, at MLFLOW_TRACKING_URI or in `mlruns/` of the run directory.
+    """An mlflow run (https://mlflow.org), at MLFLOW_TRACKING_URI or in `mlruns/` of the run directory.
 
     This class uses mlflow's client, because mlflow's fluent interface keeps the run in a global variable.
     """
@@ -152,13 +152,13 @@ class Mlflow:
 
 
 class Trackio:
-    """A run of trackio, https://github.com/gradio-app/trackio, in trackio's own folder (TRACKIO_DIR)."""
+    """A trackio run (https://github.com/gradio-app/trackio), in trackio's own folder (TRACKIO_DIR)."""
 
     def __init__(self, config: Config, known: str) -> None:
         trackio = import_module("trackio")
         for module in (trackio, import_module("trackio.run"), import_module("trackio.utils")):
-            vars(module)["print"] = _nothing  # it prints six lines at each start, and has no switch for them
-        # Trackio finds a run again by its name alone, so the name must be unique.
+            vars(module)["print"] = _nothing  # trackio prints six lines at each start, and no option turns them off
+        # Trackio identifies a run by its name alone, so the name must be unique.
         name = Path(config.run.dir).name
         self.id = known or f"{name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(
@@ -192,7 +192,7 @@ def masked(value: Any) -> Any:
 
 
 def _nothing(*words: object, **options: object) -> None:
-    """Print nothing."""
+    """Print nothing: a replacement for `print`."""
 
 
 TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
@@ -209,11 +209,11 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of one run, on the one process that writes.
+    """All trackers of one run, used only by the process that writes.
 
     Args:
         config: the run's configuration.
-        new: True if the run starts at step 0. Each tracker then opens a new run, too.
+        new: True if the run starts at step 0. Each tracker then opens a new run as well.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
@@ -221,7 +221,7 @@ class Trackers:
         self._sinks = [Sink(name, config, kept) for name in config.log.trackers]
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the finite numbers of one line of metrics.jsonl for each tracker. Returns at once."""
+        """Queue the finite numbers from one line of metrics.jsonl for each tracker. Returns at once."""
         row = Row(step, dict(values), time.time())
         for sink in self._sinks:
             sink.take(row)
@@ -274,7 +274,7 @@ class Kept:
     def keep(self, name: str, run_id: str, newest: int) -> None:
         with self._lock:
             self._known[name] = {"id": run_id, "newest": newest}
-            # If the disk is full, a later start may send these steps again.
+            # If the disk is full, the file keeps an older step, and a later start may send some steps again.
             with suppress(OSError), atomic.replaced(self._path) as file:
                 json.dump(self._known, file, indent=1)
 
@@ -295,7 +295,7 @@ class Sink:
         self._thread.start()
 
     def take(self, row: Row) -> None:
-        """Queue a row. It is lost if the tracker has failed, or if WAITING rows are queued already."""
+        """Queue a row. The row is lost if the tracker has failed, or if WAITING rows are already queued."""
         if not self._thread.is_alive():
             return
         try:
@@ -311,7 +311,7 @@ class Sink:
         self._ending.set()
 
     def joined(self, deadline: float) -> bool:
-        """Wait for the thread until `deadline`, a time of `time.monotonic`. Returns False if it has not ended."""
+        """Wait for the thread to end, until `deadline` (in `time.monotonic` time). Returns True if it has ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -330,7 +330,7 @@ class Sink:
                     break
                 self._ending.wait(PAUSE_S)
             tracker.close(self._finished)
-        # Libraries, and the networks that they use, may raise any exception.
+        # The libraries, and the networks that they use, may raise any exception.
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             console.say(f"{self.name} tracks no longer: {reason[0]}")
