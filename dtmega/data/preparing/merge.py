@@ -20,7 +20,7 @@ from dtmega.files.console import counted
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the joined `.bin/.idx` pair. If that fails, an earlier pair of the same name stays as it was.
+    """Write the joined `.bin/.idx` pair. If writing fails, an earlier pair with the same name remains unchanged.
 
     Args:
         args: the options of `python -m dtmega merge`.
