@@ -94,7 +94,7 @@ class TrainBatches:
         self._rows, self._data, self._batch = rows, data, batch
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
-        self._iterator: Iterator[dict[str, Tensor]] | None = None  # the worker processes end when it is deleted
+        self._iterator: Iterator[dict[str, Tensor]] | None = None  # when the iterator is deleted, the workers end
         self._startup: _WorkerStartup | None = None  # None except while the workers are starting
         self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
 
@@ -139,7 +139,7 @@ class TrainBatches:
     def start(self) -> None:
         """Start the worker processes, if any, without waiting for them.
 
-        If this method is not called, the first iteration starts them.
+        If this method is not called, the first iteration starts the workers.
         """
         workers = self._n_workers()
         if workers:
@@ -226,7 +226,7 @@ class _WorkerStartup:
         try:
             with _signals_blocked():
                 self._iterator = iter(loader)
-        except BaseException as error:  # `result` raises it in the thread that calls it
+        except BaseException as error:  # `result` raises the error in its caller's thread
             self._error = error
         self.feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
 
@@ -317,7 +317,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _hear_only_the_trainer(worker: int) -> None:
-    """Make SIGTERM end a worker only if its trainer sent it. Runs in the worker, at its start.
+    """Make SIGTERM end a worker only if the trainer sent this signal. Runs when the worker starts.
 
     When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
     """
@@ -336,6 +336,6 @@ def _hear_only_the_trainer(worker: int) -> None:
     if CAN_TELL_SENDER:
         threading.Thread(target=wait, daemon=True).start()
     # While that thread or one of torch's threads is running, the interpreter's shutdown sometimes aborts ("terminate
-    # called ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers. Their lowest
-    # priority is -5, and a finalizer with a lower priority runs later.
+    # called ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers. These
+    # finalizers have priorities of -5 or higher, and a finalizer with a lower priority runs later.
     util.Finalize(None, os._exit, args=(0,), exitpriority=-10)

@@ -203,7 +203,7 @@ class Corpora:
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
         # Check the record first: ids outside the vocabulary mostly come from another tokenizer, which the record names.
         has_record = is_default or record.check_tokenizer(dataset, cfg.data, tokenizer)
-        # If the objective adds ids after the tokenizer's last one, no text may contain the added ids.
+        # If the objective adds ids after the tokenizer's last id, no text may contain the added ids.
         n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
         check_token_ids(dataset, n_ids)
         if not is_default:
@@ -279,8 +279,8 @@ def fingerprint(prefix: str) -> str:
     """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
-    In a larger file, changes between the blocks go unnoticed: in one test, a change to 200,000 of 20 million tokens
-    did. The fingerprint distinguishes one data set from another, but does not detect damage.
+    In a larger file, changes between the blocks go unnoticed, as happened in one test with a change to 200,000 of 20
+    million tokens. The fingerprint distinguishes one data set from another, but does not detect damage.
     """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):

@@ -58,7 +58,9 @@ class Index(NamedTuple):
 
 
 def read_index(path: str, index: NDArray[np.uint8]) -> Index:
-    """Read the arrays of an .idx file of either layout. `IndexedDataset` checks their values; this function does not.
+    """Read the arrays of an .idx file of either layout.
+
+    `IndexedDataset` checks the arrays' values; this function does not.
 
     Args:
         path: the file's name, for messages.

@@ -1,4 +1,4 @@
-"""Find the indices that Megatron has cached next to its data, as .npy files. If there are any, a run uses them.
+"""Find the indices that Megatron has cached next to its data, as .npy files. A run uses the cached indices, if any.
 
 Megatron-LM and Megatron-DeepSpeed name the files by their settings, such as
 PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts the files into
@@ -68,7 +68,7 @@ class OrderName(NamedTuple):
 
 
 def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
-    """The cache of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
+    """Find the cached indices of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
 
     Raises:
         ValueError: there is a cache, but it is damaged or belongs to other data.
@@ -92,7 +92,7 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
 def described_caches(
     settings: OrderSettings, split: str, matrix: Sequence[tuple[float, float] | None] | None
 ) -> FoundIndices:
-    """The cache of megatron-core for a split.
+    """Find the cached indices of megatron-core for a split.
 
     Args:
         settings: settings that determine the order.

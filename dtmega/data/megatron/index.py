@@ -4,8 +4,8 @@
     indices.shuffle[g]  # number of sample g in the stream
 
 The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and laid end to end. In
-this stream, sample k consists of the tokens k S to k S + S, both included. The samples are shuffled too. If fewer than
-a share (`cutoff`) of the last epoch's samples are needed, that epoch's sequences and samples are shuffled separately.
+this stream, sample k consists of the tokens k S to k S + S, both included. The samples are shuffled too. If less than
+a share (`cutoff`) of the last epoch's samples is needed, that epoch's sequences and samples are shuffled separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
@@ -190,7 +190,11 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 
 
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
-    """Yield the sample index in pieces [m, 2]: the entry that holds token k S of the stream, and the token's offset."""
+    """Yield the sample index in pieces [m, 2].
+
+    Row k is the number of the doc index entry that holds token k S of the stream, and the token's offset in that
+    sequence.
+    """
     dtype = _sample_dtype(settings, len(documents))
     sizes = settings.dataset.sizes
     tokens = 0  # tokens of the stream up to the end of the entries processed so far
@@ -207,7 +211,7 @@ def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np
             offsets = places - (ends[entries] - lengths[entries])
             piece = np.stack([first + entries, offsets], 1).astype(dtype)
             if start == 0:
-                piece[0] = 0  # Megatron's index begins with the first entry even if that has no tokens
+                piece[0] = 0  # Megatron's index begins with the first entry even if this entry has no tokens
             yield piece
         k = max(k, stop)
 

@@ -37,7 +37,8 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
     """Mask of the tokens that are in the prefix of their document, bool [B, S].
 
     The length of a prefix is drawn uniformly, from 0 to the document's length minus 1. If a document continues after
-    the sample's end, its last token is not in the sample, so its prefix may cover all of its tokens in the sample.
+    the sample's end, the prefix may cover all of the document's tokens in the sample, because the document's last token
+    is not in the sample.
 
     Args:
         ends: bool [B, S], true at the last token of each document; if the whole sample counts as one document, true at

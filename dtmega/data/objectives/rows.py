@@ -6,7 +6,7 @@ Every microbatch of B sequences has
     labels        int64 [B, S]  token to predict at each place, or IGNORED
     sample_ids    int64 [B]     global sample numbers, which key dropout
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
-    document_ids  int64 [B, S]  with several documents or padding: a token sees only tokens with the same id
+    document_ids  int64 [B, S]  if there are several documents or padding: a token sees only tokens with the same id
 
 and the tensors that the objective adds. The classes here hold plain data only, so that they can be pickled.
 """
@@ -36,7 +36,7 @@ IGNORED = -100  # the label of a token without a loss, as in torch's cross_entro
 
 
 class Rows(Protocol):
-    """A mapping from a range of samples to their rows. It is pickled for worker processes."""
+    """A mapping from a range of samples to their rows, pickled for worker processes."""
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         """The tensors listed above, with B = len(indices).

@@ -1,9 +1,9 @@
 """The default corpus: text that ships with every CPython, so that the first run needs no download.
 
-Its documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
-standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once for each Python
-version, vocabulary and form (whole documents or sentences). `prepare_stdlib` may be killed at any time, and may run in
-several processes at once.
+The documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
+standard library. `prepare_stdlib` tokenizes these documents into a `.bin/.idx` pair in the cache directory, once for
+each Python version, vocabulary and form (whole documents or sentences). `prepare_stdlib` may be killed at any time, and
+may run in several processes at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _topics() -> dict[str, str]:
     """The entries of the language reference, by name; empty if this Python comes without them."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions put it into a package of its own
+    except ImportError:  # some distributions put the topics into a package of their own
         return {}
     return topics
 

@@ -1,4 +1,4 @@
-"""The documents of a batch: its raw records, and the text inside each record.
+"""The documents of a batch: raw records, and the text inside each record.
 
 A byte order mark at the start of a file is not part of its text.
 """
@@ -79,7 +79,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
         raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
     if not isinstance(value[key], str):
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
-    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d): JSON but no text
+    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d), valid in JSON
     return value[key]
 
 

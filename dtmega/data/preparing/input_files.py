@@ -1,4 +1,4 @@
-"""The input files of `tokenize`, found from patterns and folders. The suffix of a file gives its kind:
+"""Find the input files of `tokenize`, given patterns and folders. The suffix of a file gives its kind:
 
 .txt               one document per file, or one per part if blank lines separate documents
 .jsonl, .json      one JSON object per line; the value under a chosen key is one document
@@ -36,7 +36,7 @@ class File(NamedTuple):
 
 
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
-    """Find the files that glob patterns match, in the order of the patterns, sorted within each pattern, no file twice.
+    """Find the files that glob patterns match, in pattern order, sorted within each pattern, without duplicates.
 
     A folder stands for all files with a suffix in KINDS, in the folder and its subfolders; if a `kind` is given, for
     all files there. Hidden files and folders are left out.
@@ -48,7 +48,7 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
     Raises:
         ValueError: a pattern matches no file, a suffix is unknown, a link dangles, or a library is not installed.
     """
-    paths: dict[str, None] = {}  # keys in order, like a set that keeps the first of two equal paths
+    paths: dict[str, None] = {}  # the keys are an ordered set of paths
     for pattern in patterns:
         paths.update(dict.fromkeys(_matching(pattern, of_any_kind=kind is not None)))
     return [_file(path, kind) for path in paths]
@@ -115,7 +115,7 @@ def _below(folder: str, *, of_any_kind: bool) -> list[str]:
 def _suffix(path: str) -> str:
     """The suffix of a name, ignoring a final .gz or .zst.
 
-    The suffix of .parquet.gz is .gz, which is refused later, because parquet files are compressed inside.
+    The suffix of .parquet.gz is .gz, which is refused later, because parquet files are compressed internally.
     """
     stem, suffix = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]

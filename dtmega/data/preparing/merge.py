@@ -82,7 +82,7 @@ def _record(parts: Sequence[IndexedDataset]) -> Record | None:
     """The record that all parts share; None if no part has one.
 
     Raises:
-        ValueError: the parts' records differ, or only some parts have one.
+        ValueError: the parts' records differ, or only some parts have a record.
     """
     records = [record.record_of(part) for part in parts]
     expected = _how_made(records[0])

@@ -153,8 +153,8 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
     """Yield chunks of a file's text, each with the number of stored bytes read so far.
 
-    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already; `document_text` checks the
-    text.
+    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already, which `document_text`
+    checks.
     """
     if not encoding:
         yield from _decompressed(path)

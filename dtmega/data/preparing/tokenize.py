@@ -4,7 +4,7 @@
     python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
 
 This process reads and writes; workers parse and tokenize. Results are written in the order of the input, so the output
-is the same for any number of workers. Only a few batches are in flight, so memory does not grow with the input.
+is the same for any number of workers. Only a few batches are in flight, so memory use does not grow with the input.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ def _serve(pipe: Connection, job: Job) -> None:
     """Run a worker process until the parent closes its end of the pipe, or is killed."""
     batches: SimpleQueue[text_files.RecordBatch] = SimpleQueue()
 
-    # A thread receives while this one computes. Otherwise both processes could block in `send`, each waiting for the
-    # other to receive.
+    # A separate thread receives while the main thread computes. Otherwise both processes could block in `send`, each
+    # waiting for the other to receive.
     def receive() -> None:
         with contextlib.suppress(EOFError, OSError):  # OSError: the parent ended while it sent a message
             while True:

@@ -209,7 +209,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
         seed: the run's seed.
 
     Raises:
-        ValueError: one of the corpora of "train", or all corpora of another split, are too short for a single sample.
+        ValueError: a corpus of "train" is too short for a single sample, or all corpora of another split are.
     """
     built = Splits(dict.fromkeys(SPLITS), [])
     for split, parts in splits.items():

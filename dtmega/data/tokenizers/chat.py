@@ -110,7 +110,7 @@ def _template(folder: Path) -> Path | None:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """The ids that end an answer, read from a folder's generation_config.json: stored as one number or as a list."""
+    """Read the ids that end an answer from a folder's generation_config.json, which holds one number or a list."""
     file = folder / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [named]

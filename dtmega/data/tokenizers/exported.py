@@ -29,7 +29,7 @@ class ExportedTokenizer(NamedTuple):
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """The tokenizer for models of running text.
 
-    End-of-document serves as both BOS and EOS, because in training each document stands between two end-of-documents.
+    End-of-document serves as both BOS and EOS, because in training it stands both before and after each document.
     """
     return ExportedTokenizer(
         to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
@@ -43,8 +43,8 @@ def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     mark.
 
     Raises:
-        ValueError: `marks` raises an error; or the tokenizer's ids have gaps, so that a tokenizer.json cannot give the
-            added marks the same ids as in training.
+        ValueError: the tokenizer has too few sentinels; or the tokenizer's ids have gaps, so that a tokenizer.json
+            cannot give the added marks the same ids as in training.
     """
     mark_ids = marks(tokenizer, data.sentinels)
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}

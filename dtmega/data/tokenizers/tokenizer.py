@@ -11,7 +11,7 @@ A spec is a string that names a vocabulary. Every process loads its own tokenize
     PATH.tiktoken          a local file of ranks (a base64 token and its rank per line), then end-of-document
     PATH.json              a Hugging Face tokenizer.json; end-of-document is the `eos_token` of the
                            tokenizer_config.json next to it, else the first of HF_EODS in the vocabulary
-    gpt2, cl100k_base ...  tiktoken's own vocabularies, which it downloads
+    gpt2, cl100k_base ...  tiktoken's own vocabularies, which tiktoken downloads
 
 Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]".
 """
@@ -58,7 +58,7 @@ BLANKS = re.compile(r"\s{100000}")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded vocabulary. It cannot be pickled: send the spec (`name`) to another process and load it there.
+    """A loaded vocabulary. A `Tokenizer` cannot be pickled: send its spec (`name`) to the other process instead.
 
     Attributes:
         name: spec that the tokenizer was loaded from.
@@ -98,7 +98,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that a spec names; the docstring of this file lists the specs.
 
     Raises:
-        ValueError: the spec is unknown, its file is missing or malformed, or tiktoken could not download it.
+        ValueError: the spec is unknown, its file is missing or malformed, or a download by tiktoken failed.
     """
     if is_wordpiece(spec):
         tokenizer, fingerprint = load_wordpiece(spec)

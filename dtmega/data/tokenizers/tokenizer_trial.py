@@ -1,6 +1,6 @@
 """Try out a tokenizer.json in a confined process before this process reads the file.
 
-The `tokenizers` library is written in Rust. A hostile file can make it panic (which is not a Python Exception), abort
+The `tokenizers` library is written in Rust. A hostile file can make the library panic (not a Python Exception), abort
 the process, or fill the memory with a text that keeps growing.
 """
 
@@ -23,7 +23,7 @@ DECODED = 1000  # number of ids that the trial decodes
 def check(path: str, fingerprint: str) -> None:
     """Check that a tokenizer.json can be used in a confined process.
 
-    A file that passes is not tried again: the cache directory keeps an empty file named after the fingerprint.
+    A file that passes is not tried again: the cache directory keeps the fingerprint, as the name of an empty file.
 
     Raises:
         ValueError: the trial failed; the message names the file.

@@ -1,4 +1,4 @@
-"""The samples of models that predict hidden words, such as BERT and T5.
+"""Samples for models that predict hidden words, such as BERT and T5.
 
     cut.py, cut_samples.py    cut documents into samples, and shuffle the samples
     ngrams.py                 choose the words to hide, as n-grams
@@ -7,5 +7,5 @@
     merged_spans.py           T5's hidden spans as in the paper and in transformers
     separate_spans.py         T5's hidden spans as in Megatron
 
-A sample is a pure function of the seed and its number.
+A sample is a pure function of the seed and the sample's number.
 """

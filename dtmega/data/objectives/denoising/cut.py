@@ -3,7 +3,7 @@
     table = cut_table(dataset, documents=(0, 1000), targets=Targets(longest=509, short_seq_prob=0.1, stream="train"))
     table[i]  # sample i: its first sentence, one past its last sentence, and its target length in tokens
 
-The rule is Megatron's (`build_mapping_impl` in its helpers.cpp). Sentences are added to a sample until it has its
+The rule is Megatron's (`build_mapping_impl` in `helpers.cpp`). Sentences are added to a sample until it has its
 target length and at least `fewest` sentences. If only one sentence then remains in the document, the sample takes that
 sentence too. Then the next sample begins, with a target length of its own. A document is not used if it has fewer than
 `fewest` sentences, if one of its sentences is empty, or if it has several sentences and one of them has more than

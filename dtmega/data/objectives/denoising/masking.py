@@ -26,7 +26,7 @@ MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a ran
 
 
 class Vocabulary(NamedTuple):
-    """The groups of ids that masking needs. They are plain arrays, because a `Tokenizer` cannot be pickled.
+    """The groups of ids that masking needs, as plain arrays because a `Tokenizer` cannot be pickled.
 
     Attributes:
         specials: ids of [CLS], [SEP], [MASK] and [PAD].

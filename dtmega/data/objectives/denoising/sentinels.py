@@ -27,7 +27,7 @@ class Marks(NamedTuple):
         start: id that a decoder reads first: [BOS], or else the padding id, as in T5.
         end: id that ends a sequence: [EOS], or else the end-of-document id.
         pad: id that pads a sequence; the end-of-document id if the tokenizer has no padding id.
-        n_added: number of new ids among the marks; they follow the tokenizer's last id.
+        n_added: number of new ids among the marks; new ids follow the tokenizer's last id.
     """
 
     sentinels: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Span corruption as in Megatron's T5: n-grams of words in a text of sentences, each with its own sentinel.
+"""Span corruption as in Megatron's T5: hidden n-grams of words, each with its own sentinel, in texts made of sentences.
 
     samples = SentenceSamples(dataset, (0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
     hide([samples[g] for g in range(8)], continuing, limits)

@@ -71,7 +71,8 @@ def check_room(data: Data, n_tokens: int, n_hidden: int, n_spans: int, key: str)
         key: [data] key that sets the span length, for the message.
 
     Raises:
-        ValueError: the length or the number is too small; the message has the equation and the keys to change.
+        ValueError: the decoder length or the number of sentinels is too small; the message gives the required number
+            and the keys to change.
     """
     spans = f"the {n_hidden} tokens in {counted(n_spans, 'span')} that are hidden of {n_tokens}"
     keys = f"[data] seq_len, [data] mask_prob, [data] {key}"
