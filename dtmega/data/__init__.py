@@ -1,13 +1,13 @@
-"""The data pipeline, from text to batches. A batch is a function of the seed and the number of samples consumed before.
+"""The data pipeline, from text to batches. A batch depends only on the seed and the number of samples consumed before.
 
     tokenizers/       vocabularies, and the chat templates of conversations
     preparing/        text -> `.bin/.idx` files; the default corpus, made of the text that ships with Python
-    indexed_files/    readers and writers of these token files, and the record of how a file was made
+    indexed_files/    readers and writers of token files, and the record of how a token file was made
     sampling/         the tokens of sample g, from one corpus or a blend
     megatron/         samples in the order of a Megatron run
-    objectives/       training objectives: their samples, tensors and sums of the loss
-    text.py           opens and checks the tokenizer and the corpora of a run
-    loader.py         the batches of a run
+    objectives/       training objectives: samples, tensors, and the sums that make up the loss
+    text.py           opens and checks a run's tokenizer and corpora
+    loader.py         a run's batches
 
 This file defines only the cache directory, where the modules above keep files that they can rebuild.
 """
@@ -21,10 +21,10 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The cache directory, for files that can be rebuilt. It is created if it is missing.
+    """The cache directory, for files that can be rebuilt. The directory is created if it is missing.
 
-    It is the first writable directory among `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's folder in the
-    temp directory.
+    The cache directory is the first writable one of `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's folder
+    in the temp directory.
 
     Raises:
         ValueError: none of these three directories is writable.

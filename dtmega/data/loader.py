@@ -1,8 +1,8 @@
 """Batches of samples, one optimizer step at a time. The only state is the number of samples consumed.
 
-After c consumed samples, the next step takes `batch.size_at(c)` sequences: samples c, c + 1, .... They are cut into R
-equal, contiguous slices, one for each data rank. Rank r takes slice r, in microbatches of B = `[batch]
-micro_batch_size`. `objectives/rows.py` describes the tensors of a microbatch.
+After c consumed samples, the next step takes `batch.size_at(c)` sequences: samples c, c + 1, and so on. These samples
+are cut into R equal, contiguous slices, one for each of the R data ranks. Rank r takes slice r and cuts it into
+microbatches of B = `[batch] micro_batch_size` sequences. `objectives/rows.py` describes the tensors of a microbatch.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# True if a process can find out who sent it a signal. macOS has no call for that, so signals end the workers there, as
-# they end torch's own workers.
+# True if a process can find out who sent it a signal. macOS has no system call for that, so on macOS the signals end
+# our workers, as the signals also end torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
-# If a batch takes less time than this, the trainer makes it itself, because a worker needs two seconds to start and
-# occupies a core.
+# The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
+# start and would occupy a core.
 MOMENT_S = 2e-3
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One data rank's part of the batch of an optimizer step.
+    """One data rank's part of an optimizer step's global batch.
 
     Attributes:
         first_sample: number of the first sample in the global batch.
         samples: number of sequences in the global batch, over all data ranks.
-        microbatches: this rank's microbatches. Each one maps the names of its tensors to the tensors (`rows.py`).
+        microbatches: this rank's microbatches; each one maps tensor names to tensors (`rows.py`).
     """
 
     first_sample: int
@@ -56,14 +56,15 @@ class StepBatch:
 class TrainBatches:
     """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first one.
 
-    The state is one integer, the number of samples delivered so far. A run resumes from it exactly, with any number of
-    workers and of data ranks. StatefulDataLoader's own state does not allow that: with another number of workers the
-    loader raises an AssertionError, and with another number of data ranks it silently repeats or skips samples.
+    The state is one integer, the number of samples delivered so far. From this number a run resumes exactly, even with
+    other numbers of workers and data ranks. StatefulDataLoader's own state does not allow that: with another number of
+    workers the loader raises an AssertionError, and with another number of data ranks the loader silently repeats or
+    skips samples.
 
-    The worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which terminals, torchrun and SLURM send
-    to all processes, because only the trainer decides how the run ends. Workers end at `close()`, at the interpreter's
-    exit, or within seconds of the trainer's death. They are spawned, so a script that iterates over batches needs
-    `if __name__ == "__main__"`.
+    Only the trainer decides how the run ends. So the worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and
+    SIGUSR2, which terminals, torchrun and SLURM send to all processes. Workers end at `close()`, at the interpreter's
+    exit, or within seconds of the trainer's death. Because workers are spawned, a script that iterates over batches
+    needs `if __name__ == "__main__"`.
 
     Args:
         rows: mapping from a range of samples to their tensors.
@@ -72,10 +73,10 @@ class TrainBatches:
         rank: number of this data rank.
         world: number of data ranks.
         start_sample: number of samples that the run has consumed already.
-        pin_memory: True to deliver tensors in page-locked memory, from which copies to a GPU overlap with compute.
+        pin_memory: True to deliver tensors in page-locked memory, so that copies to a GPU can overlap with compute.
 
     Raises:
-        ValueError: a size of the global batch, ramp-up included, is not a multiple of B x world.
+        ValueError: the global batch size, or one of its ramp-up sizes, is not a multiple of B x world.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class TrainBatches:
         self._rows, self._data, self._batch = rows, data, batch
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
-        self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
-        self._startup: _WorkerStartup | None = None  # not None until the workers have answered
+        self._iterator: Iterator[dict[str, Tensor]] | None = None  # when the iterator is deleted, the workers end
+        self._startup: _WorkerStartup | None = None  # None except while the workers are starting
         self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
 
     def __iter__(self) -> TrainBatches:
@@ -124,7 +125,7 @@ class TrainBatches:
 
     def close(self) -> None:
         """End the worker processes. The next iteration starts new ones."""
-        with contextlib.suppress(Exception):  # the workers may have failed to start, but they are not needed any more
+        with contextlib.suppress(Exception):  # a failed start does not matter, because the workers are no longer needed
             self._wait()
         self._iterator = None
         # Python warns at exit about semaphores that are still in use, so the queues and their semaphores are freed
@@ -138,7 +139,7 @@ class TrainBatches:
     def start(self) -> None:
         """Start the worker processes, if any, without waiting for them.
 
-        If this method is not called, the first iteration starts them.
+        If this method is not called, the first iteration starts the workers.
         """
         workers = self._n_workers()
         if workers:
@@ -147,7 +148,7 @@ class TrainBatches:
             self._iterator = self._in_this_process()
 
     def _wait(self) -> None:
-        """Wait until workers that are being started have answered."""
+        """If workers are starting, wait until all of them have answered."""
         if self._startup is None:
             return
         startup, self._startup = self._startup, None
@@ -157,8 +158,8 @@ class TrainBatches:
     def _n_workers(self) -> int:
         """The number of worker processes, from [data] num_workers.
 
-        If that key is -1, the number is 0 for batches that are made quickly, and 1 for other batches. Two batches are
-        timed and the faster one counts, because the first may be slow for a reason that does not recur.
+        If that key is -1, the number is 0 if batches are made quickly, else 1. Two batches are timed and the faster
+        one counts, because the first batch may be slow for a reason that does not recur.
         """
         if self._data.num_workers >= 0:
             return self._data.num_workers
@@ -170,7 +171,7 @@ class TrainBatches:
         return 1
 
     def _slices(self) -> Iterator[range]:
-        """This rank's samples in each step, from the next step on."""
+        """Ranges of this rank's samples, one range per step, beginning with the next step."""
         return _slices(self._batch, self._consumed, self._rank, self._world)
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
@@ -192,7 +193,8 @@ class TrainBatches:
                 sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
                 num_workers=workers,
                 pin_memory=self._pin_memory,
-                # Without this generator, the loader would draw from the global one and so change later draws from it.
+                # Without this generator, the loader would draw from the global generator and so change what that
+                # generator yields later.
                 generator=torch.Generator(),
                 worker_init_fn=_hear_only_the_trainer,
                 # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn
@@ -203,7 +205,7 @@ class TrainBatches:
 
 
 class _WorkerStartup:
-    """A thread that starts a loader's workers. It exists because torchdata waits seconds for each worker to answer.
+    """A thread that starts a loader's workers, because torchdata waits several seconds for each worker to answer.
 
     Args:
         loader: loader whose workers the thread starts.
@@ -224,7 +226,7 @@ class _WorkerStartup:
         try:
             with _signals_blocked():
                 self._iterator = iter(loader)
-        except BaseException as error:  # `result` raises it in the thread that calls it
+        except BaseException as error:  # `result` raises the error in its caller's thread
             self._error = error
         self.feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
 
@@ -242,9 +244,9 @@ class _WorkerStartup:
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
-    """The first `steps` global batches of a split, at full size. They are the same in each evaluation.
+    """Yield this rank's part of a split's first `steps` global batches, at full size; the same in each evaluation.
 
-    They are made in this process, without workers. A split with too few samples continues in its next epoch.
+    The batches are made in this process, without workers. A split with too few samples continues in its next epoch.
 
     Args:
         rows: mapping from a range of the split's samples to their tensors.
@@ -269,7 +271,7 @@ def bears_loss(rows: Rows, g: int) -> bool:
 
 
 def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
-    """This rank's samples in each step, beginning with the step that starts at sample `first`."""
+    """Ranges of this rank's samples, one range per step, beginning with the step that starts at sample `first`."""
     while True:
         size = batch.size_at(first)
         share = size // world
@@ -302,8 +304,9 @@ def _signals_blocked() -> Iterator[None]:
     The processes inherit the mask, so no signal can end them while they start.
     """
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
-    # The resource tracker, which the workers share, is started first. It ignores two of the signals by itself, and up
-    # to Python 3.11 its start unblocks these two in this process. So these two are blocked after the tracker's start.
+    # The workers share a resource tracker, which ignores two of the signals by itself. Up to Python 3.11 the tracker's
+    # start unblocks these two signals in this process. So the tracker starts first, and the two signals are blocked
+    # afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked - IGNORED_BY_THE_TRACKER)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -314,7 +317,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _hear_only_the_trainer(worker: int) -> None:
-    """Make SIGTERM end a worker only if its trainer sent it. Runs in the worker, at its start.
+    """Make SIGTERM end a worker only if the trainer sent this signal. Runs when the worker starts.
 
     When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
     """
@@ -332,7 +335,7 @@ def _hear_only_the_trainer(worker: int) -> None:
 
     if CAN_TELL_SENDER:
         threading.Thread(target=wait, daemon=True).start()
-    # While that thread or one of torch's is running, the interpreter's shutdown sometimes aborts ("terminate called
-    # ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers, the last of which has
-    # priority -5.
+    # While that thread or one of torch's threads is running, the interpreter's shutdown sometimes aborts ("terminate
+    # called ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers. These
+    # finalizers have priorities of -5 or higher, and a finalizer with a lower priority runs later.
     util.Finalize(None, os._exit, args=(0,), exitpriority=-10)

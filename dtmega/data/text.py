@@ -1,4 +1,4 @@
-"""The data of a run: its tokenizer and the samples of each split, all checked before the run starts."""
+"""A run's data: the tokenizer and the samples of each split, all checked before the run starts."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Text(NamedTuple):
         tokenizer: tokenizer of the samples.
         splits: samples of "train", "valid", "test" and the sets of [data] validation, by name; None for a split without
             samples.
-        identity: digests or values, by TOML key, of everything that decides which tokens and which dropout step n sees.
-            A resumed run must find them unchanged.
+        identity: digest or value of each setting that determines the tokens and the dropout of step n, by TOML key. A
+            resumed run must find all these values unchanged.
         notes: lines that the run should show to the user once.
     """
 
@@ -63,19 +63,20 @@ class Text(NamedTuple):
     def compared(self) -> str:
         """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
 
-        It is "valid" if that has samples, else the alphabetically first of the validation sets with samples.
+        The name is "valid" if that split has samples, else the alphabetically first name of a validation set with
+        samples.
         """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
         return "valid" if "valid" in with_samples else min(with_samples, default="")
 
     def samples(self, split: str) -> AnySamples:
-        """The samples of a split, which must not be empty."""
+        """The samples of a split; the split must not be empty."""
         samples = self.splits[split]
         assert samples is not None
         return samples
 
     def rows(self, split: str) -> Rows:
-        """The rows of the samples of a split, which must not be empty."""
+        """The rows of a split's samples; the split must not be empty."""
         return self.objective.rows(self.samples(split), self.data, self.tokenizer)
 
 
@@ -87,9 +88,9 @@ def open_text(cfg: Config, objective: Objective) -> Text:
         objective: the run's training objective.
 
     Raises:
-        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged, or the two do not
-            belong together; ids are outside the model's vocabulary; or a split with a positive weight is too short for
-            a sample or has no labels to evaluate.
+        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged; tokenizer and
+            data set do not belong together; ids are outside the model's vocabulary; or a split with a positive weight
+            is too short for a sample or has no labels to evaluate.
     """
     check_keys(cfg.data, objective)
     check_order(cfg.data, objective)
@@ -116,7 +117,7 @@ def open_text(cfg: Config, objective: Objective) -> Text:
 
 
 def check_order(data: Data, objective: Objective) -> None:
-    """Refuse one of Megatron's orders if the objective cannot follow it.
+    """Check that the objective can follow the order of samples that [data] order names.
 
     Raises:
         ValueError: the objective cannot follow the order; the message gives the reason.
@@ -148,9 +149,9 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
 
 
 def parts_by_split(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
-    """The parts of corpora that each split reads, by split. The splits include the extra validation sets.
+    """The corpus parts that each split reads, by split name; the extra validation sets are included.
 
-    The corpora are those of [data] path, or of the mixtures in [data].
+    The corpora are named in [data] path or in the mixtures of [data].
     """
     mixture = data.train_mixture
     if mixture is None:
@@ -202,7 +203,7 @@ class Corpora:
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
         # Check the record first: ids outside the vocabulary mostly come from another tokenizer, which the record names.
         has_record = is_default or record.check_tokenizer(dataset, cfg.data, tokenizer)
-        # If the objective adds ids after the tokenizer's last one, no text may contain the added ids.
+        # If the objective adds ids after the tokenizer's last id, no text may contain the added ids.
         n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
         check_token_ids(dataset, n_ids)
         if not is_default:
@@ -211,7 +212,7 @@ class Corpora:
 
 
 def check_losses(text: Text, cfg: Config) -> None:
-    """Check for each evaluated split that the samples that an evaluation reads have at least one label.
+    """Check that an evaluation of each split reads at least one sample with a label.
 
     Without a label, the mean loss would be 0 / 0. The check is quick, because usually the first sample has a label.
 
@@ -233,7 +234,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """A line for the user if an evaluation reads more samples than a split has, so that samples repeat; else none."""
+    """One line for the user if an evaluation repeats samples because a split has too few; otherwise no lines."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):
@@ -264,7 +265,7 @@ def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: 
 
 
 def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
-    """The additional entries of `Text.identity` for a run in one of Megatron's orders."""
+    """The additional entries of `Text.identity` for a run that follows one of Megatron's orders."""
     train = splits.samples["train"]
     assert train is not None
     return {
@@ -277,9 +278,9 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
 def fingerprint(prefix: str) -> str:
     """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
 
-    This is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole. In a larger file,
-    changes between the blocks go unnoticed (in one test, a change of 200,000 of 20 million tokens did). The fingerprint
-    tells one data set from another, but does not find damage.
+    Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
+    In a larger file, changes between the blocks go unnoticed, as happened in one test with a change to 200,000 of 20
+    million tokens. The fingerprint distinguishes one data set from another, but does not detect damage.
     """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):

@@ -1,7 +1,7 @@
 """Megatron's token files: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence is.
 
-The files are memory-mapped. Both layouts of the .idx can be read (`idx_file.py`). Only MMIDIDX is written, byte for
-byte as Megatron writes it.
+The files are memory-mapped. Both layouts of the .idx can be read (`idx_file.py`). Only the MMIDIDX layout is written,
+byte for byte as Megatron writes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtmega.data.indexed_files.idx_file import DTYPE_OF_CODE, HEADER, MAGIC, rea
 from dtmega.files.atomic import sync_folder
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
 
-CHUNK = 1 << 20  # entries checked at a time, which bounds the memory needed to open a file of any size
+CHUNK = 1 << 20  # entries checked at a time, to bound the memory needed to open a file
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -140,14 +140,14 @@ class IndexedDataset:
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
         """Place of each document's first token in .bin, [d] -> [d].
 
-        The number one past the last document is allowed too and gives the end of .bin.
+        One past the last document is a valid number too: its place is the end of .bin.
         """
         return self.tokens_before(self.document_index[documents])
 
     def tokens_before(self, sequences: NDArray[Any]) -> NDArray[np.int64]:
-        """Number of tokens in .bin before each of these sequences; `sequences` may have any shape.
+        """Number of tokens in .bin before each sequence; `sequences` may have any shape.
 
-        The number one past the last sequence is allowed too and gives the number of all tokens.
+        One past the last sequence is a valid number too: all tokens of .bin are before it.
         """
         starts = np.full(sequences.shape, self.n_tokens)
         inside = sequences < len(self)
@@ -179,7 +179,7 @@ def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:
 
 
 def _advice(prefix: str) -> str:
-    """The last part of the message about a missing file. It says how to set [data] path."""
+    """The last part of the message about a missing file, which explains how to set [data] path."""
     if prefix.endswith((".bin", ".idx")):
         return f"[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: {prefix[:-4]}"
     if "," in prefix or prefix.startswith("["):
@@ -190,7 +190,7 @@ def _advice(prefix: str) -> str:
 
 
 def check_free(prefix: str, overwrite: bool) -> None:
-    """Refuse to replace token files, unless `overwrite` allows it.
+    """Check that no token files would be replaced, unless `overwrite` is True.
 
     Raises:
         ValueError: a file with that prefix exists, and `overwrite` is False.
@@ -215,8 +215,8 @@ class IndexedWriter:
         dtype: integer dtype of the tokens, see `token_dtype`.
 
     Attributes:
-        about: content of PREFIX.meta.json (`record.py`). Set it before the block ends. If it is empty, that file is
-            not written, and the file of an earlier write is deleted.
+        about: content of PREFIX.meta.json (`record.py`), to be set before the block ends. If the content is empty, no
+            PREFIX.meta.json is written, and the one from an earlier write is deleted.
         n_tokens: number of tokens added so far.
 
     Raises:
@@ -254,8 +254,8 @@ class IndexedWriter:
 
         Args:
             tokens: integers [length], 0 <= length < 2**31.
-            sizes: number of tokens in each sequence of the document, which add up to length; None makes the document
-                one sequence.
+            sizes: numbers of tokens in the document's sequences, which add up to length; None makes the document one
+                sequence.
 
         Raises:
             ValueError: the tokens are not integers, are too many, or do not fit the dtype.
@@ -277,7 +277,7 @@ class IndexedWriter:
         self.n_tokens += len(ids)
 
     def add_all(self, dataset: IndexedDataset) -> None:
-        """Append all documents of a data set. Its dtype must be the same; its .idx may have either layout."""
+        """Append all documents of a data set with the same dtype; the data set's .idx may have either layout."""
         assert dataset.dtype == self.dtype, (dataset.dtype, self.dtype)
         for start in range(0, dataset.n_tokens, CHUNK):
             self._bin.write(dataset.tokens[start : start + CHUNK].tobytes())

@@ -58,7 +58,9 @@ class Index(NamedTuple):
 
 
 def read_index(path: str, index: NDArray[np.uint8]) -> Index:
-    """Read the arrays of an .idx file of either layout. `IndexedDataset` checks their values; this function does not.
+    """Read the arrays of an .idx file of either layout.
+
+    `IndexedDataset` checks the arrays' values; this function does not.
 
     Args:
         path: the file's name, for messages.
@@ -116,7 +118,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
         )
     if n_sizes != n:
         raise ValueError(f"{path}: expected one size for each of {n} sequences, as rows of tokens have, got {n_sizes}")
-    # The first array, where each sequence's shape starts, is not needed, because each shape is a single size.
+    # Skip the first array, which says where each sequence's shape starts: each shape is a single size.
     numbers = index[LEGACY_HEADER.size :].view("<i8")
     _, pointers, sizes, documents = np.split(numbers, np.cumsum([n + 1, n + 1, n]))
     end = pointers[n - 1] + sizes[n - 1] if n else 0
@@ -126,7 +128,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
 
 
 def _dtype(path: str, version: int, code: int, codes: dict[int, np.dtype[Any]]) -> np.dtype[Any]:
-    """Check a header's version, and return the dtype of its code."""
+    """Check a header's version, and return the dtype for its code."""
     if version != 1:
         raise ValueError(f"{path}: expected version 1, got {version}")
     if code not in codes:

@@ -2,8 +2,8 @@
 
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
 
-The record exists because token ids of a wrong vocabulary, if they are small enough, train without any sign of trouble.
-Megatron writes no record of this kind.
+The record exists because training on token ids of the wrong vocabulary shows no sign of trouble if the ids are small
+enough. Megatron writes no record of this kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
 class Record(BaseModel):
-    """The content of a PREFIX.meta.json: the settings with which a text was tokenised.
+    """The content of a PREFIX.meta.json: how a text was tokenised.
 
     Attributes:
         tokenizer: the tokenizer's spec, for people to read.
@@ -30,7 +30,7 @@ class Record(BaseModel):
         append_eod: True if each document ends with `eod_id`.
         sentences: True if each sequence is a sentence, and a document has any number of sentences; False if each
             sequence is a whole document.
-        documents, tokens: numbers of documents and tokens in the `.bin`. They show whether this record belongs to the
+        documents, tokens: numbers of documents and tokens in the `.bin`, to check that this record belongs to the
             `.bin` next to it.
     """
 
@@ -45,7 +45,7 @@ class Record(BaseModel):
 
 
 def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = False, sentences: bool = False) -> str:
-    """The content of PREFIX.meta.json, for a writer to which all documents have been added."""
+    """The content of PREFIX.meta.json, for a writer after all documents have been added."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,
@@ -85,10 +85,11 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
 
 
 def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
-    """Refuse a text that is split into sentences if documents are expected, and any other text if sentences are.
+    """Check that a text is split into sentences if sentences are expected, and is not split if documents are expected.
 
     A text without a record counts as split into sentences if it has more sequences than documents. If documents are
-    expected, a text without a record is accepted in any case, because files that Megatron has merged look like that.
+    expected, a text without a record is always accepted, because files that Megatron has merged also have more
+    sequences than documents.
 
     Args:
         dataset: the text.
@@ -135,7 +136,7 @@ def record_of(dataset: IndexedDataset) -> Record | None:
 
 
 def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:
-    """A line for the user about data sets without a record. They are assumed to be made with `tokenizer`."""
+    """A line for the user about data sets without a record, which are assumed to be made with `tokenizer`."""
     more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
     return (
         f"{prefixes[0]}.bin{more}: no record of the tokenizer (Megatron writes none), taken to be in '{tokenizer.name}'"

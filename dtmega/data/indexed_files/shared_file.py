@@ -1,4 +1,4 @@
-"""A file of arrays in the cache directory. One process of a node makes the file, and all processes map it.
+"""A file of arrays in the cache directory. One process of a node makes the file, and all processes map the file.
 
     made = SharedFile(path, made_from=index_state(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
     made.read_or_make()
@@ -28,7 +28,7 @@ DIGEST_BYTES = 16
 
 
 def index_state(dataset: IndexedDataset) -> str:
-    """Path, size and modification time of a data set's index. If one of them changes, the data set may have changed."""
+    """Path, size and modification time of a data set's index; if one of these changes, the data set may have too."""
     index = index_path(dataset)
     stat = os.stat(index)
     return f"{index} {stat.st_size} {stat.st_mtime_ns}"
@@ -44,7 +44,7 @@ class SharedFile:
 
     Args:
         path: path of the file.
-        made_from: text that names all inputs of the content. If it changes, the file is replaced.
+        made_from: text that names all inputs of the content; the file is replaced if this text changes.
         pieces: function that yields the arrays of the content, one after the other.
         about: a line for the user, printed by the process that makes the file.
     """
@@ -62,7 +62,7 @@ class SharedFile:
         if self._is_intact():
             return False
         with self._lock():
-            if self._is_intact():  # another process may have made it while this one waited
+            if self._is_intact():  # another process may have made the file while this process waited
                 return False
             self._make()
             return True

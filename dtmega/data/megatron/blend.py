@@ -2,17 +2,17 @@
 
     choices = greedy(np.array([0.7, 0.2, 0.1]), 1000)  # the corpus of each sample
 
-Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, where w_j is its weight and c_j the number
-of samples taken from it so far (`build_blending_indices` in the compiled `helpers.cpp` of Megatron-LM,
-Megatron-DeepSpeed and megatron-core).
+Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, where w_j is the weight of corpus j, and
+c_j the number of samples taken from corpus j so far (`build_blending_indices` in the compiled `helpers.cpp` of
+Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
 The rule works sample by sample, which is slow in numpy. So the run is cut into at most STRETCHES stretches, and all
-stretches are computed side by side, each from guessed counts at its beginning. If the stretch before ends with
-different counts, the stretch is repaired: it is computed again from those counts, until the new counts meet the counts
-of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two sets of
-counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end each stretch
-begins with the counts at the end of the stretch before it. So the result equals Megatron's, rounding included, whatever
-the guess was.
+stretches are computed side by side, each from guessed counts at its beginning. If the previous stretch ends with
+different counts, a stretch is repaired: its samples are computed again from those counts, until the new counts equal
+the counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two
+sets of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each
+stretch begins with the counts at the end of the previous stretch. So whatever the guess was, the result equals
+Megatron's, including rounding.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MegatronBlend:
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])
-        # From the last running count on, count the choices one by one.
+        # Count the choices since the last running count one by one.
         start = g // COUNT_EVERY * COUNT_EVERY
         before = np.count_nonzero(self._choices[start:g] == corpus)
         return corpus, int(self._counts[g // COUNT_EVERY, corpus]) + int(before)
@@ -87,7 +87,9 @@ class MegatronBlend:
 
 
 def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
-    """The number of samples taken from each corpus before every COUNT_EVERY-th sample, from 0, and after the last one.
+    """Running counts: the number of samples taken from each corpus before samples 0, COUNT_EVERY, 2 COUNT_EVERY, ....
+
+    The last row holds the counts after the last sample.
 
     Returns:
         int64 [ceil(n / COUNT_EVERY) + 1, corpora].
@@ -99,7 +101,7 @@ def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
 
 
 def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """The result of `greedy`. If it is long, one process of the node stores it in a file that all processes map."""
+    """The result of `greedy`. One process of a node stores a long result in a file that all processes map."""
     if n >= LONG and len(weights) > 1:
         try:
             return _from_file(weights, n)
@@ -109,7 +111,7 @@ def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
 
 
 def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """Memory-map the choices from the cache directory; compute them first if they are not there.
+    """Memory-map the choices from the cache directory; make the file first if it is missing.
 
     Raises:
         OSError, ValueError: there is no cache directory, or no room in it.
@@ -156,10 +158,10 @@ def _dtype(n_corpora: int) -> np.dtype[Any]:
 
 
 def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Counts near the true ones at the beginning of each stretch, fp64 [stretches, corpora].
+    """Guess the counts at the beginning of each stretch, fp64 [stretches, corpora].
 
-    Shares are rounded down, and the corpora with the largest remainders get one more, so that each row adds up to the
-    number of samples before the stretch, as true counts do.
+    Shares are rounded down, and the corpora with the largest remainders get one more sample. So each row adds up to the
+    number of samples before the stretch, as the true counts do.
 
     Args:
         weights: fp64 [corpora].
@@ -173,11 +175,11 @@ def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> ND
 
 
 def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The corpus that each of these samples comes from, int64 [stretches].
+    """Choose the corpus of one sample in each stretch, int64 [stretches].
 
     Args:
         weights: fp64 [corpora].
-        at: int64 [stretches], numbers of the samples, one in each stretch.
+        at: int64 [stretches], number of the sample in each stretch.
         counts: fp64 [stretches, corpora], number of samples taken from each corpus before that sample.
     """
     # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.

@@ -1,8 +1,9 @@
-"""Indices that Megatron has cached next to its data, as .npy files. A run whose indices are cached follows them.
+"""Find the indices that Megatron has cached next to its data, as .npy files. A run uses the cached indices, if any.
 
 Megatron-LM and Megatron-DeepSpeed name the files by their settings, such as
-PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts them into
-PREFIX/cache/GPTDataset_indices, next to a description of the settings. The files' names begin with its md5.
+PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts the files into
+PREFIX/cache/GPTDataset_indices, next to a description of the settings. The file names begin with the md5 of this
+description.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class FoundIndices(NamedTuple):
     """The result of a search for cached indices.
 
     Attributes:
-        indices: the cached indices; None if there are none with these settings.
-        note: a line for the user about the caches that were found; '' if there were none.
+        indices: the cached indices; None if no cache has these settings.
+        note: a line for the user about the caches that were found; '' if no cache was found.
     """
 
     indices: Indices | None
@@ -46,8 +47,8 @@ class OrderName(NamedTuple):
         split: "train", "valid" or "test".
         matrix: (start, end) of each split as fractions of the corpus, None for an empty split. The whole matrix is None
             if the splits read different corpora.
-        is_described: True for caches of megatron-core, which have description files; False for caches that have the
-            settings in their file names.
+        is_described: True for megatron-core's caches, which have description files; False for caches with the settings
+            in their file names.
     """
 
     name: str
@@ -67,7 +68,7 @@ class OrderName(NamedTuple):
 
 
 def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
-    """The cache of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
+    """Find the cached indices of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
 
     Raises:
         ValueError: there is a cache, but it is damaged or belongs to other data.
@@ -78,7 +79,8 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
     missing = [path for path in paths if not Path(path).is_file()]
     if not missing:
         return FoundIndices(_load(paths, settings), f"the order of '{name}' is that of {wanted}_*.npy")
-    # The order will be computed. If there are caches with other settings, name one: a setting may be wrong by mistake.
+    # The order will be computed. If there are caches with other settings, tell the user about one of these caches,
+    # because a setting may be wrong by mistake.
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return FoundIndices(None, "")
@@ -90,7 +92,7 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
 def described_caches(
     settings: OrderSettings, split: str, matrix: Sequence[tuple[float, float] | None] | None
 ) -> FoundIndices:
-    """The cache of megatron-core for a split.
+    """Find the cached indices of megatron-core for a split.
 
     Args:
         settings: settings that determine the order.
@@ -131,7 +133,7 @@ def _load(paths: list[str], settings: OrderSettings) -> Indices:
 
     Args:
         paths: paths of the doc, the sample and the shuffle index.
-        settings: the corpus part that they must belong to.
+        settings: settings of the corpus part that the indices must belong to.
 
     Raises:
         ValueError: a file holds no index, or the three indices belong to different orders or to other data.
@@ -170,7 +172,7 @@ def _array(path: str) -> NDArray[Any]:
 
 
 def _check(path: str, values: NDArray[Any], start: int, stop: int, what: str) -> None:
-    """Refuse values outside start to stop - 1; `what` names the expected values in the message."""
+    """Check that all values are from start to stop - 1; `what` names the expected values in the message."""
     for i in range(0, len(values), CHUNK):
         piece = values[i : i + CHUNK]
         if piece.min() < start or piece.max() >= stop:

@@ -1,12 +1,11 @@
-"""Megatron's doc, sample and shuffle index of a corpus: exactly the order in which its GPTDataset reads samples.
+"""Megatron's doc, sample and shuffle index of a corpus: exactly the order in which Megatron's GPTDataset reads samples.
 
     indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
     indices.shuffle[g]  # number of sample g in the stream
 
 The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and laid end to end. In
-this stream, sample k consists of the tokens k S to k S + S, both included. The samples are shuffled too. If fewer than
-a share (`cutoff`) of the last epoch's samples are needed, the sequences and samples of that epoch are shuffled
-separately from the earlier ones.
+this stream, sample k consists of the tokens k S to k S + S, both included. The samples are shuffled too. If less than
+a share (`cutoff`) of the last epoch's samples is needed, that epoch's sequences and samples are shuffled separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
@@ -30,7 +29,7 @@ from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
 FORMAT = 1  # increase it when a change makes the same settings give different indices
-LONG = 1 << 20  # indices with at least this many entries are kept in a file; fewer are made in 0.1 s
+LONG = 1 << 20  # indices with at least this many entries are kept in a file; smaller indices take 0.1 s
 SEQUENCES_AT_ONCE = 1 << 17  # number of sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
 UINT32 = np.iinfo(np.uint32).max
@@ -45,10 +44,10 @@ class OrderSettings(NamedTuple):
         dataset: the corpus.
         sequences: range (start, stop) of the .idx's sequences to read.
         samples: minimum number of samples.
-        seq_len: S, the number of tokens that a model reads; a sample has one token more.
+        seq_len: S, number of tokens that a model reads; a sample has one token more.
         seed: value of Megatron's `--seed`.
-        cutoff: share of an epoch's samples. If fewer than this are needed from the last epoch, that epoch is shuffled
-            separately.
+        cutoff: share of an epoch's samples. If the order needs less than this share of the last epoch, that epoch is
+            shuffled separately.
     """
 
     dataset: IndexedDataset
@@ -70,8 +69,8 @@ class Epochs(NamedTuple):
 
     Attributes:
         n: number of epochs.
-        samples: number of samples that the tokens of these epochs hold.
-        first: number of samples that are shuffled together: all, or those that begin before the last epoch.
+        samples: number of samples in these epochs.
+        first: number of samples that are shuffled together: all samples, or only the samples before the last epoch.
     """
 
     n: int
@@ -89,10 +88,10 @@ class Indices(NamedTuple):
 
     Attributes:
         documents: int32 [epochs x sequences], the sequences in the order of the stream ("doc_idx").
-        samples: int32 or int64 [samples + 1, 2], beginning of each sample of the stream: an entry of `documents`, and
-            the offset of a token in that sequence ("sample_idx").
-        shuffle: uint32 or int64 [samples], where entry g is the number in the stream of the sample that is read as
-            sample g ("shuffle_idx").
+        samples: int32 or int64 [samples + 1, 2], beginning of each sample of the stream: an index into `documents`, and
+            a token's offset in that sequence ("sample_idx").
+        shuffle: uint32 or int64 [samples]; entry g is the stream number of the sample that is read as sample g
+            ("shuffle_idx").
     """
 
     documents: NDArray[Any]
@@ -100,7 +99,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """A digest in 16 hex digits, of the arrays' shapes and of runs of entries spread over them. Ignores dtypes."""
+        """Hash the arrays' shapes, and runs of entries spread over each array, to 16 hex digits. Ignore dtypes."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())
@@ -111,7 +110,7 @@ class Indices(NamedTuple):
 
 
 def epochs_of(settings: OrderSettings) -> Epochs:
-    """The epochs that the samples need; the corpus must have tokens."""
+    """Compute the epochs that the samples need. The corpus must have tokens."""
     tokens, length = settings.epoch_tokens, settings.seq_len
     # The smallest n for which (n tokens - 1) // S >= samples; 1 is subtracted because a sample has S + 1 tokens.
     n = max(1, -(-(settings.samples * length + 1) // tokens))
@@ -125,7 +124,7 @@ def epochs_of(settings: OrderSettings) -> Epochs:
 
 
 def index_of(settings: OrderSettings) -> Indices:
-    """The indices of a corpus. If they are long, one process of the node stores them in a file that all processes map.
+    """The indices of a corpus. One process of a node stores long indices in a file that all processes map.
 
     Raises:
         ValueError: the sequences have no tokens.
@@ -144,7 +143,7 @@ def index_of(settings: OrderSettings) -> Indices:
 
 
 def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indices:
-    """Memory-map the indices from the cache directory; compute them first if they are not there.
+    """Memory-map the indices from the cache directory; make the file first if it is missing.
 
     The file holds the three arrays one after the other.
 
@@ -166,8 +165,8 @@ def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indic
 
 
 def _pieces(settings: OrderSettings, epochs: Epochs) -> Iterator[NDArray[Any]]:
-    """The doc index, the sample index in pieces, and the shuffle index, in the order of Megatron's random draws."""
-    # Megatron's own generator. NEP 19 froze its stream for ever.
+    """Yield the doc index, the sample index in pieces, and the shuffle index, in the order of Megatron's draws."""
+    # Megatron uses the same generator. NEP 19 guarantees that the stream of RandomState never changes.
     random = np.random.RandomState(settings.seed)
     documents = _document_index(settings, epochs, random)
     yield documents
@@ -191,7 +190,11 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 
 
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
-    """The sample index in pieces of [m, 2]: the entry that holds token k S of the stream, and the token's offset."""
+    """Yield the sample index in pieces [m, 2].
+
+    Row k is the number of the doc index entry that holds token k S of the stream, and the token's offset in that
+    sequence.
+    """
     dtype = _sample_dtype(settings, len(documents))
     sizes = settings.dataset.sizes
     tokens = 0  # tokens of the stream up to the end of the entries processed so far
@@ -208,7 +211,7 @@ def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np
             offsets = places - (ends[entries] - lengths[entries])
             piece = np.stack([first + entries, offsets], 1).astype(dtype)
             if start == 0:
-                piece[0] = 0  # Megatron's index begins with the first entry even if that has no tokens
+                piece[0] = 0  # Megatron's index begins with the first entry even if this entry has no tokens
             yield piece
         k = max(k, stop)
 

@@ -3,10 +3,10 @@
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))
 
-Training reads entry g of the order as its sample g, whatever the layout. The three forks of Megatron differ in how they
-round the parts of a split, in how many samples they request from each corpus of a blend, and in when they shuffle the
-last epoch separately. Each order depends on the number of samples that the run was started for, so the run must be
-continued with the same number.
+Training reads entry g of the order as its sample g, whatever the parallel layout. The three forks of Megatron differ in
+how they round the parts of a split, in how many samples they request from each corpus of a blend, and in when they
+shuffle the last epoch separately. Each order depends on the number of samples that the run was started for, so the run
+must be continued with the same number.
 
 Only next-token models can follow Megatron's order, because it comes from numpy's generator. Megatron's BERT and T5 draw
 from a generator in compiled code while they cut documents.
@@ -34,14 +34,14 @@ MOST_CORPORA = 254  # in a blend of Megatron-LM or Megatron-DeepSpeed, which num
 
 
 class Fork(NamedTuple):
-    """The rules of one of Megatron's three forks that affect the order of samples.
+    """One of Megatron's three forks: the rules that affect the order of samples.
 
     Attributes:
-        cutoff: share of the last epoch's samples, as in `OrderSettings`.
+        cutoff: share of an epoch's samples that decides about shuffling the last epoch separately (`OrderSettings`).
         split: function from a number of sequences and the splits' weights to a (start, stop) range for each split.
         shares: function from the weights of a blend to shares that add up to 1.
-        n_asked: function from the blend's number of samples and a corpus's share to the number of samples that the
-            corpus must provide, a little more than the blend will use.
+        n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
+            must provide, which is a little more than the blend will use.
         is_core: True for megatron-core, which has caches with descriptions, numbers corpora in two bytes, and does not
             allow a split without sequences.
     """
@@ -146,7 +146,7 @@ class MegatronSamples:
         """Tokens [S + 1] of sample g, 0 <= g < len.
 
         Raises:
-            IndexError: there is no such sample.
+            IndexError: g is out of range.
             ValueError: the index is damaged.
         """
         if not 0 <= g < len(self):
@@ -172,7 +172,7 @@ class MegatronSamples:
 
 
 def wanted_samples(cfg: Config) -> dict[str, int]:
-    """The number of samples that Megatron requests from "train", "valid" and "test" (`megatron/training.py`).
+    """The number of samples that Megatron requests for "train", "valid" and "test" (`megatron/training.py`).
 
     Raises:
         ValueError: the configuration does not say how many samples the run was started for, or it reads more samples
@@ -251,7 +251,7 @@ class _Builder:
         self.notes: list[str] = []
 
     def samples(self, parts: Sequence[CorpusPart]) -> AnySamples | None:
-        """The samples of the split's parts; None if a split has no sequences and Megatron allows that.
+        """The samples of the split's parts; None if the split has no sequences and Megatron allows empty splits.
 
         Raises:
             ValueError: Megatron could not start with these parts either, or a cache is damaged.
@@ -297,7 +297,7 @@ class _Builder:
 
 
 def digest_of_order(samples: AnySamples) -> str:
-    """A digest of an order in 16 hex digits, so that a resumed run can check that it follows the same order."""
+    """A digest of an order, in 16 hex digits, with which a resumed run checks that its order is the same."""
     parts = samples.parts if isinstance(samples, MegatronBlend) else [samples]
     digest = xxhash.xxh3_64()
     for part in parts:

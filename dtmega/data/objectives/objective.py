@@ -30,17 +30,17 @@ class Objective(Protocol):
     """A training objective.
 
     Attributes:
-        sums: sums that a model with labels returns; each sum may come from any pipeline stage.
-        aim: description of the targets that a model learns to predict, for messages: "next tokens".
-        reads: keys of [data] that this objective reads, but some others do not. The samples depend on these keys.
-        sentences: True if the objective reads texts that are split into sentences, each of which is one sequence of the
-            data set.
+        sums: sums that a model returns if it is given labels; each sum may come from any pipeline stage.
+        aim: description of the targets that a model learns to predict, for messages, such as "next tokens".
+        reads: keys of [data] that this objective reads but some other objectives ignore; the samples depend on these
+            keys.
+        sentences: True if the objective reads texts that are split into sentences, one per sequence of the data set.
         not_in_megatrons_order: reason why the objective cannot follow one of Megatron's orders ([data] order); '' if it
             can.
         prompt_is_prefix: True if the tokens of a prompt all see each other, like the tokens of a prefix in training;
             False if each token sees only the tokens before it.
-        order: version of the samples. Raise it if a change alters sample g for the same data, keys and seed; runs that
-            began with the old samples are then refused.
+        order: version number of the samples. Raise this number if a change alters sample g for the same data, keys and
+            seed; runs that began with the old samples are then refused.
     """
 
     @property
@@ -65,9 +65,9 @@ class Objective(Protocol):
     def order(self) -> int: ...
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        """A microbatch's contribution to each count that divides a sum, by name.
+        """A microbatch's contribution to each count that divides a sum, by count name.
 
-        All microbatches give the same names in the same order.
+        The names and their order are the same for all microbatches.
         """
         ...
 
@@ -75,13 +75,13 @@ class Objective(Protocol):
         """Check that the tokenizer has the special tokens, and that the lengths in [data] have room for a sample.
 
         Raises:
-            ValueError: a token is missing, or a length is too small; the message has the token or the equation, and
-                the key.
+            ValueError: a token is missing, or a length is too small; the message names the key, and the token or the
+                equation that fails.
         """
         ...
 
     def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
-        """Number of ids that the samples add after the tokenizer's last one."""
+        """Number of ids that the samples add after the tokenizer's last id."""
         ...
 
     def samples(
@@ -153,9 +153,9 @@ class Prefix(NextToken):
 
 
 class Masked:
-    """BERT's objective: the loss of masked tokens plus the loss of the order of two segments.
+    """BERT's objective: the loss of predicting masked tokens, plus the loss of predicting the order of two segments.
 
-    The first loss is averaged over the masked tokens, the second over sequences.
+    The first loss is averaged over the masked tokens, the second over the sequences.
     """
 
     sums = (
@@ -191,7 +191,7 @@ class Masked:
 
 
 class Spans:
-    """T5's objective: the loss of hidden spans that never touch, averaged over the decoder's targets."""
+    """T5's objective: the loss of predicting hidden spans, averaged over the decoder's targets. Spans never touch."""
 
     sums = (Sum("lm", "tokens"),)
     aim = "hidden spans"
@@ -222,7 +222,7 @@ class Spans:
 
 
 class SeparateSpans(Spans):
-    """The objective of Megatron's T5: hidden n-grams of words in a text of sentences.
+    """The objective of Megatron's T5: predict hidden n-grams of words in a text that is split into sentences.
 
     Two n-grams that touch stay separate spans.
     """
@@ -234,7 +234,7 @@ class SeparateSpans(Spans):
     order = 1
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        # The number of spans differs from sample to sample; the average number has to fit.
+        # The number of spans differs from sample to sample. Check that the average number fits.
         n_tokens = max(1, data.seq_len - N_SPECIAL)
         n_hidden, n_spans = expected(n_tokens, data.mask_prob, data.max_span)
         check_room(data, n_tokens, n_hidden, n_spans, "max_span")
@@ -258,7 +258,7 @@ def specials(tokenizer: Tokenizer) -> Specials:
     """The ids of the special tokens in BERT's samples.
 
     Raises:
-        ValueError: the vocabulary lacks one of them.
+        ValueError: the vocabulary lacks one of these tokens.
     """
     ids = {
         "[CLS]": tokenizer.cls_id,
@@ -284,10 +284,10 @@ OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE
 
 
 def check_keys(data: Data, objective: Objective) -> None:
-    """Refuse a key of [data] that is set but belongs to other objectives only.
+    """Check that no [data] key is set that only other objectives read.
 
     Raises:
-        ValueError: a key of other objectives is set.
+        ValueError: a key that only other objectives read is set.
     """
     keys = chain.from_iterable(other.reads for other in OBJECTIVES)
     foreign = {*keys} - {*objective.reads}
@@ -300,7 +300,7 @@ def check_keys(data: Data, objective: Objective) -> None:
 
 
 def _continuing(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """The ids of tokens inside a word, [n]."""
+    """The ids of tokens that continue a word, [n]."""
     return np.array(sorted(tokenizer.continuing_ids), np.int64)
 
 

@@ -5,7 +5,7 @@
         d e f    each attends to itself and all tokens before it; the label is the next token
 
 Sources: Megatron-DeepSpeed's `pretrain_prefix_lm.py` and `get_prefix_indices`, with `--loss-on-targets-only`. Without
-that flag, tokens of a prefix would have to predict tokens that they see.
+that flag, the tokens of a prefix would have to predict tokens that they can already see.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dtmega.ops import keyed
 
 
 class PrefixSample(NamedTuple):
-    """The tokens of a sample [S + 1], and a 64-bit key that decides the lengths of its prefixes."""
+    """A sample: its tokens [S + 1], and a 64-bit key that determines the lengths of its prefixes."""
 
     tokens: NDArray[Any]
     key: int
 
 
 class PrefixSamples(Samples):
-    """The samples of `Samples`, each with its own key."""
+    """Samples as in `Samples`, each with a key of its own."""
 
     def __getitem__(self, g: int) -> PrefixSample:
         return PrefixSample(self.tokens(g), keyed.key64(f"{self._stream}/{g}/prefix"))
@@ -36,12 +36,13 @@ class PrefixSamples(Samples):
 def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Mask of the tokens that are in the prefix of their document, bool [B, S].
 
-    The length of a prefix is drawn uniformly, from 0 to the document's length minus 1. A document that continues after
-    the sample's end has no last token here, so its prefix may cover all of its tokens in the sample.
+    The length of a prefix is drawn uniformly, from 0 to the document's length minus 1. If a document continues after
+    the sample's end, the prefix may cover all of the document's tokens in the sample, because the document's last token
+    is not in the sample.
 
     Args:
-        ends: bool [B, S], true at the last token of each document. If the whole sample counts as one document, it is
-            true at the sample's last token.
+        ends: bool [B, S], true at the last token of each document; if the whole sample counts as one document, true at
+            the sample's last token only.
         keys: uint64 [B], keys of the samples.
     """
     n_tokens = ends.shape[1]
@@ -50,7 +51,7 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
     starts_here[:, 1:] = ends[:, :-1]
     document = starts_here.cumsum(axis=1) - 1
     start = np.maximum.accumulate(np.where(starts_here, place, 0), axis=1)
-    # The nearest end at or after each place, found from right to left; S if there is none.
+    # The nearest end at or after each place, found from right to left; S if no document ends there.
     reversed_ends = np.where(ends, place, n_tokens)[:, ::-1]
     end = np.minimum.accumulate(reversed_ends, axis=1)[:, ::-1]
     drawn = keyed.draws(keys[:, None], "length", document)

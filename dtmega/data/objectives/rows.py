@@ -6,9 +6,9 @@ Every microbatch of B sequences has
     labels        int64 [B, S]  token to predict at each place, or IGNORED
     sample_ids    int64 [B]     global sample numbers, which key dropout
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
-    document_ids  int64 [B, S]  with several documents or padding: a token sees only tokens of the same id
+    document_ids  int64 [B, S]  if there are several documents or padding: a token sees only tokens with the same id
 
-and the tensors that its objective adds. The classes here hold plain data only, so that they can be pickled.
+and the tensors that the objective adds. The classes here hold plain data only, so that they can be pickled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IGNORED = -100  # the label of a token without a loss, as in torch's cross_entro
 
 
 class Rows(Protocol):
-    """A mapping from a range of samples to their rows. It is pickled for worker processes."""
+    """A mapping from a range of samples to their rows, pickled for worker processes."""
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         """The tensors listed above, with B = len(indices).
@@ -49,7 +49,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class NextTokenRows:
-    """Rows of samples of S + 1 tokens: the first S are inputs, the last S labels.
+    """Rows of samples with S + 1 tokens each: the first S tokens are inputs, and the last S tokens are labels.
 
     `[data] reset_attention_mask` adds `document_ids`, and `[data] reset_position_ids` adds
 
@@ -64,7 +64,7 @@ class NextTokenRows:
         return self.rows_of([self.samples[g] for g in indices], indices)
 
     def rows_of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
-        """The rows of samples [S + 1] whose numbers are `indices`."""
+        """The rows of these samples [S + 1], which have the numbers `indices`."""
         ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
         tokens = ids[:, :-1].clone()
         labels = ids[:, 1:].clone()
@@ -80,7 +80,7 @@ class NextTokenRows:
 
 @dataclass(frozen=True)
 class PrefixRows(NextTokenRows):
-    """Rows of samples of S + 1 tokens. The tokens of a prefix have no label. The rows also have
+    """Rows of samples with S + 1 tokens each, without labels for the tokens of a prefix. Additional tensors:
 
     prefix         bool [B, S]  true at the tokens of a prefix
     label_weights  fp32 [B, S]  with `[data] reweight_positions`
@@ -107,7 +107,7 @@ class PrefixRows(NextTokenRows):
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Rows of masked pairs of segments. The labels are the hidden tokens. The rows also have
+    """Rows of masked segment pairs, with the hidden tokens as labels. Additional tensors:
 
     token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, else 0
     swapped       int64 [B]     1 if the sample's first segment is the later one in the text
@@ -135,7 +135,7 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class SpanRows:
-    """Rows of texts with hidden spans. The labels are the decoder's targets, [B, T]. The rows also have
+    """Rows of texts with hidden spans, with the decoder's targets as labels, [B, T]. Additional tensors:
 
     decoder_tokens        int64 [B, T]  input of the decoder
     decoder_places        int64 [B, T]  0, 1, ...: index of each token in the decoder's sequence
@@ -155,7 +155,7 @@ class SpanRows:
 
 @dataclass(frozen=True)
 class SeparateRows:
-    """Rows of texts with hidden n-grams: as in `SpanRows`, but without an end mark in the encoder's sequence."""
+    """Rows of texts with hidden n-grams: like `SpanRows`, but without an end mark in the encoder's sequence."""
 
     samples: AnySamples
     data: Data
@@ -185,12 +185,12 @@ def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end
 
 
 def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
-    """The rows that number the samples and their tokens; every objective has them."""
+    """The tensors that number samples and tokens, which every objective has."""
     return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}
 
 
 def _places(tokens: Tensor) -> Tensor:
-    """The numbers 0, 1, ... in each row, in the shape of `tokens`, [B, S]."""
+    """The numbers 0 to S - 1 in each row, with the shape of `tokens`, [B, S]."""
     return torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
 
 

@@ -1,7 +1,7 @@
-"""The numbers that a step reports: sums over the global batch, divided by counts, and the loss computed from them.
+"""The numbers that a step reports: means over the global batch, each a sum divided by a count, and the loss.
 
 No rank can take a mean over the global batch by itself, because ranks and microbatches have different numbers of
-labels. So models return sums, and these are divided by the counts of the whole global batch.
+labels. So models return sums, and each sum is divided by a count over the whole global batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Sum(NamedTuple):
-    """One number of a step. A model returns its sum over a microbatch; a step reports its mean over the global batch.
+    """One number that a step reports: the mean over the global batch. A model returns the sum over a microbatch.
 
     Attributes:
         name: key of the number in the model's outputs and in the metrics.
@@ -37,12 +37,12 @@ class Tally:
     Args:
         sums: the numbers that the objective reports.
         device: device of the totals.
-        counts: counts of the global batch, from `divisors`; an evaluation, which has no backward, needs none.
-        scale: loss scale, by which backward multiplies all gradients.
+        counts: counts of the global batch, from `divisors`; not needed in an evaluation, which has no backward pass.
+        scale: loss scale; the backward pass multiplies all gradients by this factor.
 
     Attributes:
-        totals: fp64 [sums], this rank's total of each sum. The totals of all ranks of the `loss` group add up to the
-            sums of the global batch.
+        totals: fp64 [sums], this rank's total of each sum. Added over all ranks of the `loss` group, these totals give
+            the sums over the global batch.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Tally:
         return self.add({term.name: outputs[term.name] for term in self._sums})
 
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the sums over a microbatch that a pipeline stage returned, scalars by name. Other outputs are ignored.
+        """Add the sums that a pipeline stage returned for a microbatch: scalars by name. Other outputs are ignored.
 
         Returns:
             The sums that belong to the loss and have a gradient, each with its factor.
@@ -80,7 +80,7 @@ class Tally:
 
 
 def divisors(counts: Mapping[str, float]) -> dict[str, float]:
-    """The counts, changed so that sums can be divided by them: a count of 0, whose sum is 0 too, becomes 1.
+    """The counts as divisors: a count of 0 becomes 1, so that the sum, which is 0 too, can be divided by the count.
 
     Args:
         counts: counts by name, already added up over the whole step or evaluation; a batch without labels adds 0.

@@ -1,9 +1,9 @@
 """The default corpus: text that ships with every CPython, so that the first run needs no download.
 
-Its documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
-standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once for each Python
-version, vocabulary and form (whole documents or sentences). It is safe to kill that process, or to call the function in
-several processes at once.
+The documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
+standard library. `prepare_stdlib` tokenizes these documents into a `.bin/.idx` pair in the cache directory, once for
+each Python version, vocabulary and form (whole documents or sentences). `prepare_stdlib` may be killed at any time, and
+may run in several processes at once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.lock import Lock
 
-# Raise FORMAT when a change alters the tokens that the same Python and vocabulary give. Raise SENTENCES_FORMAT when it
-# alters only the corpus of sentences. Files of an earlier format are no longer read.
+# Raise FORMAT when a change alters the tokens that the same Python and vocabulary give. Raise SENTENCES_FORMAT when a
+# change alters only the corpus of sentences. Files of an earlier format are no longer read.
 FORMAT = 2
 SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
@@ -74,7 +74,7 @@ def _topics() -> dict[str, str]:
     """The entries of the language reference, by name; empty if this Python comes without them."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions put it into a package of its own
+    except ImportError:  # some distributions put the topics into a package of their own
         return {}
     return topics
 
@@ -87,15 +87,15 @@ def _read(path: Path) -> str:
 
 
 def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
-    """The documents of a topic or a source; each is a list of sentences, and a sentence is a list of ids.
+    """The documents of a topic or a source: each document is a list of sentences, and a sentence is a list of ids.
 
-    A topic is one document. A source is cut into documents before each class or function, because the order of
-    definitions in a file is arbitrary: BERT learns which of two segments comes first, and could not learn it across
-    definitions. Each document has at least two blocks if possible, because a document of one block gives no pair.
+    A topic is one document. A source is cut into documents before each class or function. BERT learns which of two
+    segments comes first, but the order of definitions in a file is arbitrary, so BERT could not learn this order across
+    definitions. Each document has at least two blocks if possible, because a document with one block gives no pair.
 
     Args:
-        name: name of the document, as `documents` yields it.
-        text: its text.
+        name: name of the topic or source, as yielded by `documents`.
+        text: text of the topic or source.
         tokenizer: tokenizer that encodes the sentences.
     """
     if name.startswith(TOPICS):
@@ -113,8 +113,8 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
 
     Args:
         tokenizer: tokenizer of the corpus.
-        in_sentences: True to make each sequence a sentence or a block (`sentence_documents`); False to make it a whole
-            document that ends with `eod_id`.
+        in_sentences: True to make each sequence a sentence or a block (`sentence_documents`); False to make each
+            sequence a whole document that ends with `eod_id`.
 
     Raises:
         ValueError: this Python lacks the library's sources, or no cache directory can be written.
@@ -124,7 +124,7 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
     prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
     if not _is_intact(prefix, tokenizer):
         with Lock(Path(f"{prefix}.lock")):
-            if not _is_intact(prefix, tokenizer):  # another process may have built it while this one waited
+            if not _is_intact(prefix, tokenizer):  # another process may have built the corpus meanwhile
                 _build(prefix, tokenizer, in_sentences)
     return prefix
 
@@ -139,7 +139,7 @@ def _is_intact(prefix: str, tokenizer: Tokenizer) -> bool:
 
 
 def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
-    # Temporary files found here were left by a killed process: while this one holds the lock, no other process writes.
+    # This process holds the lock, so no other process is writing. Any temporary files were left by a killed process.
     for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):
         os.unlink(leftover)
     texts = dict(documents())

@@ -1,4 +1,4 @@
-"""The documents of a batch: its raw records, and the text inside each record.
+"""The documents of a batch: raw records, and the text inside each record.
 
 A byte order mark at the start of a file is not part of its text.
 """
@@ -28,7 +28,7 @@ def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
-    """The parts of a text, each as (number of its first line, part). Joined, they give the whole text.
+    """The parts of a text, each as (number of its first line, part). The joined parts are the whole text.
 
     Blank lines at the start of the text belong to the first part.
 
@@ -58,7 +58,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
     if record is None:
         raise ValueError(f"expected a string in '{key}', got null")
     # Drop a byte order mark at the start of a .txt, and at the start of every line of JSON: concatenated files have
-    # marks in the middle, and JSON never uses the mark as text.
+    # byte order marks in the middle, and JSON never begins with this mark as text.
     starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
     try:
         text = record.decode("utf-8-sig" if starts_file else "utf-8")
@@ -79,7 +79,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
         raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
     if not isinstance(value[key], str):
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
-    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d): JSON but no text
+    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d), valid in JSON
     return value[key]
 
 

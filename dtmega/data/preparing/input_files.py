@@ -1,8 +1,8 @@
-"""The input files of `tokenize`, found from patterns and folders. The suffix of a file gives its kind:
+"""Find the input files of `tokenize`, given patterns and folders. The suffix of a file gives its kind:
 
 .txt               one document per file, or one per part if blank lines separate documents
 .jsonl, .json      one JSON object per line; the value under a chosen key is one document
-+ .gz, .zst        any of these, compressed
++ .gz, .zst        any of the kinds above, compressed
 .parquet           one document per row of a chosen column
 -                  standard input, read as .txt unless `--kind` says otherwise
 """
@@ -36,10 +36,10 @@ class File(NamedTuple):
 
 
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
-    """Find the files that glob patterns match: in the order of the patterns, sorted within each, no file twice.
+    """Find the files that glob patterns match, in pattern order, sorted within each pattern, without duplicates.
 
-    A folder stands for all files in it and in its subfolders whose suffix is in KINDS, or for all files if a `kind` is
-    given. Hidden files and folders are left out.
+    A folder stands for all files with a suffix in KINDS, in the folder and its subfolders; if a `kind` is given, for
+    all files there. Hidden files and folders are left out.
 
     Args:
         patterns: paths, folders or glob patterns.
@@ -48,7 +48,7 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
     Raises:
         ValueError: a pattern matches no file, a suffix is unknown, a link dangles, or a library is not installed.
     """
-    paths: dict[str, None] = {}  # keys in order, like a set that keeps the first of two equal paths
+    paths: dict[str, None] = {}  # the keys are an ordered set of paths
     for pattern in patterns:
         paths.update(dict.fromkeys(_matching(pattern, of_any_kind=kind is not None)))
     return [_file(path, kind) for path in paths]
@@ -102,10 +102,10 @@ def _file(path: str, kind: str | None) -> File:
 
 
 def _below(folder: str, *, of_any_kind: bool) -> list[str]:
-    """Files of KINDS, or of any kind, in a folder and its subfolders, sorted by path; hidden ones are left out."""
+    """Files of KINDS, or of any kind, in a folder and its subfolders, sorted by path; hidden files are left out."""
     paths: list[str] = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden ones
+        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden folders
         for name in names:
             if not name.startswith(".") and (of_any_kind or _suffix(name) in KINDS):
                 paths.append(os.path.join(parent, name))
@@ -115,7 +115,7 @@ def _below(folder: str, *, of_any_kind: bool) -> list[str]:
 def _suffix(path: str) -> str:
     """The suffix of a name, ignoring a final .gz or .zst.
 
-    In .parquet.gz the .gz counts, and is refused later, because parquet files are compressed inside.
+    The suffix of .parquet.gz is .gz, which is refused later, because parquet files are compressed internally.
     """
     stem, suffix = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]

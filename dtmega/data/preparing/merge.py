@@ -20,7 +20,7 @@ from dtmega.files.console import counted
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the joined `.bin/.idx` pair. If that fails, an earlier pair of the same name stays as it was.
+    """Write the joined `.bin/.idx` pair. If writing fails, an earlier pair with the same name remains unchanged.
 
     Args:
         args: the options of `python -m dtmega merge`.
@@ -82,7 +82,7 @@ def _record(parts: Sequence[IndexedDataset]) -> Record | None:
     """The record that all parts share; None if no part has one.
 
     Raises:
-        ValueError: the parts' records differ, or only some parts have one.
+        ValueError: the parts' records differ, or only some parts have a record.
     """
     records = [record.record_of(part) for part in parts]
     expected = _how_made(records[0])

@@ -1,11 +1,11 @@
-"""The sentences of a document, from which BERT's samples are made.
+"""Split documents into the sentences that make up BERT's samples.
 
     prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
     blocks    for source code, where a "." ends no sentence: the text between two blank lines counts as one "sentence"
 
 No sentence has more than LONGEST_SENTENCE tokens: a longer sentence is cut at its line ends, and a line that is still
-too long is cut between words. Megatron would skip every document with a longer sentence: 108 of the 685 documents in
-Python's library, which hold 45 % of its tokens.
+too long is cut between words. Megatron would skip every document with a longer sentence: in Python's library, that
+would be 108 of the 685 documents, with 45 % of the tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 PROSE, BLOCKS = "prose", "blocks"
 PARAGRAPH_END = re.compile(r"\n[ \t\r\f]*\n")
-# sentencex's search for quotes takes time quadratic in the length of a paragraph: 37 s for 7 million characters.
+# Text is passed to sentencex in portions, because sentencex's search for quotes takes time quadratic in the length of
+# a paragraph: 37 s for 7 million characters.
 PORTION_CHARS = 100_000
 
 
@@ -40,7 +41,7 @@ def encode(text: str, kind: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def prose(text: str) -> list[str]:
-    """The sentences of an English text. Some still have blanks around them."""
+    """The sentences of an English text, some with blanks at the start or end."""
     sentences: list[str] = []
     for portion in _portions(text):
         sentences += segment("en", portion)
@@ -60,7 +61,7 @@ def _portions(text: str) -> Iterator[str]:
 
 
 def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of a sentence; if it is longer than LONGEST_SENTENCE, it is cut into pieces of whole lines."""
+    """Yield the ids of a sentence; a sentence longer than LONGEST_SENTENCE is cut into pieces of whole lines."""
     sentence_ids = tokenizer.encode(sentence)
     if len(sentence_ids) <= LONGEST_SENTENCE:
         if sentence_ids:

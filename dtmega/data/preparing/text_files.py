@@ -23,10 +23,10 @@ BLANK_LINES = "blank-lines"
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
 CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file is a batch of its own
 MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
-# Number of compressed bytes to decompress at a time. They expand to 128 MiB at most: a zstd block takes 4 bytes or more
-# and holds up to 128 KiB.
+# Number of compressed bytes to decompress at a time. This number of bytes expands to at most 128 MiB: a zstd block
+# takes at least 4 bytes and holds up to 128 KiB.
 ZSTD_BYTES = 4096
-PARQUET_ROWS = 256  # rows in a batch: their bytes are known only after reading
+PARQUET_ROWS = 256  # rows in a batch; the size of a row in bytes is known only after reading
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class RecordBatch:
         path: path of the file.
         kind: one of KINDS.
         first: line number (in parquet: row number) of the first record, counted from 1.
-        data: whole lines of JSON; a whole .txt, or some of its parts; or rows of a parquet file, None for a null. The
-            text is UTF-8 unless the file is faulty.
+        data: whole lines of JSON; a whole .txt, or some of its parts; or rows of a parquet file, with None for a null.
+            The text is UTF-8 unless the file is faulty.
         is_cut: True if blank lines end documents, which only a .txt can have.
-        position_bytes: number of stored bytes, of all input files, that had been read when this batch was complete.
+        position_bytes: number of stored bytes read from all input files by the time this batch was complete.
     """
 
     path: str
@@ -60,7 +60,7 @@ def read_batches(
         files: the files, in the order in which they are read.
         column: column of parquet files that holds the text.
         at_blank_lines: True to cut each .txt at blank lines and make each part a document of its own.
-        encoding: name of the encoding of all text files; '' is UTF-8.
+        encoding: name of the encoding of all text files; '' for UTF-8.
 
     Raises:
         ValueError: a file is damaged or cut off, is not in the encoding, or has no column of strings with that name.
@@ -85,7 +85,7 @@ def read_batches(
 
 
 def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """A whole file in one batch."""
+    """Read a whole file as one batch."""
     chunks, position = [], 0
     for chunk, position in _chunks(path, encoding):  # noqa: B007
         chunks.append(chunk)
@@ -94,7 +94,7 @@ def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline, or b""."""
+    """Read batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline."""
     first, pending, position = 1, [], 0
     for chunk, position in _chunks(path, encoding):
         end = chunk.rfind(b"\n") + 1
@@ -109,7 +109,7 @@ def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Batches of whole parts; blank lines end a part."""
+    """Read batches of whole parts; blank lines end a part."""
     first, pending, position = 1, [], 0
     # Blanks at the end of the text read so far. Only the next lines show whether a part ends here.
     blanks = b""
@@ -129,12 +129,14 @@ def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def part_starts(text: bytes) -> list[int]:
-    """The offsets in a text at which a part begins after blank lines."""
+    """The offsets in a text where a part begins after blank lines."""
     return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 
 def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
-    """Refuse a record that is too large, in a compressed file. Such a file can expand to 30,000 times its own size.
+    """Refuse a record in a compressed file if the record is too large.
+
+    A compressed file can expand to 30,000 times its size.
 
     Args:
         path: path of the file.
@@ -149,9 +151,10 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 
 
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
-    """Chunks of a file's text, each with the number of bytes of the stored file read so far.
+    """Yield chunks of a file's text, each with the number of stored bytes read so far.
 
-    The text is converted to UTF-8. Without an `encoding` the file should be UTF-8 already; `document_text` checks that.
+    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already, which `document_text`
+    checks.
     """
     if not encoding:
         yield from _decompressed(path)
@@ -167,7 +170,7 @@ def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
 def _decoded(
     decoder: codecs.IncrementalDecoder, chunk: bytes, path: str, encoding: str, before_bytes: int, is_last: bool = False
 ) -> bytes:
-    """The next chunk of a text as UTF-8.
+    """Convert the next chunk of a text to UTF-8.
 
     Args:
         decoder: decoder of the file, which keeps the bytes of an incomplete character from chunk to chunk.
@@ -191,7 +194,7 @@ def _decoded(
 
 
 def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
-    """Chunks of decompressed bytes, each with the number of bytes of the stored file read so far.
+    """Yield chunks of decompressed bytes, each with the number of stored bytes read so far.
 
     Raises:
         ValueError: a compressed file is damaged or cut off.
@@ -216,7 +219,7 @@ def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompress a zstd file. zstandard's own stream reader is not used: it reports no error for a file cut off.
+    """Decompress a zstd file. zstandard's own stream reader is not used, because it accepts a truncated file silently.
 
     Raises:
         EOFError: the file is damaged or cut off.
@@ -248,7 +251,7 @@ def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
 
 
 def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | None], int]]:
-    """Batches of rows of one column of strings.
+    """Read one column of strings in batches of rows.
 
     Raises:
         ValueError: the file is damaged, or has no column of strings with that name.
@@ -267,7 +270,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
                     values = values.dictionary_decode()
                 if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
                     raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # Read strings as bytes, so that a row that is not UTF-8 is reported alone and does not end the reading.
+                # Read strings as bytes. So a row that is not UTF-8 is reported, and the other rows are still read.
                 data = values.cast(pa.large_binary()).to_pylist()
                 row += len(data)
                 # The position in the file is not known; estimate it from the share of rows read so far.

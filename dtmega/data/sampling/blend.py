@@ -1,13 +1,13 @@
 """Blends of corpora by weight.
 
-Sample g is a function of g alone. For every n, each corpus has its share of the first n samples.
+Sample g is a function of g alone. For every n, each corpus has its share of the first n samples, up to rounding.
 
     splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids
 
 Megatron loops over all samples of the run, takes each from the corpus that is furthest behind its share, and stores the
-choices in a table. Here there is no loop and no table. The corpora are the leaves of a binary tree, and each node deals
-its samples to its two children in proportion to their weights, by a formula.
+choices in a table. Here there is no loop and no table. The corpora are the leaves of a binary tree, and a formula deals
+each node's samples to its two children in proportion to the children's weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def split_documents(n_documents: int, weights: Sequence[float]) -> list[tuple[in
     for weight in weights:
         bounds.append(bounds[-1] + round(weight / total * n_documents))
     # The rounded parts may add up to a few documents too many or too few. As in Megatron, all bounds except the first
-    # are shifted by that number.
+    # are shifted by the difference.
     surplus = bounds[-1] - n_documents
     bounds[1:] = [bound - surplus for bound in bounds[1:]]
     return list(pairwise(bounds))
@@ -94,9 +94,9 @@ def _share(n: int, part: int, whole: int) -> int:
 class Blend:
     """An endless sequence of samples from several corpora, blended by weight. Sample g is a pure function of g.
 
-    After any number of samples, the number from each corpus differs from its share by less than 1.7. Each node on the
-    path to the corpus rounds by at most half a sample, and the error of a node is scaled by the corpus's share of the
-    node. In any Huffman tree these scaled errors add up to less than 1.7.
+    After any number of samples, the number taken from each corpus differs from the corpus's share by less than 1.7.
+    Each node on the path to the corpus rounds by at most half a sample, and the error of a node is scaled by the
+    corpus's share of the node. In any Huffman tree these scaled errors add up to less than 1.7.
 
     Args:
         parts: the samples of each corpus.
@@ -156,7 +156,7 @@ class Splits(NamedTuple):
     """The samples that a run is trained and evaluated on.
 
     Attributes:
-        samples: samples by split ("train", "valid", "test" and other validation sets); None for a split without any.
+        samples: samples by split ("train", "valid", "test", other validation sets); None for a split without samples.
         notes: lines for the user about text that is left out.
     """
 
@@ -200,7 +200,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
     """The samples of each split, blended if the split has several parts.
 
     In a split other than "train", a small corpus may be too short for a single sample. The other corpora are then
-    blended without it, and a note says so.
+    blended without the small corpus, and a note says so.
 
     Args:
         objective: objective that makes the samples.
@@ -209,7 +209,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
         seed: the run's seed.
 
     Raises:
-        ValueError: one of the corpora of "train", or all corpora of another split, are too short for a single sample.
+        ValueError: a corpus of "train" is too short for a single sample, or all corpora of another split are.
     """
     built = Splits(dict.fromkeys(SPLITS), [])
     for split, parts in splits.items():

@@ -1,4 +1,4 @@
-"""The order of documents in an epoch. A long order is made once per node, in a file that all its processes map.
+"""The order of documents in an epoch. A long order is made once per node, in a file that all processes of the node map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
@@ -21,7 +21,7 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
-LONG = 1 << 20  # an order of this many documents or more is kept in a file; a shorter one takes 12 MB and 0.1 s at most
+LONG = 1 << 20  # orders of this many documents or more are kept in a file; shorter orders take at most 12 MB and 0.1 s
 
 
 class Order(NamedTuple):
@@ -29,7 +29,7 @@ class Order(NamedTuple):
 
     Attributes:
         documents: uint32 or int64 [n], numbers of the documents in stream order; number 0 is the part's first document.
-        starts: int64 [n + 1], number of tokens of the epoch before each of these documents; the last entry is the
+        starts: int64 [n + 1], number of the epoch's tokens before each document in stream order; the last entry is the
             number of all tokens.
     """
 
@@ -41,7 +41,8 @@ def permutation(n: int, key: str) -> NDArray[Any]:
     """The numbers 0 to n - 1, shuffled by a function of (n, key); uint32 [n], or int64 if they do not fit."""
     numbers = np.arange(n, dtype=_number_dtype(n))
     seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), "<u4")
-    # NEP 19 froze the stream of RandomState for ever; the stream of a Generator may change with numpy's version.
+    # NEP 19 guarantees that the stream of RandomState never changes; the stream of a Generator may change with numpy's
+    # version.
     np.random.RandomState(seed).shuffle(numbers)
     return numbers
 
@@ -51,7 +52,7 @@ def _number_dtype(n: int) -> np.dtype[Any]:
 
 
 def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """The order of documents (start, stop) of a data set in an epoch. It is a function of (stream, epoch).
+    """The order of documents (start, stop) of a data set in an epoch, shuffled by a function of (stream, epoch).
 
     Args:
         dataset: the data set.
@@ -75,7 +76,7 @@ def _shuffled(n: int, stream: str, epoch: int) -> NDArray[Any]:
 
 
 def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """The starts of all documents but the first, then the end of the last one, in pieces of CHUNK entries."""
+    """Yield the starts of all documents but the first, then the end of the last document, CHUNK entries at a time."""
     n = len(order)
     # The index is read from front to back. Only the lengths, kept in as few bytes as possible, are looked up in random
     # order.
@@ -88,7 +89,7 @@ def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterato
 
 
 def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
-    """Number of tokens in each document from start to stop - 1, in the smallest dtype that holds all the numbers."""
+    """Number of tokens in each document from start to stop - 1, in the smallest dtype that can hold these numbers."""
     lengths = np.diff(dataset.first_token(np.arange(start, stop + 1)))
     return lengths.astype(np.min_scalar_type(lengths.max()))
 
@@ -120,7 +121,7 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
 
 
 def _remove_old(name: str, epoch: int) -> None:
-    """Delete the files of epochs before the previous one, which no later step reads.
+    """Delete the files of epochs before the previous epoch, because no later step reads these files.
 
     Temporary files and locks that killed processes left behind are deleted too.
     """

@@ -6,8 +6,8 @@ The tokens depend neither on the samples read before nor on the length of the ru
     samples[g]  # [S + 1] token ids
 
 Documents are shuffled in each epoch, laid end to end and cut into samples, as in Megatron's GPTDataset. Unlike
-Megatron's stream, this one has no end. Megatron's shuffle depends on the number of samples that the run asks for, so a
-longer run reads other data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
+Megatron's stream, this stream has no end. Megatron's shuffle depends on the number of samples that the run asks for, so
+a longer run reads different data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Samples:
     """An endless sequence of samples from one part of a corpus.
 
     Epoch e holds the part's documents in an order keyed by (seed, e). The epochs follow each other in one stream.
-    Stream sample i is tokens i S to i S + S, both included. Neighbouring samples overlap by one token, so that each
-    token is predicted once. A sample may cross the bounds of documents and epochs.
+    Stream sample i consists of tokens i S to i S + S, both included. Neighbouring samples overlap by one token, so that
+    each token is predicted once. A sample may cross the bounds of documents and epochs.
 
     The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
     table, because the place of a sample is computed from its number. The orders of documents are tables (`order.py`);
@@ -60,9 +60,9 @@ class Samples:
     Args:
         dataset: the corpus.
         documents: (start, stop) in the corpus's document index; a document may consist of several sequences.
-        seq_len: S, number of tokens that the model reads; a sample has one more.
+        seq_len: S, number of tokens that the model reads; a sample has one token more.
         seed: the run's seed.
-        split: "train", "valid" or "test". Together with `corpus` it gives each part its own shuffle.
+        split: "train", "valid" or "test"; `split` and `corpus` together give each part its own shuffle.
         corpus: position of the corpus in a blend.
 
     Raises:
@@ -130,7 +130,7 @@ class Samples:
         return self._epochs[epoch]
 
     def _read(self, epoch: int, offset: int, length: int) -> NDArray[Any]:
-        """The `length` tokens of the epoch from `offset` on, or fewer if the epoch ends first."""
+        """Read `length` tokens of the epoch, starting at `offset`; fewer if the epoch ends first."""
         documents, starts = self._epoch(epoch)
         stop = min(offset + length, self.n_tokens)
         # Entries a to b - 1 of the order hold these tokens. "right" and "left" leave out empty documents at both ends.

@@ -1,11 +1,11 @@
-"""Conversations in the form that a model was trained on: rendered by the chat template next to its tokenizer.json.
+"""Conversations in the form that a model was trained on, rendered by the chat template next to its tokenizer.json.
 
     chat = Chat.beside(tokenizer)                           # None if there is no template
     ids = chat.ids([{"role": "user", "content": "Hi"}])     # ends where the assistant's answer begins
 
 The template is a Jinja program that transformers runs in a sandbox. The sandbox keeps the template from reading files,
-but cannot stop an endless loop, so the template runs in a child process with limits. Unlike a document of training
-text, a conversation contains special ids: the ids that the template writes.
+but cannot stop an endless loop, so the template runs in a child process with limits. Unlike a training document, a
+conversation contains special ids, because the template writes special tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Chat:
 
     @staticmethod
     def beside(tokenizer: Tokenizer) -> Chat | None:
-        """The chat template next to a tokenizer's file; None if there is none.
+        """The chat template next to a tokenizer file; None if that folder has no template.
 
         Raises:
             ValueError: transformers is not installed.
@@ -57,7 +57,7 @@ class Chat:
         return None if template is None else Chat(template, tokenizer)
 
     def start(self) -> None:
-        """Start the process that runs the template. It serves any number of conversations.
+        """Start the process that runs the template and serves any number of conversations.
 
         Raises:
             ValueError: the files next to the template cannot be read.
@@ -83,7 +83,7 @@ class Chat:
 def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
     """Read a folder's tokenizer and template; return a function from a conversation to its ids.
 
-    Runs in the confined process.
+    This function runs in the confined process.
     """
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerFast
@@ -110,7 +110,7 @@ def _template(folder: Path) -> Path | None:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """The ids that end an answer according to a folder's generation_config.json, which has one number or a list."""
+    """Read the ids that end an answer from a folder's generation_config.json, which holds one number or a list."""
     file = folder / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [named]

@@ -29,7 +29,7 @@ class ExportedTokenizer(NamedTuple):
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """The tokenizer for models of running text.
 
-    End-of-document serves as both BOS and EOS, because training puts one before and after each document.
+    End-of-document serves as both BOS and EOS, because in training it stands both before and after each document.
     """
     return ExportedTokenizer(
         to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
@@ -39,17 +39,18 @@ def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
 def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """The tokenizer for models of hidden spans, with the marks that training added after the tokenizer's last id.
 
-    It appends the end mark to each text that it encodes, because in training the encoder's input ended with that mark.
+    The exported tokenizer appends the end mark to each text, because in training the encoder's input ended with that
+    mark.
 
     Raises:
-        ValueError: an error of `marks`; or the tokenizer's ids have gaps, so that a tokenizer.json cannot give the
-            added marks the same ids as in training.
+        ValueError: the tokenizer has too few sentinels; or the tokenizer's ids have gaps, so that a tokenizer.json
+            cannot give the added marks the same ids as in training.
     """
     mark_ids = marks(tokenizer, data.sentinels)
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}
     names |= {mark_ids.start: "[BOS]", mark_ids.end: "[EOS]"}
-    # Marks that the tokenizer already has need no new token. The others are added in the order of their ids, because
-    # `add_special_tokens` numbers new tokens one after the other.
+    # Marks that the tokenizer already has need no new token. The other marks are added in ascending order of their
+    # ids, because `add_special_tokens` numbers new tokens one after the other.
     added = {i: name for i, name in sorted(names.items()) if i >= tokenizer.vocab_size}
     exported = tokenizers.Tokenizer.from_str(to_json(tokenizer.name))
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added.values()])

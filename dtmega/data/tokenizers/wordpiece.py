@@ -1,11 +1,11 @@
 """WordPiece, BERT's kind of vocabulary: a vocab.txt with one token per line. A token's id is its line number, from 0.
 
 Text is split at blanks, and around each punctuation mark and each Chinese character. Each word is then cut, from the
-left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut like
-this becomes one [UNK]. Blanks, line ends and indentation are lost.
+left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut in
+this way becomes a single [UNK]. Blanks, line ends and indentation are lost.
 
-The ids equal those of transformers' BertTokenizer. One difference from google-research/bert is known: its lowercasing
-turns a capital sigma at the end of a word into ς, ours into σ.
+The ids are the same as in transformers' BertTokenizer. One difference from google-research/bert is known: that code
+lowercases a capital sigma at the end of a word to ς, this code to σ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def parse(path: Path, content: bytes) -> list[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}:{line}: expected UTF-8, got byte {content[error.start]:#04x}") from None
-    # Do not use splitlines(): it would split at U+2028 and others, which are tokens of multilingual vocabularies.
+    # Do not use splitlines(): it would split at U+2028 and similar characters, which are tokens in multilingual
+    # vocabularies.
     tokens = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     lines: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
@@ -72,7 +73,7 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The text of a tokenizer.json that, like BERT's own, makes the tokenizer put [CLS] and [SEP] around a text."""
+    """The text of a tokenizer.json that puts [CLS] and [SEP] around each text, as BERT's own file does."""
     exported = Tokenizer.from_str(tokenizer.to_str())
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in REQUIRED])
     exported.post_processor = processors.TemplateProcessing(

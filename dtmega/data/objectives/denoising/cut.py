@@ -1,17 +1,17 @@
-"""Cuts documents into samples of consecutive sentences, for BERT's pairs and for Megatron's T5.
+"""Cut documents into samples of consecutive sentences, for BERT's pairs and for Megatron's T5.
 
     table = cut_table(dataset, documents=(0, 1000), targets=Targets(longest=509, short_seq_prob=0.1, stream="train"))
-    table[i]  # the first sentence of sample i, the sentence after its last, and its target length in tokens
+    table[i]  # sample i: its first sentence, one past its last sentence, and its target length in tokens
 
-The rule is Megatron's (`build_mapping_impl` in its helpers.cpp). Sentences are added to a sample until it has its
+The rule is Megatron's (`build_mapping_impl` in `helpers.cpp`). Sentences are added to a sample until it has its
 target length and at least `fewest` sentences. If only one sentence then remains in the document, the sample takes that
 sentence too. Then the next sample begins, with a target length of its own. A document is not used if it has fewer than
 `fewest` sentences, if one of its sentences is empty, or if it has several sentences and one of them has more than
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the end of a sample that would begin at a sentence is computed for all sentences at once, and all documents are cut
-in parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
+So the code can compute, for all sentences at once, where a sample that begins with a sentence would end, and can cut
+all documents in parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dtmega.ops import keyed
 
 FORMAT = 1  # increase it when a change makes the same documents and targets give a different table
 CHUNK = 1 << 20  # sentences or documents cut at a time, to bound the memory; a longer document is cut as a whole
-LONG = 1 << 22  # the table of this many sentences or more is kept in a file; a shorter one takes less than a second
+LONG = 1 << 22  # a table for this many sentences or more is kept in a file; a smaller table takes less than a second
 
 
 class Targets(NamedTuple):
@@ -56,7 +56,7 @@ class Targets(NamedTuple):
         drawn = keyed.uniform(keyed.draws(keys, "target", sentences))
         lengths = np.full(len(drawn), self.longest)
         is_short = drawn < self.short_seq_prob
-        # One draw serves twice: given that it is below short_seq_prob, it is uniform in [0, short_seq_prob).
+        # Each draw is used twice: a draw below short_seq_prob is uniform in [0, short_seq_prob).
         lengths[is_short] = 2 + drawn[is_short] / self.short_seq_prob * (self.longest - 1)
         return lengths
 
@@ -105,10 +105,10 @@ def _from_file(
 
 
 def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> Iterator[NDArray[np.int64]]:
-    """The table in pieces. Each piece is made from a range of documents, to bound the memory."""
+    """Yield the table in pieces, one for each range of documents, to bound the memory."""
     start, stop = documents
     while start < stop:
-        # Take as many documents as have at most CHUNK sentences together, but at least one document.
+        # Take as many documents as fit in CHUNK sentences, but at least one document.
         bounds = dataset.document_index[start : min(stop, start + CHUNK) + 1]
         n = int(np.searchsorted(bounds, bounds[0] + CHUNK, "right")) - 1
         n = max(n, 1)
@@ -117,10 +117,10 @@ def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Target
 
 
 def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -> NDArray[np.int64]:
-    """Cut some documents into samples, [n, 3].
+    """Cut consecutive documents into samples, [n, 3].
 
     Args:
-        dataset: the text.
+        dataset: data set that holds the documents.
         bounds: [documents + 1], first sentence of each document, then one past the last sentence of the last document.
         targets: target lengths of the samples.
     """
@@ -130,11 +130,11 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     starts = dataset.tokens_before(np.arange(low, high))
     lengths = targets.lengths_at(np.arange(low, high))
 
-    # For each sentence, compute the end of a sample that would begin there. It is the first sentence that starts at
-    # least the target length after the sample's start.
+    # For each sentence, compute where a sample that begins there would end: at the first sentence that starts at least
+    # the target length after the sample's start.
     ends = np.searchsorted(starts, starts + lengths)
     ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
-    # If fewer than two sentences would remain in the document, the sample ends with it.
+    # If fewer than two sentences would remain in the document, the sample extends to the document's end.
     document_ends = np.repeat(bounds[1:], np.diff(bounds))
     ends = np.where(document_ends - ends > 1, ends, document_ends)
 
@@ -161,7 +161,7 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
     """
 
     def has_any(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """True for each document with at least one sentence that is `wrong`, [n] -> [documents]."""
+        """True for each document with at least one `wrong` sentence, [n] -> [documents]."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])
         return np.diff(before[bounds]) > 0
 

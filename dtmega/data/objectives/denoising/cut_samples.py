@@ -1,6 +1,6 @@
-"""Samples of sentences. An epoch has each entry of the table from `cut.py` once, in an order keyed by (seed, epoch).
+"""Samples made of sentences. Each row of the table from `cut.py` is a sample, once per epoch.
 
-`pairs.py` and `separate_spans.py` turn the sentences of an entry into a sample.
+The order is keyed by (seed, epoch). `pairs.py` and `separate_spans.py` turn the sentences of a table row into a sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHORTEST = 2  # tokens of the shortest sample
 
 
 class CutSamples(ABC):
-    """An endless sequence of samples from one part of a corpus. The sequences of the corpus are sentences.
+    """An endless sequence of samples from one part of a corpus whose sequences are sentences.
 
     Args:
         dataset: the corpus.
@@ -29,7 +29,7 @@ class CutSamples(ABC):
         seq_len: S, length of a sample with its special tokens.
         short_seq_prob: share of short samples, see `Targets`.
         seed: the run's seed.
-        split: "train", "valid" or "test". Together with `corpus` it gives each part its own draws, as in `Samples`.
+        split: "train", "valid" or "test"; `split` and `corpus` together give each part its own draws, as in `Samples`.
         corpus: position of the corpus in a blend.
 
     Attributes:
@@ -90,7 +90,7 @@ class CutSamples(ABC):
     def __getitem__(self, g: int) -> Any: ...
 
     def entry(self, g: int) -> list[int]:
-        """The first sentence of sample g, the sentence after its last, and its target length in tokens."""
+        """The table row of sample g: first sentence, one past the last sentence, and target length in tokens."""
         if g < 0:
             raise IndexError(f"sample {g}: samples are numbered from 0")
         epoch, i = divmod(g, self.n_samples)
@@ -98,12 +98,12 @@ class CutSamples(ABC):
         return self._table[entry].tolist()
 
     def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of tokens in each sample that at least one epoch reads, [n].
+        """The number of each sample's tokens that at least one epoch reads, [n].
 
-        By default all tokens are read. A subclass may drop tokens, if it drops the same ones in every epoch.
+        By default all tokens are read. A subclass may drop tokens, if it drops the same tokens in every epoch.
 
         Args:
-            lengths: [n], tokens in the sentences of each sample.
+            lengths: [n], number of tokens in each sample's sentences.
             targets: [n], target lengths of the samples.
         """
         return lengths

@@ -26,11 +26,11 @@ MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a ran
 
 
 class Vocabulary(NamedTuple):
-    """The kinds of ids that masking needs to know, as plain arrays, because a `Tokenizer` cannot be pickled.
+    """The groups of ids that masking needs, as plain arrays because a `Tokenizer` cannot be pickled.
 
     Attributes:
         specials: ids of [CLS], [SEP], [MASK] and [PAD].
-        continuing: int64 [n], ids of tokens inside a word.
+        continuing: int64 [n], ids of tokens that continue a word.
         ordinary: int64 [n], all ids that are not special.
     """
 
@@ -52,7 +52,7 @@ class MaskedTokens(NamedTuple):
 
 
 def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
-    """Hide about the share `mask_prob` of each sample's tokens, or a little less if no n-gram fits into the rest.
+    """Hide a share of about `mask_prob` of each sample's tokens; a little less if no n-gram fits the remaining number.
 
     Args:
         pairs: samples [B, S].

@@ -2,13 +2,13 @@
 
     counts = counts_of_longest(seq_len=512, mask_prob=0.15, mean_span=3.0)  # 568 tokens, 85 hidden in 28 spans
     samples = SpanSamples(dataset, (0, 1000), counts.n_tokens, seed=1234, split="train")
-    hide(counts, [samples[g] for g in range(8)])  # texts of [8, 568]
+    hide(counts, [samples[g] for g in range(8)])  # hidden spans in texts [8, 568]
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
 `run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into the same number of pieces; every
 cut is equally likely. Pieces and spans alternate, beginning with a piece of text. So all samples have the same counts.
-Their texts have the greatest length at which the encoder's sequence (the text that is not hidden, a sentinel for each
-span and the end mark) still fits in S.
+All texts have the greatest length at which the encoder's sequence still fits in S. This sequence consists of the text
+that is not hidden, a sentinel for each span, and the end mark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtmega.ops import keyed
 
 
 class SpanCounts(NamedTuple):
-    """The counts of a sample. All samples have the same counts.
+    """Token and span counts of a sample, equal for all samples.
 
     Attributes:
         n_tokens: L, number of tokens in the sample's text.
@@ -49,15 +49,16 @@ class SpanCounts(NamedTuple):
 
 
 def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> SpanCounts:
-    """The counts of a text of two or more tokens."""
+    """Compute the span counts for a text with two or more tokens."""
     n_hidden = min(max(round(n_tokens * mask_prob), 1), n_tokens - 1)
-    # Each span needs a piece of text before it, so there are no more spans than hidden tokens, or than other tokens.
+    # Each span has at least one hidden token, and follows a piece with at least one other token. So there cannot be
+    # more spans than hidden tokens, nor more spans than other tokens.
     n_spans = max(round(min(n_hidden, n_tokens - n_hidden) / mean_span), 1)
     return SpanCounts(n_tokens, n_hidden, n_spans)
 
 
 def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanCounts:
-    """The counts of the longest text whose encoder sequence fits in S.
+    """Compute the span counts for the longest text whose encoder sequence fits in S.
 
     Args:
         seq_len: S, length of the encoder's sequence.
@@ -87,18 +88,18 @@ def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanC
 
 
 class SpanSamples(Samples):
-    """The samples of `Samples`, each with its own key, and without the last token, which the next sample repeats."""
+    """Samples as in `Samples`, each with its own key and without its last token, which the next sample repeats."""
 
     def __getitem__(self, g: int) -> SpanSample:
         return SpanSample(self.tokens(g)[:-1], keyed.key64(f"{self._stream}/{g}/spans"))
 
 
 def hide(counts: SpanCounts, samples: list[SpanSample]) -> HiddenSpans:
-    """Choose the hidden spans of samples, all at once.
+    """Choose the hidden spans of all samples at once.
 
     Args:
-        counts: counts of every sample.
-        samples: texts of `counts.n_tokens` tokens.
+        counts: token and span counts of every sample.
+        samples: texts with `counts.n_tokens` tokens each.
     """
     tokens = np.stack([sample.tokens for sample in samples]).astype(np.int64)
     keys = np.array([sample.key for sample in samples], np.uint64)

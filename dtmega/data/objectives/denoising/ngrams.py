@@ -1,15 +1,15 @@
-"""Chooses the hidden words for BERT and Megatron's T5: n-grams at random places, until they hold enough tokens.
+"""Choose the words to hide for BERT and Megatron's T5: n-grams at random places, until enough tokens are hidden.
 
     words = words_of(tokens, segments, continuing)
     grams = choose(words, n_words, max_ngram, n_to_hide(0.15, lengths), keys)
 
 The rule is Megatron-LM's (`create_masked_lm_predictions`). The words of a sample are taken in random order, and each
 begins an n-gram. An n-gram with more tokens than remain to be hidden is tried with fewer words. An n-gram that overlaps
-one chosen before is dropped.
+an earlier n-gram is dropped.
 
-There are two differences from Megatron. The number of tokens to hide is rounded to the nearest integer, where Megatron
-in effect rounds down. And the first token of a segment always begins a word, even if truncation cut off the beginning
-of that word.
+There are two differences from Megatron. The number of tokens to hide is rounded to the nearest integer; Megatron in
+effect rounds down. And the first token of a segment always begins a word, even if truncation cut off the beginning of
+that word.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def words_of(tokens: NDArray[np.int64], segments: NDArray[np.int64], continuing:
     Args:
         tokens: int64 [B, S].
         segments: int64 [B, S], number of each token's segment, 1 or 2; 0 for a token that is not text.
-        continuing: ids of tokens inside a word.
+        continuing: ids of tokens that continue a word.
     """
     in_text = segments > 0
     begins = in_text & ~np.isin(tokens, continuing)
@@ -103,8 +103,7 @@ def choose(
         to_hide: int64 [B], number of tokens to hide.
         keys: uint64 [B], keys of the samples; the order of a sample's words is a function of its key.
         max_grams: maximum number of n-grams in a sample.
-        room: maximum number of tokens in all n-grams of a sample together, where each n-gram counts one more token for
-            its sentinel.
+        room: maximum total number of tokens in a sample's n-grams, counting one more token per n-gram for its sentinel.
     """
     n_rows, width = words.sizes.shape
     index = np.arange(width)
@@ -129,7 +128,7 @@ def choose(
         allowed = np.where(grams_left > 0, np.minimum(remaining, room_left - 1), 0)
         if not (allowed > 0).any():
             break
-        # The n-gram has the number of words that was drawn for it, or fewer if it has too many tokens.
+        # The n-gram has as many words as were drawn for it, or fewer if these words have too many tokens.
         total = totals[rows, word]
         n_fitting = ((total <= allowed[:, None]) & (ahead < n_words[rows, word][:, None])).sum(1)
         places = (rows[:, None], word[:, None] + ahead)

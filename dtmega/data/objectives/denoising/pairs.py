@@ -29,7 +29,7 @@ class Segments(NamedTuple):
     """Two neighbouring segments, not yet truncated or swapped.
 
     Attributes:
-        tokens: [n], both segments as they stand in the document.
+        tokens: [n], tokens of both segments, as they stand in the document.
         n_first: number of tokens in the first segment.
         target: maximum number of tokens that the sample may take from both segments together.
         key: 64-bit key of the sample; all its random draws are functions of the key.
@@ -145,9 +145,9 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
 def _shares(
     n_first: NDArray[np.int64], n_second: NDArray[np.int64], surplus: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number of tokens [B] that the first and the second segment lose when `surplus` tokens are dropped.
+    """Numbers of tokens [B] that the first and the second segment lose when `surplus` tokens are dropped.
 
-    Megatron drops one token after the other, each from the longer segment, or from the second if they are equally long.
+    Megatron drops one token at a time, from the longer segment, or from the second segment if both are equally long.
     """
     surplus = np.maximum(surplus, 0)
     difference = n_first - n_second
@@ -159,7 +159,7 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """Number of tokens [B] that a segment loses at its front; it loses the others at its end.
+    """Number of tokens [B] that a segment loses at its front; the other lost tokens are dropped at its end.
 
     Each of the `lost` tokens is taken from the front with probability 1/2.
     """

@@ -3,10 +3,10 @@
     mark_ids = marks(tokenizer, n_sentinels=100)
     mark_ids.sentinels[0]  # stands for the first hidden span of a sample
 
-If the tokenizer has sentinels (`<extra_id_0>` and so on), these are used. Otherwise the sentinels are new ids after the
-tokenizer's last one. A WordPiece vocabulary may lack [BOS] and [EOS]; these then get new ids too, before the sentinels,
-as in Megatron's `_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the tokenizer's
-vocabulary.
+If the tokenizer has sentinels (`<extra_id_0>` and so on), these ids are used. Otherwise the sentinels are new ids after
+the tokenizer's last id. If a WordPiece vocabulary lacks [BOS] and [EOS], these marks get new ids too, before the
+sentinels, as in Megatron's `_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the
+tokenizer's vocabulary.
 
 T5's own tokenizer.json lists its sentinels as ordinary tokens, so the text "<extra_id_0>" is encoded as a sentinel.
 """
@@ -20,14 +20,14 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class Marks(NamedTuple):
-    """Ids that stand for no text.
+    """The ids of all marks. Marks stand for no text.
 
     Attributes:
         sentinels: ids of the sentinels; number i stands for hidden span i of a sample.
         start: id that a decoder reads first: [BOS], or else the padding id, as in T5.
         end: id that ends a sequence: [EOS], or else the end-of-document id.
         pad: id that pads a sequence; the end-of-document id if the tokenizer has no padding id.
-        n_added: number of new ids among the marks; they follow the tokenizer's last id.
+        n_added: number of new ids among the marks; new ids follow the tokenizer's last id.
     """
 
     sentinels: tuple[int, ...]

@@ -1,12 +1,12 @@
-"""Span corruption as in Megatron's T5: n-grams of words in a text of sentences, each with its own sentinel.
+"""Span corruption as in Megatron's T5: hidden n-grams of words, each with its own sentinel, in texts made of sentences.
 
     samples = SentenceSamples(dataset, (0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
     hide([samples[g] for g in range(8)], continuing, limits)
 
-The rule is taken from Megatron-LM's `t5_dataset.py`. A sample consists of consecutive sentences of one document. It is
-cut off at S - 2 tokens; a short sample is cut off earlier. `ngrams.py` chooses the n-grams; their number of words
-follows a geometric distribution with p = 0.2 (SpanBERT, arXiv:1907.10529, section 3.1), up to `[data] max_span`. Two
-n-grams that touch keep separate sentinels.
+The rule is taken from Megatron-LM's `t5_dataset.py`. A sample consists of consecutive sentences of one document, cut
+off at S - 2 tokens, or earlier if the sample is short. `ngrams.py` chooses the n-grams. The number of words in an
+n-gram follows a geometric distribution with p = 0.2 (SpanBERT, arXiv:1907.10529, section 3.1), up to `[data] max_span`.
+Two n-grams that touch keep separate sentinels.
 
 There is one difference from Megatron. If an n-gram does not fit in the room that is left in T, it is tried with fewer
 words. If even one word does not fit, or no sentinel is left, the n-gram is not hidden. Megatron stops the run instead.
@@ -32,7 +32,7 @@ STOPS = 0.2  # probability that a span ends after each of its words
 
 
 class Limits(NamedTuple):
-    """The limits on the hidden n-grams of a sample.
+    """Limits on the hidden n-grams of a sample.
 
     Attributes:
         mask_prob: share of the tokens to hide.
@@ -73,7 +73,7 @@ class SentenceSamples(CutSamples):
 
 
 def expected(n_tokens: int, mask_prob: float, max_span: int) -> tuple[int, int]:
-    """Number of hidden tokens in a text, and the average number of spans that hold them if each token is a word.
+    """Number of hidden tokens in a text, and the average number of hidden spans if each token is a word.
 
     Args:
         n_tokens: number of tokens in the text.
@@ -87,11 +87,11 @@ def expected(n_tokens: int, mask_prob: float, max_span: int) -> tuple[int, int]:
 
 
 def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limits) -> HiddenSpans:
-    """Choose the hidden n-grams of samples, all at once.
+    """Choose the hidden n-grams of all samples at once.
 
     Args:
         samples: texts of up to S - 2 tokens.
-        continuing: ids of tokens inside a word.
+        continuing: ids of tokens that continue a word.
         limits: limits on the hidden n-grams.
     """
     keys = np.array([sample.key for sample in samples], np.uint64)
