@@ -48,7 +48,7 @@ def replaced(path: Path) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[Any]:
-    """A new binary file to write to. When the block ends, its bytes are on the disk and not only in a cache.
+    """A new binary file to write to. After the `with` block, the file's bytes are on disk, not just in a cache.
 
     Raises:
         OSError: the file exists already, or cannot be written; the error names the file.
