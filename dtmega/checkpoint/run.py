@@ -88,7 +88,7 @@ class Checkpoints:
         """
         ended, step = self.wait(), state.progress.step
         self._best_step = state.health.best_step
-        # Start the clock after `wait`: the time spent waiting already counts in the previous save's outcome.
+        # The clock starts after `wait`, because the time spent waiting already counts in the previous save's outcome.
         started = time.perf_counter()
         arguments = self._files, self._unpublished(step)
         if self._stager is None:
