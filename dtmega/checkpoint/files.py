@@ -65,7 +65,7 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def make(self, folder: str) -> None:
-        """Make an empty folder. Whatever a killed save left under this name is deleted."""
+        """Make an empty folder. Leftovers of a killed save under the same name are deleted."""
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:

@@ -138,7 +138,7 @@ def _tail(body: bytes) -> bytes:
 
 
 def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
-    """Read the bytes of a `manifest.json`, and check them against the data files beside it.
+    """Parse the bytes of a `manifest.json`, and check the result against the data files in the same folder.
 
     Args:
         raw: content of the file.

@@ -30,7 +30,8 @@ Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 class Progress(NamedTuple):
-    """Counts of what a run has consumed. Batches, learning rate and dropout are functions of these counts.
+    """Counts of the steps and samples that a run has done. Batches, learning rate and dropout are functions of these
+    counts.
 
     Attributes:
         step: number of steps done, including skipped ones.
@@ -73,11 +74,11 @@ ELSEWHERE = {"origin": "another program"}
 
 
 class State(BaseModel):
-    """The record of a run in its checkpoint, besides the tensors.
+    """The part of a checkpoint that describes the run; the tensors are stored separately.
 
     Attributes:
         progress: counts of steps and samples done.
-        updates: number of updates of the weights, which AdamW calls `step`.
+        updates: number of weight updates; AdamW calls this number `step`.
         recent: (loss, gradient norm) of the last steps, if [train] skip_spikes needs them.
         loss_scale: state of float16's loss scale; None in other precisions.
         health: counts of high losses.
@@ -222,7 +223,7 @@ def _open_step(files: Disk | Remote, folders: list[str], step: int) -> Checkpoin
 
     Args:
         files: place that holds the checkpoints.
-        folders: names of all complete checkpoints there.
+        folders: folder names of all complete checkpoints in `files`.
         step: number of the step.
 
     Raises:
@@ -340,7 +341,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
         digest: digest of the model directory; '' if the model is not read from one.
 
     Raises:
-        ValueError: a run with this configuration cannot resume from the checkpoint; the message names what differs.
+        ValueError: a run with this configuration cannot resume from the checkpoint; the message names each difference.
     """
     state = state_of(checkpoint)
     how_to_start_anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"

@@ -224,7 +224,7 @@ def find_file(name: str) -> Path:
     """Find the file that `--config NAME` means: first as a path, then in configs/, with or without `.toml`.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     for path in (Path(name), CONFIGS_DIR / name, CONFIGS_DIR / f"{name}.toml"):
         try:

@@ -415,7 +415,7 @@ class Eval(Section):
 
 
 class Log(Section):
-    """[log]: what is printed, and where metrics are sent."""
+    """[log]: printed lines, and destinations for metrics."""
 
     interval: int = key(10, "steps between printed lines (metrics.jsonl gets every step)", ge=0)
     ranks: Literal["first", "all"] = key(

@@ -57,8 +57,8 @@ class Format:
             these values tell which format applies.
         heads: function that returns the model's head counts, for rules with the word "heads".
         refuse: function that raises ValueError for a model that the format cannot express.
-        to_section: function that returns keys of [model] that follow from several entries of their configuration. It
-            may raise ValueError.
+        to_section: function that returns keys of [model] that follow from several entries of their configuration, or
+            raises ValueError.
         section_from_tensors: function that returns keys of [model] that follow not from their configuration but from
             the stored tensors.
         from_section: function that returns entries of their configuration that follow from [model], in addition to

@@ -8,13 +8,14 @@ A name that ends in a dot names a module, and stands for its weight and bias; an
 layer number. The form is one or more of these words:
 
     same        both tensors are equal
-    transpose   theirs is [in, out], as in GPT-2's Conv1D; vectors are equal
-    concat      one tensor on one side concatenates, along the rows, several tensors of equal size on the other side
+    transpose   their matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
+    concat      a tensor on one side concatenates, along the rows, several equally sized tensors of the other side
     heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
-                tensor sorted by head: [groups, (the group's q heads, k, v), K]. Ours is the one sorted by head, unless
-                the rule names several of ours. If one side has two names, they are k and v, without q.
-    stack       ours is [entries, rows of each, ...], and each of theirs is one entry; their name has one more `{}`, the
-                number of the entry. With concat, an entry of ours concatenates the rows of several of their tensors
+                tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted by head, unless
+                the rule names several of our tensors. Two names on one side stand for k and v, without q.
+    stack       our tensor is [entries, rows of each, ...], and each of their tensors is one entry; their name has one
+                more `{}` for the entry's number. With concat, each of our entries concatenates, along the rows, several
+                of their tensors
 
 Every form moves whole rows (for a stack: the rows of all entries, one entry after the other). A rule is therefore
 equivalent to runs of rows, and a reader that needs a box of a tensor reads only the box's rows.

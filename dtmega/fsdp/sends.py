@@ -67,7 +67,7 @@ class ReducesAndScatters(_Allocates):
 
 
 class _Messages(dist.Work):
-    """Several messages, with one `wait` for all of them."""
+    """Several messages with a joint `wait`."""
 
     def __init__(self, messages: Sequence[dist.Work]) -> None:
         super().__init__()

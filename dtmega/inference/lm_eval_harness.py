@@ -246,7 +246,7 @@ def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callab
 
 
 def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
-    """Yield `size` numbers at a time, with a progress bar on rank 0 titled `what`."""
+    """Yield `size` numbers at a time, with a progress bar on rank 0; `what` is its title."""
     with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]

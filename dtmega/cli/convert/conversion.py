@@ -145,8 +145,8 @@ def _model_section(args: argparse.Namespace, source: ConversionSource, family: F
     """The source's [model] section. If `--original` is given, that directory replaces the section's directory.
 
     Raises:
-        ValueError: `--original` is given for a model without a directory, the directory is not the one that the run
-            was trained with, or the model's sizes do not fit the weights.
+        ValueError: `--original` is given for a model without a directory, the run was trained with a different
+            directory, or the model's sizes do not fit the weights.
     """
     if args.original and not family.directory:
         raise ValueError(
