@@ -30,8 +30,7 @@ Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 class Progress(NamedTuple):
-    """Counts of the steps and samples that a run has done. Batches, learning rate and dropout are functions of these
-    counts.
+    """Counts of a run's steps and samples. Batches, learning rate and dropout are functions of these counts.
 
     Attributes:
         step: number of steps done, including skipped ones.
@@ -212,7 +211,7 @@ def newest_of_run(run_dir: Path) -> tuple[int, str]:
     try:
         files = open_root(_checkpoint_dir_of_run(str(run_dir)) or str(run_dir / "checkpoints"))
         folders = finished(files)
-    # Libraries behind URLs raise exceptions of any type.
+    # The libraries that serve URLs may raise any type of exception.
     except Exception:
         return 0, ""
     return (step_of(folders[-1]), files.path(folders[-1])) if folders else (0, "")

@@ -96,7 +96,7 @@ def remove_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, so that they survive a power cut."""
+    """Make a folder and its missing parents, so that all these folders survive a power cut."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)

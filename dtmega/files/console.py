@@ -79,7 +79,7 @@ class Copied:
         # Write to the stream first, because `take` may hang, for example on a disk.
         written = self._stream.write(text)
         text = self._begun.pop(threading.get_ident(), "") + text
-        # tqdm moves the cursor up after it has drawn a bar that is below another one.
+        # tqdm moves the cursor up after drawing a bar below another bar.
         lines = text.replace("\x1b[A", "").replace("\r\n", "\n").split("\n")
         *complete, begun = ["" if "\r" in line else line for line in lines]
         if begun:

@@ -16,7 +16,7 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
-# Sizes up to this one are not compared with the stored tensors: a model built with them on meta takes no memory.
+# Sizes up to this limit are not compared with the stored tensors, because a model on meta takes no memory.
 PLAUSIBLE_SIZE = 2**20
 # The same limit for sequence lengths. This limit is larger, because most models have no tensor as long as a sequence.
 PLAUSIBLE_LENGTH = 2**31

@@ -1,9 +1,9 @@
 """An export's text files: a model card, and files copied from the source directory of the weights.
 
     README.md           a model card with data, steps, losses and licence; for weights that were only converted, the
-                        README.md of the directory that they came from
-    README-source.md    that directory's README.md, if README.md is a model card
-    LICENSE, NOTICE     unchanged copies of that directory's files
+                        README.md of the source directory
+    README-source.md    the source directory's README.md, if README.md is a model card
+    LICENSE, NOTICE     unchanged copies of the source directory's files
 
 A card is meant to be published. Names from outside are therefore shortened and shown as inert text, and only the last
 part of a path is shown.
