@@ -3,9 +3,9 @@
     {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
 
 Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per BLOCK_BYTES, so
-that a rank that needs some rows reads and verifies little more than those rows. A digest detects damage; it is not a
-signature. Everything that `parse` returns has the right type, lies within its file and has a plausible size, so that
-readers may trust it when they allocate memory.
+a rank that needs only some rows reads and verifies little more than those rows. A digest detects damage; it is not a
+signature. `parse` checks that each value has the right type, that each chunk lies within its file, and that sizes are
+plausible, so readers may trust its result when they allocate memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint that differs from what was saved. The message names file, entry and reason.
+    """A checkpoint whose content differs from what was saved. The message names file, entry and reason.
 
     An older checkpoint of the run may be intact.
     """
@@ -74,7 +74,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor. Its chunks together hold each element exactly once."""
+    """A whole tensor, stored as chunks that together hold each element exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class Manifest:
 
     Attributes:
         step: number of the optimizer step after which the checkpoint was saved.
-        state: JSON object of the program that saved the checkpoint; a run keeps `resume.State` in it.
+        state: JSON object of the program that saved the checkpoint; for a training run, the content of `resume.State`.
         files: data file -> its size in bytes.
         tensors: name in the checkpoint, such as `model/NAME` -> entry.
     """
@@ -128,7 +128,7 @@ def dump(manifest: Manifest) -> bytes:
         "files": manifest.files,
         "tensors": tensors,
     }
-    # NaN is refused: JSON has none, and strict readers in other languages must be able to read this.
+    # NaN is refused: JSON has no NaN, and strict readers in other languages must be able to read the file.
     body = b'{"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     return body + _tail(body)
 
@@ -138,18 +138,18 @@ def _tail(body: bytes) -> bytes:
 
 
 def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
-    """Read the bytes of a `manifest.json`, and check them against the data files beside it.
+    """Parse the bytes of a `manifest.json`, and check the result against the data files in the same folder.
 
     Args:
         raw: content of the file.
         sizes: size in bytes of each file in the folder.
 
     Raises:
-        Damaged: `dump` has not written these bytes, a data file is missing or has a different size, or two chunks share
+        Damaged: `dump` did not write these bytes, a data file is missing or has a different size, or two chunks share
             bytes.
-        OtherFormat: another version of dtmega has written the manifest.
+        OtherFormat: another version of dtmega wrote the manifest.
     """
-    # Digests have a fixed length, so the tail of an empty body is as long as the tail of this one.
+    # Digests have a fixed length, so every body's tail is as long as the tail of an empty body.
     body = raw[: -len(_tail(b""))]
     if raw != body + _tail(body):
         raise Damaged(f"{NAME}: its digest does not match its content")

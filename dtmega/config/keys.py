@@ -1,6 +1,6 @@
-"""The keys of all sections but [model]: a class for each section, with the checks that concern only its own keys.
+"""The keys of all sections except [model]: one class per section, with the checks within that section.
 
-Keys of [model] are in `model_keys.py`. `config/__init__.py` puts the sections together, and checks keys of several
+Keys of [model] are in `model_keys.py`. `config/__init__.py` combines the sections, and checks keys of different
 sections against each other.
 """
 
@@ -19,7 +19,7 @@ from dtmega.config.schema import Section, key
 
 
 class Run(Section):
-    """[run]: the run directory, the seed, the device, and time limits of processes."""
+    """[run]: the run directory, the seed, the device, and time limits for processes."""
 
     dir: str = key(
         "runs/bloom",
@@ -51,14 +51,14 @@ class Run(Section):
     def collective_timeout_s(self) -> float:
         """Seconds after which a collective gives up: twice `timeout_s`.
 
-        The watchdog (`distributed/watchdog.py`) must act first: it can name the rank that hangs, and a collective that
-        times out cannot.
+        The watchdog (`distributed/watchdog.py`) must act first, because the watchdog can name the rank that hangs, and
+        a collective that times out cannot.
         """
         return 2 * self.timeout_s
 
 
 class Data(Section):
-    """[data]: corpora, tokenizer, the split, and the making of samples from text."""
+    """[data]: corpora, tokenizer, the split, and how samples are made from text."""
 
     path: str | list[str] = key(
         "stdlib", "the corpus: 'stdlib' (Python's own docs and sources), or prefixes of .bin/.idx files"
@@ -136,9 +136,9 @@ class Data(Section):
         return self
 
     def _check_mixtures(self) -> None:
-        """Refuse malformed mixtures, duplicate names of validation sets, and keys that [data] train makes useless."""
+        """Refuse malformed mixtures, duplicate validation set names, and keys that [data] train makes useless."""
         fields = type(self).model_fields
-        # A run has either a split of whole corpora or mixtures; the keys of the other form would be ignored silently.
+        # A run has either a split of whole corpora, or mixtures. Keys for the unused form would be silently ignored.
         useless = ("path", "weights", "split") if self.train else ("test",)
         if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
             has = "has mixtures" if self.train else "has a split"
@@ -148,7 +148,7 @@ class Data(Section):
                 _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
-        # Names already taken by this run's own sets. With [data] train there is no split of whole corpora, so the name
+        # The names of the run's own sets are taken. With [data] train there is no split of whole corpora, so the name
         # 'valid' is free.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
@@ -186,17 +186,17 @@ class Data(Section):
 
     @property
     def decoder_length(self) -> int:
-        """T: tokens in a sequence of the decoder."""
+        """T: tokens in a decoder sequence."""
         return self.decoder_seq_len or max(1, self.seq_len // 4)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The numbers of tokens in a sequence of the encoder and of the decoder, by the key that sets each."""
+        """Key -> the sequence length in tokens that the key sets, for the encoder and for the decoder."""
         return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        """`split` as numbers: the weights of train, valid and test."""
+        """`split` as three numbers: the weights of train, valid and test."""
         train, valid, test = (float(x) for x in self.split.split(","))
         return train, valid, test
 
@@ -238,33 +238,33 @@ class Batch(Section):
 
     @property
     def sizes(self) -> range:
-        """The global batch sizes that occur, ascending: those of the ramp-up, or only `global_batch_size`."""
+        """All global batch sizes in the run, ascending: the sizes of the ramp-up, or only `global_batch_size`."""
         start, increment = self.rampup[:2] if self.rampup else (self.global_batch_size, 1)
         return range(start, self.global_batch_size + 1, increment)
 
     def size_at(self, samples: int) -> int:
-        """The global batch size of the step that starts when `samples` are consumed (Megatron-LM `microbatches.py`)."""
+        """The global batch size of the step after `samples` consumed samples (Megatron-LM `microbatches.py`)."""
         size, _ = next(self.stairs(samples))
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """The stairs of the ramp-up (one batch size each), from `samples` consumed samples on.
+        """The ramp-up's stairs (one batch size each), starting at `samples` consumed samples.
 
         Yields:
-            (size, until): steps that start before `until` consumed samples have this global batch size. The last
+            (size, until): steps that start before `until` consumed samples have global batch size `size`. The last
             stair has no end (`sys.maxsize`).
         """
         sizes = self.sizes
         ramps = len(sizes) - 1
         if ramps:
             ramp_samples = self.rampup[2]
-            # All stairs take the same number of samples; -(-a // b) rounds up, because `until` is a whole number.
+            # All stairs take the same number of samples. -(-a // b) rounds up, because `until` must be a whole number.
             for i in range(min(samples * ramps // ramp_samples, ramps), ramps):
                 yield sizes[i], -(-(i + 1) * ramp_samples // ramps)
         yield sizes[-1], sys.maxsize
 
 
-# [optim] name -> the keys of [optim] that this optimizer does not read.
+# [optim] name -> keys of [optim] that this optimizer does not read.
 UNREAD_BY_OPTIMIZER = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
 
 
@@ -347,7 +347,7 @@ class Optim(Section):
         return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The length of the warm-up, in [optim] unit; `total` is the length of the whole run, in the same unit."""
+        """The length of the warm-up in [optim] unit; `total` is the length of the whole run in the same unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 
@@ -407,7 +407,7 @@ class Train(Section):
         return self
 
     def skips(self, step: int) -> bool:
-        """True if `step` lies in one of the ranges of `skip_steps`."""
+        """True if `step` lies in one of the `skip_steps` ranges."""
         return any(first <= step <= last for first, last in self.skip_steps)
 
 
@@ -428,7 +428,7 @@ class Eval(Section):
 
 
 class Log(Section):
-    """[log]: what is printed, and where metrics are sent."""
+    """[log]: printed lines, and destinations for metrics."""
 
     interval: int = key(10, "steps between printed lines (metrics.jsonl gets every step)", ge=0)
     ranks: Literal["first", "all"] = key(
@@ -450,7 +450,7 @@ class Log(Section):
 class Profile(Section):
     """[profile]: traces of chosen steps, for Perfetto or chrome://tracing.
 
-    While a run is going on, creating a file `profile-now` in the run directory starts a profile at the next step.
+    While a run is in progress, creating a file `profile-now` in the run directory starts a profile at the next step.
     """
 
     steps: list[int] = key([], "[first, last]: trace these steps, last included; the first step is 1; empty = none")
@@ -469,7 +469,7 @@ class Profile(Section):
 
 
 class Checkpoint(Section):
-    """[checkpoint]: when and where checkpoints are written, and which one a start resumes from."""
+    """[checkpoint]: when and where checkpoints are written, and which checkpoint a start resumes from."""
 
     interval: int = key(100, "steps between checkpoints; 0 = only at the end, and when the run is stopped", ge=0)
     final: bool = key(True, "write a checkpoint at the end, whatever the interval")
@@ -523,7 +523,7 @@ class Pipeline(Section):
 
 
 class Recompute(Section):
-    """[recompute]: activations that are computed again in backward instead of kept in memory."""
+    """[recompute]: activations that the backward pass recomputes instead of keeping them in memory."""
 
     mode: Literal["none", "full", "selective"] = key(
         "none",
@@ -557,7 +557,7 @@ class Fsdp(Section):
 
 
 class Precision(Section):
-    """[precision]: dtypes, and the loss scale of float16."""
+    """[precision]: dtypes, and float16's loss scale."""
 
     params: Literal["float32", "bfloat16", "float16", "auto"] = key(
         "float32",

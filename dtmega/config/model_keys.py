@@ -1,4 +1,4 @@
-"""The keys of [model]: one class for each family, chosen by `name`. Base classes have the shared keys."""
+"""The keys of [model]: one class per family, chosen by `name`. Base classes have the shared keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.config.schema import Section, key
 class Model(Section):
     """The keys that every family has.
 
-    To add a family, write a class with its `name` below and list it in `Config.model`.
+    To add a family, write a class with the family's `name` below, and list the class in `Config.model`.
     """
 
     name: Any  # each family declares a Literal with its own name
@@ -35,7 +35,7 @@ class Model(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Number of rows of the embedding, including padding."""
+        """Number of rows in the embedding, including padding."""
         return self.vocab_size
 
     @property
@@ -45,7 +45,7 @@ class Model(Section):
 
 
 class NativeModel(Model):
-    """The keys of every family that is implemented in dtmega, rather than in transformers."""
+    """The keys of every family that dtmega implements itself, rather than taking it from transformers."""
 
     pad_vocab_to_multiple: int = key(
         1, "pad the embedding's rows to a multiple of this; rows beyond V never enter the softmax", ge=1
@@ -59,7 +59,7 @@ class NativeModel(Model):
 
     @model_validator(mode="after")
     def _check_heads(self) -> NativeModel:
-        # A T5 may set the width of a head separately (kv_channels); then D need not be a multiple of H.
+        # T5 may set the width of a head separately (kv_channels), so that D need not be a multiple of H.
         if self.hidden_size % self.n_heads and not getattr(self, "kv_channels", 0):
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
@@ -78,7 +78,7 @@ class NativeModel(Model):
 
 
 class DropoutModel(NativeModel):
-    """The keys of the families that are built from Megatron's layers (`models/layers.py`), which have dropout."""
+    """The keys of the families built from Megatron's layers with dropout (`models/layers.py`)."""
 
     hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)
@@ -124,7 +124,7 @@ class GPT(DropoutModel):
 
 
 class Bert(DropoutModel):
-    """BERT, with Megatron's order of LayerNorms or the original's."""
+    """BERT, with LayerNorms in Megatron's order or in the original order."""
 
     name: Literal["bert"] = key("bert", "the family of models")
     layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
@@ -152,7 +152,7 @@ class Bert(DropoutModel):
 
 
 class Llama(NativeModel):
-    """Llama 2 and 3: rotary positions, RMSNorm, a gated feed-forward, grouped heads of keys and values."""
+    """Llama 2 and 3: rotary positions, RMSNorm, a gated feed-forward, grouped key/value heads."""
 
     name: Literal["llama"] = key("llama", "the family of models")
     n_kv_heads: int = key(0, "heads of keys and values, each shared by a group of query heads; 0 = n_heads", ge=0)
@@ -192,21 +192,22 @@ class Llama(NativeModel):
     def ffn(self) -> int:
         """F: width inside the feed-forward.
 
-        The default is 8/3 D: a gated feed-forward of this width has as many weights as an ungated one of 4 D.
+        The default is 8/3 D: a gated feed-forward of width 8/3 D has as many weights as an ungated feed-forward of
+        width 4 D.
         """
         return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 256)) * 256
 
     @property
     def kv_heads(self) -> int:
-        """Number of heads of keys and values, with the default resolved."""
+        """Number of key/value heads, with the default resolved."""
         return self.n_kv_heads or self.n_heads
 
 
 class T5(NativeModel):
-    """T5, an encoder and a decoder.
+    """T5: an encoder and a decoder.
 
-    The defaults are those of the original T5; the configurations `t5-v1.1-*.toml` and `t5-megatron.toml` have the
-    values of v1.1 and of Megatron's own T5.
+    The defaults describe the original T5. The configurations `t5-v1.1-*.toml` and `t5-megatron.toml` have the values of
+    T5 v1.1 and of Megatron's own T5.
     """
 
     name: Literal["t5"] = key("t5", "the family of models")
@@ -243,7 +244,8 @@ class T5(NativeModel):
 
     @model_validator(mode="after")
     def _check(self) -> T5:
-        # In a decoder half of the buckets hold one distance each; the other half share the distances up to the maximum.
+        # In a decoder, half of the buckets hold one distance each; the other half share the distances up to the
+        # maximum.
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "
@@ -270,12 +272,12 @@ class T5(NativeModel):
 
     @property
     def decoder_layers(self) -> int:
-        """Number of layers of the decoder, with the default resolved."""
+        """Number of layers in the decoder, with the default resolved."""
         return self.n_decoder_layers or self.n_layers
 
 
 class Transformers(Model):
-    """A model that transformers implements. Its sizes come from `config.json` in its directory."""
+    """A model that transformers implements, with sizes from `config.json` in the model's directory."""
 
     name: Literal["hf"] = key("hf", "the family of models")
     path: str = key(

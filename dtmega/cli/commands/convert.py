@@ -1,4 +1,4 @@
-"""`dtmega convert`: weights converted between the formats of dtmega, Hugging Face and Megatron.
+"""`dtmega convert`: converts weights between the formats of dtmega, Hugging Face and Megatron.
 
 dtmega convert --from dtmega runs/bloom --to hf export/bloom --dtype bfloat16
 dtmega convert --from hf bloom-560m --to dtmega weights/bloom-560m

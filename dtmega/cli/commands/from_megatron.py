@@ -1,4 +1,4 @@
-"""`dtmega from-megatron`: a Megatron command, or a launch script with such a command, as a TOML file on stdout.
+"""`dtmega from-megatron`: translates a Megatron command, or a launch script that contains one, into TOML on stdout.
 
 dtmega from-megatron pretrain_gpt.sh
 dtmega from-megatron 'pretrain_bert.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16'

@@ -1,4 +1,4 @@
-"""`dtmega tokenize`: text files turned into a corpus in Megatron's format, `.bin/.idx`.
+"""`dtmega tokenize`: turns text files into a corpus in Megatron's format, `.bin/.idx`.
 
 dtmega tokenize --input texts --tokenizer stdlib-8k --output data/mine
 dtmega tokenize --input play.txt --split-documents blank-lines --tokenizer gpt2 --output data/play
