@@ -1,6 +1,6 @@
 """Exports a model as a directory that transformers' `from_pretrained` and `AutoTokenizer` load.
 
-OUT/config.json               made from the model; or the original's, with class and dtype replaced
+OUT/config.json               made from the model; or copied from the original, with class and dtype replaced
 OUT/generation_config.json    and the tokenizer files
 OUT/model.safetensors         or several files; see write.py
 

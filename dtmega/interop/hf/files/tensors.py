@@ -1,6 +1,6 @@
 """Reads a directory's safetensors, whole or in part. No other module reads safetensors.
 
-The files read are those that transformers' `from_pretrained` reads: model.safetensors if it exists, else the files that
+transformers' `from_pretrained` reads the same files: model.safetensors if it exists, else the files that
 model.safetensors.index.json names. No other file is opened. Every tensor in the files counts, even if the index does
 not list the tensor. Callers must use or refuse each tensor, so that none is silently ignored.
 """
