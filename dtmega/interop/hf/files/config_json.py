@@ -63,7 +63,7 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     """Make a transformers config from the file's content, without keys that choose an implementation.
 
     Args:
-        directory: path of the directory; the config's `name_or_path`.
+        directory: path of the directory, which becomes the config's `name_or_path`.
         plain: content of the directory's config.json, from `read_plain`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Exports a model as a directory that transformers' `from_pretrained` and `AutoTokenizer` load.
 
-OUT/config.json               made from the model; or copied from the original, with class and dtype replaced
+OUT/config.json               made from the model; or the original's, with class and dtype replaced
 OUT/generation_config.json    and the tokenizer files
 OUT/model.safetensors         or several files; see write.py
 
@@ -23,7 +23,7 @@ from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.write import MAX_FILE_BYTES, tensor_specs, to_json, widest, write
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-DECODER_START = "decoder_start_token_id"  # a key of models only; tokenizers have no such token
+DECODER_START = "decoder_start_token_id"  # only models have this key; tokenizers do not
 NO_TOKEN_IDS: Mapping[str, int | None] = MappingProxyType({"bos_token_id": None, "eos_token_id": None})
 # File names that transformers' tokenizers use.
 TOKENIZER_FILES = (

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtmega.interop.hf.tp import tiny
 from dtmega.ops.shards import full_tensor
 
-TOLERANCE = 2e-5  # right plans deviate by 1e-6 to 1e-8 in fp32, the wrong ones that we know by 1e-2 and more
+TOLERANCE = 2e-5  # in fp32, correct plans deviate by 1e-6 to 1e-8, and known wrong plans by at least 1e-2
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
         ours = parallelize(ours, mesh)
         try:
             case_errors = deviations(ours, truth, inputs)
-        except Exception as error:  # a plan under which the model raises anything is wrong
+        except Exception as error:  # a plan is wrong if the cut model raises any error
             raised.append(f"{case}: the cut model raised {type(error).__name__}: {error}")
             names = (name for name, _ in truth.named_parameters(remove_duplicate=False))
             case_errors = dict.fromkeys(("loss", "logits", *names), float("inf"))
