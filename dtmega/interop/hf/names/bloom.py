@@ -17,7 +17,7 @@ def _refuse(model: config.Model) -> None:
         )
 
 
-# transformers' BloomForCausalLM. The rows of its fused QKV have the same order as ours, so nothing is permuted.
+# Format of transformers' BloomForCausalLM. The rows of both fused QKVs have the same order, so nothing is permuted.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.word_embeddings."),
