@@ -1,4 +1,4 @@
-"""Call a pipelined model like a whole model. This is for generation: forward only, one batch at a time."""
+"""Call a pipelined model like a whole model, for generation: forward only, and one batch at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Relay:
         device: device that this rank computes on.
 
     Attributes:
-        longest, has_cache: the same as in `Model`.
+        longest, has_cache: attributes of the model, as in `Model`.
         training: always False.
     """
 

@@ -95,7 +95,7 @@ class Pipeline:
     (`scale_grads` is off), because the loss is already divided by global counts.
 
     Under FSDP, torch's stages gather weights once, before the first forward, and reduce gradients once, after the last
-    backward (after the last W, if backward runs in two parts). This requires that the modules are wrapped with
+    backward (after the last W, if backward runs in two parts). The modules must therefore be wrapped with
     reshard_after_forward=False; the stages set all other FSDP switches themselves. With more than three stages per
     rank, torch keeps only three stages gathered at a time, and gathers the other stages again.
 
@@ -106,7 +106,7 @@ class Pipeline:
         pipeline: the [pipeline] section of the configuration.
         stages: this rank's modules by ascending stage number; `stage.Stage` describes the interface of a module.
         group: the pp group.
-        boundaries: meta tensors in the form of the tensors that each stage but the last hands on.
+        boundaries: for each stage but the last, meta tensors that describe the tensors that the stage hands on.
         device: device that this rank computes on.
     """
 

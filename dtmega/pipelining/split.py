@@ -121,13 +121,14 @@ def pieces_of_stages(
     --pipeline-model-parallel-split-rank does the same with one stage per rank.
 
     The cost of a piece is the FLOPs of the piece's matrix products and attention, and the memory of all weights that
-    the piece needs. The embedding is a look-up, so the embedding costs no time. Its memory is V D parameters, the same
-    as for the head, whether or not the embedding is tied to the head.
+    the piece needs. The embedding is a look-up, so the embedding costs no time. In memory, the embedding costs
+    V D parameters, as much as the head, whether or not the two are tied.
 
     *Example:* the head of BLOOM-176B takes the time of 1.44 layers. For 12 stages, the balanced cut has eleven stages
     of 6 layers and a last stage with 4 layers and the head, so the slowest stage takes the time of 6 layers. The
-    published cut counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. There the
-    last stage takes the time of 6.44 layers, so every step is 7 % longer, but the first stage holds one layer less.
+    published cut counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. With the
+    published cut, every step is 7 % longer, because the last stage takes the time of 6.44 layers, but the first stage
+    holds one layer less.
 
     *Tip:* list `stages` yourself if memory is short. If the head takes the time of several layers (250k words, small
     D), the balanced cut may leave the first and the last stage without any layer.
@@ -135,7 +136,7 @@ def pieces_of_stages(
     Args:
         pieces: pieces of the whole model.
         seq_len: S, number of tokens in a sequence.
-        pipeline: section [pipeline] of the configuration.
+        pipeline: the [pipeline] section of the configuration.
         n_stages: number of stages.
         labelled: fraction of tokens that have a label (`Piece.flops_per_token`).
         decoder_seq_len: T, number of tokens in a decoder sequence; 0 for a model without encoder and decoder.

@@ -100,8 +100,8 @@ class Stage(PipelineStage):
     ) -> None:
         """Run backward, in one piece if no input of the stage needs a gradient.
 
-        torch runs the part of backward for inputs first, and finds the weights for the second part on the way. Only the
-        first stage is allowed to have no part for inputs, so a stage behind frozen stages would get no gradients.
+        torch runs the part of backward for inputs first, and finds the weights for the second part on the way. torch
+        allows only the first stage to have no part for inputs, so a stage behind frozen stages would get no gradients.
         """
         whole = full_backward or self._no_input_part
         with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
@@ -129,7 +129,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return a tensor unchanged. The backward also starts the backward of some scalars, each with its factor."""
+    """Return a tensor unchanged. In backward, also start the backward of scalars, each with its factor."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Tied:
 
     Args:
         name: name of the parameter in checkpoints.
-        copies: stage number -> this rank's copy, ascending; at least one.
+        copies: stage number -> this rank's copy, by ascending number; at least one copy.
         places: for each rank of the group, in order, the numbers of the stages whose copies the rank holds.
         group: the ranks that hold a copy; None: this rank holds all copies.
     """

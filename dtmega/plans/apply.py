@@ -89,7 +89,7 @@ def _owners(model: nn.Module) -> Owners:
 
 
 def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
-    """Replicate the vectors that no style has cut, and tie the parameters again that were tied before.
+    """Replicate the vectors that no style has cut, and re-tie the parameters that were tied before the cut.
 
     If a style has cut a tied parameter in one module, all modules that share the parameter get the cut parameter.
     """

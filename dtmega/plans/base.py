@@ -29,7 +29,7 @@ from dtmega.plans import mappings, products
 
 
 class Stack:
-    """A stack of blocks. It defines the layout of the hidden state between modules, and how a region begins and ends.
+    """A stack of blocks, with a layout for the hidden state between modules, and a way into and out of a region.
 
     In a region each rank computes its own features (heads, channels) from the same input [B, S, D].
 
@@ -90,7 +90,7 @@ class Style(ParallelStyle):
     cost: tuple[str, str] = ("", "")  # collectives of the style without and with sequence parallelism
     of_heads = False  # True if replicated parameters are applied to this rank's heads only
     enters = False  # True if the module is a region of its own, so that the style is also an Enter
-    inside = False  # True if the module computes on the input of a region, its own region or an enclosing one
+    inside = False  # True if the module computes on the input of a region: its own or an enclosing region
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)

@@ -141,7 +141,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Started:
-    """A running collective. `wait` returns the result, which must not be read before."""
+    """A running collective. Nobody may read the result before `wait` has returned it."""
 
     def __init__(self, result: Tensor, work: dist.Work | None) -> None:
         self._result, self._work = result, work

@@ -1,4 +1,4 @@
-"""The matrix product of all styles. It does not keep gathered inputs, and computes while gradients are communicated.
+"""The matrix product of all styles: keeps no gathered inputs, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would be a quarter of the memory that a layer keeps for backward (docs/design.md). So

@@ -12,7 +12,7 @@
     WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, applied to this rank's places
     HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one column per head
     VocabHead          a head that owns the loss  (vocabulary.py) cut by rows
-    Rejoin             a head that is not cut     (vocabulary.py) gathers the input; every rank computes all of it
+    Rejoin             a head that is not cut     (vocabulary.py) gathers the input; every rank computes the whole head
     SequenceShard      a dropout site             selects the places of this rank's part of the sequence
     ShardBuffer        a buffer                   cut along one dim, for instance by heads
 
@@ -114,7 +114,7 @@ class EnterOnce(ParallelStyle):
 class Column(Style):
     """nn.Linear cut by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
 
-    A fused projection stays a single product. Its rows are ordered [head, (q, k, v), K], so the cut is between heads.
+    A fused projection stays a single product: rows are ordered [head, (q, k, v), K], so the cut is between heads.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
@@ -179,7 +179,7 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
         change: configuration keys that the message asks to change.
 
     Raises:
-        ValueError: neither of kv_heads and tp divides the other.
+        ValueError: neither of the two numbers divides the other.
     """
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(
@@ -234,7 +234,7 @@ class Whole(Style):
 
 
 class Norm(Whole):
-    """A LayerNorm or RMSNorm of the last dim, [B, S/tp, D] or [B, S, D], or with `of_heads` [B, S, H/tp, K].
+    """A LayerNorm or RMSNorm over the last dim of [B, S/tp, D] or [B, S, D], or with `of_heads` of [B, S, H/tp, K].
 
     The style is for nn.LayerNorm, nn.RMSNorm, and similar classes in transformers. A class counts as similar if its
     name ends in "LayerNorm" or "RMSNorm", and if its only parameters are a 1-D weight and perhaps a 1-D bias, without

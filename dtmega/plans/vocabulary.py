@@ -1,7 +1,6 @@
 """Styles for both ends of a model: embeddings, a head cut over the vocabulary, and heads that are not cut.
 
-A vocabulary of V rows is cut in the same way as by DTensor: each rank has ceil(V / tp) rows, and the last rank may have
-fewer rows.
+The V rows of a vocabulary are cut as in DTensor: each rank has ceil(V / tp) rows, and the last rank may have fewer.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class VocabStyle(Style):
 class VocabEmbedding(VocabStyle):
     """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or without sequence parallelism [B, S, D].
 
-    Each rank looks up the tokens whose rows it holds. To the sum over the ranks, the rank contributes zeros for all
-    other tokens. So each rank gets the gradient of its own rows. A subclass of nn.Embedding that changes rows, for
-    example by scaling, applies its own forward to the rank's rows. A token outside [0, V) fails as on a single device:
-    with an IndexError on a CPU, and with a device assert on CUDA.
+    Each rank looks up the tokens whose rows it holds, and contributes zeros for all other tokens to the sum over the
+    ranks. So each rank gets the gradient of its own rows. A subclass of nn.Embedding that changes rows, for example by
+    scaling, applies its own forward to the rank's rows. A token outside [0, V) fails as on a single device: with an
+    IndexError on a CPU, and with a device assert on CUDA.
 
     Raises:
         ValueError: in forward, the sequence is to be cut but tp does not divide its length.

@@ -1,8 +1,7 @@
 """The report's page: one HTML file that contains everything it needs and loads no other files.
 
 Names, configurations, reasons and samples may come from untrusted files, so `markup.text` escapes each of them. As a
-second guard, the content security policy allows only two scripts, plotly and `page.js`, and identifies them by their
-digests.
+second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     """The verdict on a run as one line of HTML. If the loss is diverging, a second line gives the reason.
 
     Args:
-        run: the run.
+        run: the run to judge.
         now: current time.
         who: name of the run, as HTML to put before the verdict; '' on a page of one run.
     """

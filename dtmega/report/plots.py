@@ -145,8 +145,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
         figure: the figure.
         run: the run to draw.
         number: number of the run on the page, which gives the colour.
-        alone: True if the page has only this run. The legend then has one entry per curve, and otherwise one entry per
-            run.
+        alone: True if the page has only this run. With a single run the legend has one entry per curve; with several
+            runs it has one entry per run.
     """
     _add_curve(figure, run, number, LOSS, row=1, column=1, legend="training" if alone else written(run.name))
     validations = sorted(key for key in run.record.series if is_validation(key))

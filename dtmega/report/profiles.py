@@ -1,4 +1,4 @@
-"""Read a run's profiles: summaries that the profiler wrote about the time of phases and operators in windows of steps.
+"""Read a run's profiles: the profiler's summaries of how long phases and operators took in windows of steps.
 
 A summary may be damaged, or may come from another program. Summaries that do not fit the class `Summary` are left out
 and counted. The trace beside a summary can have hundreds of MB and is never opened.

@@ -73,7 +73,7 @@ class Run(NamedTuple):
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if none of these files exists.
-        is_claimed: True if a process has claimed the directory, False if that process is gone, None if neither is known
+        is_claimed: True if a process has claimed the directory, False if that process is gone, None if unknown
             (`process.is_claimed`).
     """
 
