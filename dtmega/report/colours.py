@@ -1,5 +1,6 @@
-"""The colours of runs and phases. A run has the same colour in every figure and table, and its lines differ in shade,
-dashes and markers.
+"""The colours of runs and phases.
+
+A run has the same colour in every figure and table. The lines of one run differ in shade, dashes and markers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OTHER_COLOURS = ("#8f98a3", "#5a5f6b")
 
 
 def colour(number: int) -> str:
-    """The colour of the run with this number on the page; the colours repeat after the last one."""
+    """The colour of the run with this number on the page; after the last colour, the colours repeat."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -42,6 +43,6 @@ def phase_colour(name: str, place: int) -> str:
 
     Args:
         name: name of the phase.
-        place: position of the phase among the drawn phases. It selects the colour of an unknown phase.
+        place: position of the phase among the drawn phases, which selects the colour if the phase is not known.
     """
     return PHASE_COLOURS.get(name, OTHER_COLOURS[place % len(OTHER_COLOURS)])

@@ -16,7 +16,7 @@ ABSENT = "–"
 
 
 def differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The HTML of the section "Differences": keys and numbers that differ between the runs, then equal numbers."""
+    """The HTML of the section "Differences": first the keys and numbers that differ, then the equal numbers."""
     headings = names(runs, colours)
     different, equal = {}, {}
     for label, values in _numbers(runs):
@@ -36,7 +36,7 @@ def differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Rows of (label, values) with a value for each run. There is a row for each number that at least one run has."""
+    """Rows of (label, values), for every number that at least one run has. `values` has one value per run."""
     numbers_of_runs = [numbers(run) for run in runs]
     labels = list(dict.fromkeys(chain.from_iterable(numbers_of_runs)))
     rows = []

@@ -1,7 +1,7 @@
-"""Reduce curves to a size that a browser can draw.
+"""Compute the curves of the report, small enough for a browser.
 
-Thinned curves have fewer points but keep every extreme. There are also running means, the shares of phases, and the
-distribution of slow steps.
+Thinned curves have fewer points but keep the extremes. The other curves are running means, the shares of the phases and
+the distribution of step times.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dtmega.files import console
 from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
-BUCKETS = 2000  # number of stretches of a thinned curve, with two points each; a screen has fewer columns of pixels
+BUCKETS = 2000  # number of stretches in a thinned curve, with two points each; a screen has fewer columns of pixels
 MEAN_POINTS = 1000  # maximum number of points of a running mean
 MAX_SHARES = 500  # maximum number of points in the curve of a phase's share
-MEANS = 50  # the window of a running mean has 1 / MEANS of all steps
+MEANS = 50  # a running mean's window spans 1 / MEANS of all steps
 CIRCLES = 100  # a curve of validation losses has markers if it has at most this many points
-MAX_LINES = 30  # maximum number of lines at restarts per run
+MAX_LINES = 30  # maximum number of restart lines per run
 MAX_CHARACTERS = 40  # maximum length of a drawn name
 MARKS = 1000  # maximum number of events drawn per kind
 
@@ -35,8 +35,8 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
     points is returned unchanged.
 
     Args:
-        series: series to thin, by ascending steps.
-        marked: numbers of the steps to keep in any case.
+        series: series to thin, in ascending order of steps.
+        marked: steps that must be kept.
         buckets: number of stretches.
     """
     steps, values = series
@@ -50,7 +50,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index in `values` of the extreme of each bucket, or the first index if a bucket reaches it several times.
+    """The index of each bucket's extreme in `values`. If the extreme occurs several times, its first index is returned.
 
     Args:
         ufunc: np.minimum for the smallest values, np.maximum for the largest.
@@ -59,16 +59,16 @@ def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDA
     """
     sizes = np.diff(np.append(edges, values.size))
     extreme_of_bucket = np.repeat(ufunc.reduceat(values, edges), sizes)
-    # A bucket may reach its extreme several times. Only the first index in each bucket is kept.
+    # The extreme may occur several times in a bucket. Keep only the first index in each bucket.
     places = np.flatnonzero(values == extreme_of_bucket)
     bucket = np.searchsorted(edges, places, side="right")
     return places[np.append(True, bucket[1:] != bucket[:-1])]
 
 
 def running_mean(series: Series, points: int = MEAN_POINTS) -> tuple[Series, int]:
-    """The running mean of a series, and the number of steps in its window.
+    """The running mean of a series, and the number of steps in the window of each mean.
 
-    The mean at a step covers the window that ends with this step. At most `points` means are returned, evenly spaced
+    The mean at a step covers the window that ends at this step. At most `points` means are returned, evenly spaced
     over the steps. If the window would have fewer than two steps, the returned series is empty.
     """
     steps, values = series
@@ -87,9 +87,9 @@ def tail(series: Series) -> Series:
         series: step times of a run.
 
     Returns:
-        A series that has ascending step times as its `values`. Its `steps` are counts: the number of steps that took
-        at least as long as each of these times. The counts are evenly spaced on a logarithmic scale, from the number
-        of all steps down to 1.
+        A series whose `values` are step times in ascending order. Instead of step numbers, `steps` has counts: for each
+        step time, the number of steps that took at least as long. The counts fall from the number of all steps to 1,
+        evenly spaced on a logarithmic scale.
     """
     ordered = np.sort(series.values)[::-1]
     if not ordered.size:
@@ -106,8 +106,8 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
         most: maximum number of points. If there are more steps, each point covers a stretch of several steps.
 
     Returns:
-        The last step of each stretch, and a mapping from the name of each phase to its shares, one per stretch. A
-        share is the phase's fraction of the time of the stretch, from 0 to 1.
+        The last step of each stretch, and a mapping from each phase to the shares of the phase, one per stretch. A
+        share is the fraction of the stretch's time that the phase takes, from 0 to 1.
     """
     recorded = {phase: series[key] for key, phase in STEP_PHASES.items() if key in series}
     if not recorded:
@@ -142,7 +142,7 @@ class Panel(NamedTuple):
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
         log: True for a logarithmic vertical axis.
-        mean: True to draw a running mean on top of the single steps, because their noise hides the trend.
+        mean: True to draw a running mean on top of the single steps, because noise in the steps hides the trend.
     """
 
     key: str
@@ -175,18 +175,18 @@ MAX_OTHERS = 8  # maximum number of panels for other numbers, for example the pa
 
 
 def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:
-    """The panels below the loss: first the panels of PANELS that have data, then a panel for each other number.
+    """The panels below the loss: first the panels of PANELS that have data, then one panel for each remaining number.
 
     Args:
-        series: keys of the series of all runs.
-        alone: True if there is only one run. The panel of the phases is left out for several runs.
+        series: series keys of all runs.
+        alone: True if there is only one run. With several runs, the phases panel is left out.
     """
     recorded = set(series) - {PHASES.key}
     if alone and recorded & STEP_PHASES.keys():
         recorded.add(PHASES.key)
     recorded -= STEP_PHASES.keys()
     known = {panel.key for panel in PANELS}
-    # The panel of the loss shows validation and test losses too.
+    # The loss panel shows validation and test losses too.
     others = sorted(key for key in recorded - known if key != "loss" and not is_validation(key) and key != "test_loss")
     return [
         *(panel for panel in PANELS if panel.key in recorded),
@@ -204,11 +204,11 @@ def marked_steps(run: Run) -> list[int]:
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was restarted, at most the last MAX_LINES of them."""
+    """The steps after which the run was restarted; only the last MAX_LINES steps if there are more."""
     return sorted({start.step for start in run.starts[1:]})[-MAX_LINES:]
 
 
 def plain(text: str, most: int = MAX_CHARACTERS) -> str:
-    """The text on one line: control and invisible characters are escaped, then it is cut to `most` characters."""
+    """The text on one line, with control and invisible characters escaped, then cut to at most `most` characters."""
     text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

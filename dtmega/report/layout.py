@@ -1,4 +1,4 @@
-"""Drawings of the layout of a part of a run: the position of each rank in the mesh, and the pipeline's schedule."""
+"""Draw the layout of one part of a run: the position of each rank in the mesh, and the pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table, simulate
 from dtmega.training.parallelize import with_micro_batch_size
 
-MAX_RANKS = 256  # maximum number of ranks of a mesh that is drawn
-MAX_ACTIONS = 3000  # maximum number of actions of a schedule that is drawn
+MAX_RANKS = 256  # maximum number of ranks in a mesh; larger meshes are not drawn
+MAX_ACTIONS = 3000  # maximum number of actions in a schedule; larger schedules are not drawn
 MAX_SIMULATED = 100_000  # maximum stages × microbatches; larger schedules are not simulated to compute their bubble
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
@@ -29,10 +29,10 @@ def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
 
 
 def mesh_svg(sizes: dict[str, int]) -> str:
-    """An SVG of the ranks of a mesh.
+    """An SVG drawing of the ranks in a mesh.
 
-    Each box holds the tp and cp ranks that work on the same samples. The pipeline stages are rows, one below the other.
-    The data ranks are columns, with a wider gap between the replicas of dp_replicate.
+    Each box holds the tp and cp ranks that work on the same samples. The boxes of a pipeline rank form a row, and the
+    boxes of a data rank form a column. The gaps between the replicas of dp_replicate are wider.
 
     Args:
         sizes: size of each axis of the mesh.
@@ -61,10 +61,10 @@ def mesh_svg(sizes: dict[str, int]) -> str:
 
 
 def _rank_cells(ranks: NDArray[np.int64], left: int, top: int) -> list[str]:
-    """The SVG elements of the ranks of one box.
+    """The SVG elements for the ranks in one box.
 
     Args:
-        ranks: ranks of the box, [cp, tp].
+        ranks: ranks in the box, [cp, tp].
         left, top: upper left corner of the first cell, in pixels.
     """
     out = []
@@ -84,15 +84,15 @@ def _text(x: float, y: float, text: str, size: int, ink: str, anchor: str = "mid
 
 
 def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int]) -> tuple[str, str]:
-    """An SVG of the pipeline's schedule, and its title.
+    """An SVG drawing of the pipeline's schedule, and the title of the drawing.
 
     Args:
-        values: the recorded configuration, by section. It may come from another version of dtmega.
+        values: the recorded configuration, by section, which may come from another version of dtmega.
         sizes: size of each axis of the mesh.
 
     Returns:
-        The SVG and its title. If nothing is drawn, '' and the reason: there is no pipeline, the schedule has too many
-        actions to draw, or the configuration cannot be read.
+        The SVG and its title. If nothing can be drawn, '' and the reason: there is no pipeline, the schedule has too
+        many actions, or the configuration cannot be read.
     """
     if sizes["pp"] == 1:
         return "", "no pipeline"

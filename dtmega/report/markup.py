@@ -1,4 +1,4 @@
-"""Pieces of HTML. Text from a file or a user becomes HTML only through `text`, which escapes it."""
+"""Write pieces of HTML. Text from a file or a user becomes HTML only through `text`, which escapes the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dtmega.files import console
 from dtmega.report.run import Run
 
-SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # limits of the beginning of a long text, which is shown unfolded
+SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum size of the part of a long text that is shown unfolded
 MAX_CHARACTERS = 100_000  # maximum length of a text in the page, including its folded part
 WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narrow window
 
@@ -18,14 +18,14 @@ def text(value: object, keep: str = "") -> str:
     """Escape a text for HTML, between tags or in an attribute. Control and invisible characters are escaped too.
 
     Args:
-        value: the text, or any object, which `str` turns into a text.
+        value: the text, or any object that `str` can turn into a text.
         keep: control characters to keep, for example line ends.
     """
     return html.escape(console.printable(str(value), keep))
 
 
 def breakable(value: object) -> str:
-    """Escape a path or a key. A narrow window breaks its line after a slash or a dot, not within step-00000120."""
+    """Escape a path or a key, and let narrow windows break it after a slash or a dot, but not within step-00000120."""
     # Cut after each slash or dot, except before a digit (1.5), at the start of a path, and between two dots (../).
     pieces = re.split(r"(?<=[^\s/.][/.])(?=[^\s\d/.])", str(value))
     return "<wbr>".join(text(piece) if re.search(r"\s", piece) else unbroken(piece) for piece in pieces)
@@ -37,12 +37,12 @@ def unbroken(value: str) -> str:
 
 
 def times(html_text: str) -> str:
-    """The HTML, with markup that keeps each time like 2026-11-23 23:27:33 UTC on one line."""
+    """Add markup to HTML so that each time, such as 2026-11-23 23:27:33 UTC, stays on one line."""
     return re.sub(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"<time>\g<0></time>", html_text)
 
 
 def cut(value: str, keep: str = "") -> str:
-    """Escape a long text. Its beginning is shown, and the rest is folded away.
+    """Escape a long text, show the beginning, and fold away the rest.
 
     Everything after the first MAX_CHARACTERS characters is left out.
 
@@ -63,17 +63,17 @@ def cut(value: str, keep: str = "") -> str:
 
 
 def json_in_html(json: str) -> str:
-    """The JSON with `<` and `>` escaped, so that it cannot end the script element that contains it."""
+    """Escape `<` and `>` in JSON, so that the JSON cannot end the script element around it."""
     return json.replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def names(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The HTML of each run's name, with a square of the run's colour before it."""
+    """The HTML of each run's name, after a square in the run's colour."""
     return [swatch(colour) + text(run.name) for run, colour in zip(runs, colours, strict=True)]
 
 
 def swatch(colour: str) -> str:
-    """The HTML of a small square in this colour."""
+    """The HTML of a small square in the given colour."""
     return f'<span class="swatch" style="background:{colour}"></span>'
 
 

@@ -1,8 +1,7 @@
 """The report's page: one HTML file that contains everything it needs and loads no other files.
 
 Names, configurations, reasons and samples may come from untrusted files, so `markup.text` escapes each of them. As a
-second guard, the content security policy allows only two scripts, plotly and `page.js`, and identifies them by their
-digests.
+second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def page(
 def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime) -> list[str]:
     """The top of the page: the title, the verdict on each run, and the numbers.
 
-    The numbers of one run are shown as cards. For several runs, a section shows the differences.
+    The numbers of a single run are shown as cards. For several runs, a section shows the differences.
     """
     out = [f"<h1>{text(title)}</h1>"]
     for run, colour in zip(runs, colours, strict=True):
@@ -108,10 +107,10 @@ def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime
 
 
 def _verdict(run: Run, now: datetime, who: str) -> list[str]:
-    """The verdict on a run as one line of HTML. If the loss is diverging, a second line has the reason.
+    """The verdict on a run as one line of HTML. If the loss is diverging, a second line gives the reason.
 
     Args:
-        run: the run.
+        run: the run to judge.
         now: current time.
         who: name of the run, as HTML to put before the verdict; '' on a page of one run.
     """
@@ -134,7 +133,7 @@ def _value(value: str) -> str:
 
 
 def _about(run: Run) -> list[str]:
-    """The known facts about a run: model, parameters, precision, layout, version of torch, and newest checkpoint."""
+    """The known facts about a run: model, parameters, precision, layout, torch version and newest checkpoint."""
     model, start = run.config.get("model", {}), run.parts[-1].start
     facts = [str(model["name"])] if "name" in model else []
     if start is not None:
@@ -147,7 +146,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
-    """Notes about unreadable files: first the files of scores, then the damaged lines of metrics.jsonl."""
+    """Notes about unreadable data: first unreadable score files, then damaged lines of metrics.jsonl."""
     notes = []
     for run in runs:
         for name in run.scores.unreadable:
@@ -189,7 +188,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The layout of a part of a run in words, with a drawing if it has several processes and is not too large."""
+    """The HTML of one part's layout: text and, if there are several but not too many processes, drawings."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']
@@ -215,7 +214,7 @@ def _layout(part: Part) -> list[str]:
 
 
 def _changes(runs: Sequence[Run]) -> list[str]:
-    """The section about the configuration keys that differ between the parts of a run; [] if every run has one part."""
+    """The section about configuration keys that differ between parts of a run; [] if every run has only one part."""
     out = []
     for run in runs:
         if len(run.parts) > 1:
@@ -227,7 +226,7 @@ def _changes(runs: Sequence[Run]) -> list[str]:
 
 
 def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section about events that a person may have to look at, at most the newest MAX_EVENTS of each run."""
+    """The section about events that may need attention: the newest MAX_EVENTS of each run."""
     rows, left_out = [], 0
     for number, run in enumerate(runs):
         events = [event for event in run.events if event.kind in NOTABLE]
@@ -243,7 +242,7 @@ def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of scores; [] if there are none. Sorting by task and metric makes runs easy to compare."""
+    """The section about scores; [] if there are no scores. Sorting by task and metric makes runs easy to compare."""
     numbered: list[tuple[scores.Score, int]] = []
     for number, run in enumerate(runs):
         numbered += [(score, number) for score in run.scores.scores]
@@ -272,7 +271,7 @@ def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of configurations, folded away: the keys that are equal in all runs, then all keys of each run."""
+    """The section with configurations, folded away: first the keys that are equal in all runs, then each run's keys."""
     folded = []
     if len(runs) > 1:
         folded.append(("equal in all runs", compare.equal_keys([run.config for run in runs])))

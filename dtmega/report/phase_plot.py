@@ -1,4 +1,4 @@
-"""The panel that shows the share of each phase in the step time, as stacked areas with a legend of its own."""
+"""Draw the phases panel: the share of each phase in the step time, as stacked areas with a legend of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEGEND = "legend2"  # name that plotly gives to the second legend of a figure
 
 
 def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) -> None:
-    """Add the phases of a run to their panel.
+    """Draw the phases of a run in the phases panel.
 
     Args:
         figure: the figure.
@@ -41,7 +41,7 @@ def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) 
 
 
 def add_legend(figure: go.Figure, row: int, column: int) -> None:
-    """Put the legend of the phases into the middle of their panel, an area that one large phase usually fills."""
+    """Put the legend into the middle of the phases panel, which is usually filled by one large phase."""
     panel: Any = figure.get_subplot(row, column)
     bottom, top = panel.yaxis.domain
     figure.update_layout(

@@ -37,15 +37,15 @@ SYMBOLS = {
 }
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
 FEW_STEPS = 8  # below this many steps, a tick is set at each step; otherwise plotly would put ticks between steps
-NARROW_CHARACTERS = 29  # maximum length of a panel's title in a window of 390 pixels, beside the longest name of a lane
-LANES = {"skipped": "skipped steps"}  # kind of event -> name of its lane, if it is not the kind with an s
+NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, beside the longest lane name
+LANES = {"skipped": "skipped steps"}  # kind of event -> name of its lane, if the name is not just the kind and an s
 
 
 def over_steps(runs: Sequence[Run]) -> str:
-    """Draw a figure with panels of the loss, the events and every other number, all on the same step axis.
+    """Draw a figure with panels for the loss, the events and every other number, all over the same step axis.
 
     Returns:
-        JSON of the plotly figure. Its key "narrow" holds a second layout for phones, with all panels in one column.
+        JSON of the plotly figure, with the key "narrow" for a second layout: for phones, all panels in one column.
     """
     panels = curves.panels(chain.from_iterable(run.record.series for run in runs), alone=len(runs) == 1)
     recorded_kinds = set()
@@ -62,19 +62,19 @@ def over_steps(runs: Sequence[Run]) -> str:
                 phase_plot.add(figure, run.record.series, row, column)
             else:
                 _add_curve(figure, run, number, panel, row=row, column=column)
-    # plotly numbers panels row by row. So a panel's axes have the same names in both layouts, and the same traces work
-    # with both.
+    # plotly numbers panels row by row. So a panel's axes have the same names in both layouts, and the traces fit both
+    # layouts.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 
 
 def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], columns: int) -> go.Figure:
-    """Make a figure that has titles, axes and lines at restarts, but no curves yet.
+    """Make a figure that has titles, axes and restart lines, but no curves yet.
 
     Args:
         runs: the runs to draw.
         panels: panels below the loss and the events.
-        kinds: kinds of events. Each kind has a lane.
+        kinds: kinds of events, each of which has a lane.
         columns: number of columns for `panels`. The loss and the events span all columns.
     """
     rows = -(-len(panels) // columns)
@@ -99,7 +99,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
     )
     _style(figure, inner + 2 * EDGE)
     click = "toggleitem" if len(runs) == 1 else "togglegroup"
-    # The legend stands above the title of the loss.
+    # Put the legend above the title of the loss panel.
     figure.update_layout(legend={"y": 1 + 26 / inner, "groupclick": click})
     _place_titles(figure, columns)
     figure.update_yaxes(row=1, col=1, tickformat=PLAIN)
@@ -114,7 +114,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
         showgrid=False,
         fixedrange=True,
     )
-    # All step axes zoom together, because they match the first one. The first axis itself must not match any axis.
+    # Match all step axes to the first one, so that they zoom together. The first axis itself must not match any axis.
     figure.update_xaxes(matches="x", title={"standoff": 6})
     figure.update_layout(xaxis={"matches": None})
     last_step = max(run.record.last_step for run in runs)
@@ -145,8 +145,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
         figure: the figure.
         run: the run to draw.
         number: number of the run on the page, which gives the colour.
-        alone: True if the page has only this run. Then the legend has an entry for each curve; otherwise it has one
-            entry for each run.
+        alone: True if the page has only this run. With a single run the legend has one entry per curve; with several
+            runs it has one entry per run.
     """
     _add_curve(figure, run, number, LOSS, row=1, column=1, legend="training" if alone else written(run.name))
     validations = sorted(key for key in run.record.series if is_validation(key))
@@ -158,8 +158,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
             x=_packable(series.steps),
             y=series.values,
             name=written(label if alone else f"{run.name}, {label}"),
-            # The legend stacks the entries of one group. A single run has a group per curve, so that its entries stand
-            # side by side.
+            # The legend stacks the entries of one group. With a single run, each curve has a group of its own, so that
+            # the entries stand side by side.
             legendgroup=key if alone else str(number),
             showlegend=alone,
             mode="lines+markers" if few else "lines",
@@ -249,7 +249,7 @@ def _add_curve(
 
 
 def _add_events(figure: go.Figure, run: Run, number: int, n_runs: int, kinds: Sequence[str]) -> None:
-    """Add the events of a run to the second panel. Each kind of event has a lane, and each run a row in the lane."""
+    """Add a run's events to the second panel. Each kind of event has a lane, and each run has a row in every lane."""
     offset = (number - (n_runs - 1) / 2) * 0.6 / max(n_runs, 2)
     for place, kind in enumerate(kinds):
         events = curves.few([event for event in run.events if event.kind == kind])
@@ -269,7 +269,7 @@ def _add_events(figure: go.Figure, run: Run, number: int, n_runs: int, kinds: Se
 
 
 def _add_restarts(figure: go.Figure, run: Run, number: int) -> None:
-    """Draw a dashed vertical line through all panels at each restart, between the steps before and after it."""
+    """Draw a dashed vertical line through all panels at each restart, halfway between two steps."""
     for step in curves.restarted_after(run):
         figure.add_vline(
             x=step + 0.5,
@@ -367,7 +367,7 @@ def _ticks(unit: str) -> dict[str, Any]:
     if unit == PERCENT:
         return {"tickformat": "~%"}
     if unit in (COUNT, BYTES):
-        # Only large numbers get an SI prefix. Without this, 0.5 would be written as 500m.
+        # Give SI prefixes only to large numbers. Otherwise plotly would write 0.5 as 500m.
         small = {"dtickrange": [None, 0.999], "value": PLAIN}
         return {"tickformat": "~s", "tickformatstops": [small], "ticksuffix": unit if unit == BYTES else ""}
     return {"tickformat": PLAIN}
@@ -397,7 +397,7 @@ def written(text: str, most: int = curves.MAX_CHARACTERS) -> str:
 
 
 def _lines(event: Event) -> str:
-    """The text of the box that appears over an event: escaped, with a line break after every 90 characters."""
+    """The text of an event's hover box, escaped, with a line break after every 90 characters."""
     text = curves.plain(event.text, most=400)
     rows = (text[i : i + 90] for i in range(0, len(text), 90))
     return f"after step {event.step}: " + "<br>".join(html.escape(row, quote=False) for row in rows)

@@ -22,7 +22,7 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write a PNG file with a wide panel of the loss, and below the loss a panel for each other number of the runs.
+    """Write a PNG file with a wide loss panel and, below the loss, one panel for each other recorded number.
 
     Args:
         runs: the runs to draw.
@@ -70,7 +70,7 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
         shown = curves.thinned(series[panel.key], curves.marked_steps(run))
         mean, _ = curves.running_mean(series[panel.key])
         has_mean = panel.mean and mean.steps.size > 0
-        # If there is a running mean, the single steps are faint, and the legend's entry belongs to the mean.
+        # If there is a running mean, draw the single steps faintly, and give the legend entry to the mean.
         alpha, width = (0.3, 0.8) if has_mean else (1.0, 1.4)
         marker = "." if shown.steps.size == 1 else ""
         label = None if has_mean else name
@@ -120,6 +120,6 @@ def _style(axes: Axes, panel: Panel) -> None:
 def _tick(value: float, _: int) -> str:
     """The label of a tick: 0.5, 12 K, 450 M. Only large numbers get a letter.
 
-    matplotlib calls this with the position of the tick as a second argument, which is not used.
+    matplotlib calls this function with the position of the tick as the second argument, which is not used.
     """
     return short(value) if abs(value) >= 1000 else f"{value:g}"

@@ -17,8 +17,8 @@ from dtmega.report.run import Run
 from dtmega.report.units import duration, file_size, gibibytes
 
 SHOWN_OPERATORS = 8  # number of operators shown unfolded
-MAX_CHARACTERS = 160  # maximum length of an operator's name; C++ templates can have names of thousands
-REST = "rest"  # name for the time of a window that belongs to no phase
+MAX_CHARACTERS = 160  # maximum length of an operator's name; names of C++ templates can have thousands of characters
+REST = "rest"  # name for the part of a window's time that belongs to no phase
 HOW_TO_OPEN = (
     'To look into a trace, open its file at <a href="https://ui.perfetto.dev" rel="noreferrer">ui.perfetto.dev</a>, '
     "which keeps it within the browser, or at <code>chrome://tracing</code>."
@@ -27,7 +27,7 @@ FOR_SNAPSHOTS = '<a href="https://pytorch.org/memory_viz" rel="noreferrer">pytor
 
 
 def section(runs: Sequence[Run], colours: Sequence[str], page_folder: Path) -> list[str]:
-    """The HTML of the section, with the runs that have profiles; [] if no run has profiles.
+    """The HTML of the section, which shows every run that has profiles; [] if no run has profiles.
 
     Args:
         runs: the runs of the page.
@@ -57,7 +57,7 @@ def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: 
     Args:
         profiles: profiles of the window, at least one.
         who: name of the run, as HTML to put before the steps; '' on a page of one run.
-        last_step: last step that the run has done.
+        last_step: last step that the run has completed.
         page_folder: folder that the page is written to. Links are relative to this folder.
         folded: True to fold the whole window away.
     """
@@ -81,7 +81,7 @@ def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: 
 
 
 def _about(summary: Summary) -> str:
-    """The rank, the device and the length of the window of a profile, as HTML."""
+    """A profile's rank, device and window length, as HTML."""
     return text(f"rank {summary.rank} on {plain(summary.device)}, a window of {duration(summary.seconds)}")
 
 
@@ -107,8 +107,8 @@ def _link(stem: Path, suffix: str, label: str, page_folder: Path) -> str:
         n_bytes = path.stat().st_size
     except OSError:
         return ""
-    # A browser resolves ".." from the text of a path, without following symbolic links. `abspath` does the same;
-    # `resolve` would follow them.
+    # A browser resolves ".." from the text of a path, without following symbolic links. `abspath` does the same, while
+    # `resolve` would follow symbolic links.
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(page_folder))
     return f'<a href="{text(quote(os.fsencode(relative)))}">{label}</a> ({unbroken(file_size(n_bytes))})'
 
@@ -120,10 +120,10 @@ def _tables(summary: Summary) -> str:
 
 
 def _phases(summary: Summary) -> tuple[str, str]:
-    """The HTML of a bar of the phases' shares of the window, and of a table of their shares, times and memory peaks."""
+    """Two pieces of HTML: a bar with each phase's share, and a table with each phase's share, time and memory peak."""
     phases = list(summary.phases)
     rest_s = summary.whole_s - sum(phase.seconds for phase in phases)
-    # A smaller rest is left out, because the table would show it as 0.0%.
+    # Leave out a rest that the table would show as 0.0%.
     if rest_s >= 0.0005 * summary.whole_s:
         phases.append(Phase(name=REST, seconds=rest_s, peak_bytes=None))
     has_peaks = any(phase.peak_bytes is not None for phase in phases)
@@ -142,7 +142,7 @@ def _phases(summary: Summary) -> tuple[str, str]:
 
 
 def _operators(summary: Summary) -> str:
-    """The HTML of a table of operators, slowest first. Operators after SHOWN_OPERATORS are folded away.
+    """The HTML of a table of operators, slowest first, with all operators after SHOWN_OPERATORS folded away.
 
     The times are measured on the GPU, or on the CPU if there is no GPU.
     """
@@ -167,6 +167,6 @@ def _operators(summary: Summary) -> str:
 
 
 def _operator_name(name: str) -> str:
-    """The escaped name of an operator. A narrow window breaks its line after a colon, comma, bracket or underscore."""
+    """Escape an operator's name, and let narrow windows break it after a colon, comma, bracket or underscore."""
     pieces = re.split(r"(?<=[:_,<(])(?=[^:_,<(])", plain(name, MAX_CHARACTERS))
     return "<wbr>".join(map(text, pieces))

@@ -1,4 +1,4 @@
-"""Read the profiles of a run: the time of each phase and operator in windows of steps, from the profiler's summaries.
+"""Read a run's profiles: the profiler's summaries of how long phases and operators took in windows of steps.
 
 A summary may be damaged, or may come from another program. Summaries that do not fit the class `Summary` are left out
 and counted. The trace beside a summary can have hundreds of MB and is never opened.
@@ -19,7 +19,7 @@ from dtmega.files.untrusted_json import read_object
 FOLDER = "profiles"  # folder in a run directory
 NAME = re.compile(r"(step-(\d{8,18})-rank-(\d{5,9}))\.summary\.json", re.ASCII)
 MAX_BYTES = 2**20  # maximum size of a summary that is read; 20 kernels with names of 4,000 characters take 80 KB
-MAX_FILES = 500  # maximum number of summaries that are read; it matters only if many of them are damaged
+MAX_FILES = 500  # maximum number of summaries that are read; only reached if many summaries are damaged
 MAX_WINDOWS, MAX_RANKS = 8, 8  # maximum number of windows per run, and of ranks per window
 
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -33,7 +33,7 @@ class Phase(BaseModel):
     Attributes:
         name: name of the phase, for example "forward+backward".
         seconds: time that the phase took in the window.
-        peak_bytes: peak of the memory in use during the phase; None if memory was not measured.
+        peak_bytes: peak memory in use during the phase; None if memory was not measured.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -48,8 +48,8 @@ class Operator(BaseModel):
     Attributes:
         name: name of the operator or kernel, for example "aten::addmm".
         calls: number of calls of the operator.
-        self_s: seconds on the host, without the time of other operators that this operator calls.
-        self_device_s: seconds on the GPU, without the time of other operators that this operator calls.
+        self_s: seconds on the host, without the time of operators that this operator calls.
+        self_device_s: seconds on the GPU, without the time of operators that this operator calls.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -83,10 +83,10 @@ class Summary(BaseModel):
 
     @property
     def whole_s(self) -> float:
-        """The whole time in seconds, of which each phase takes a share.
+        """The number of seconds that counts as 100 % for the shares of the phases.
 
-        This is the length of the window, or the sum of the phases if the sum is larger. On a GPU, the device times the
-        phases and the host times the window, so the sum can be slightly larger.
+        The result is the length of the window, or the sum of the phases if the sum is larger. On a GPU, the device
+        times the phases and the host times the window, so the sum can be slightly larger.
         """
         return max(self.seconds, sum(phase.seconds for phase in self.phases))
 
@@ -97,11 +97,11 @@ class Summary(BaseModel):
 
 
 class Profile(NamedTuple):
-    """A summary, and the path of its trace and memory snapshot.
+    """A summary, and the common path of its trace and its memory snapshot.
 
     Attributes:
         summary: content of the summary.
-        stem: path without suffix. The trace has the suffix `.json.gz`, the memory snapshot `.memory.pickle`.
+        stem: path without suffix. The trace has the suffix `.json.gz`, and the memory snapshot `.memory.pickle`.
     """
 
     summary: Summary
@@ -123,7 +123,7 @@ class Profiles(NamedTuple):
 
 
 def read(directory: Path) -> Profiles:
-    """Read the summaries in a run directory: at most MAX_WINDOWS windows, and MAX_RANKS ranks of each window."""
+    """Read the summaries in a run directory, for at most MAX_WINDOWS windows and MAX_RANKS ranks per window."""
     names = _names(directory / FOLDER)
     windows: dict[int, list[Profile]] = {}
     shown = damaged = 0

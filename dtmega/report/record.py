@@ -1,4 +1,4 @@
-"""Read `metrics.jsonl` into arrays, even if a run is still writing it, the run was killed, or the disk is damaged.
+"""Read `metrics.jsonl` into arrays, even if the run is still writing the file, was killed, or has a damaged disk.
 
 A line is read if it is a JSON object with a whole number as its `step`. Other lines are left out and counted. If a step
 appears twice, the later line wins. A million lines are read in seconds.
@@ -38,9 +38,9 @@ class Event(NamedTuple):
 
     Attributes:
         step: number of the step.
-        kind: kind of the event. A record has the kinds "checkpoint", "failed checkpoint", "skipped" and "evaluation";
-            `run.py` and `scores.py` add more kinds.
-        text: description of the event for people.
+        kind: kind of the event. The kinds in a record are "checkpoint", "failed checkpoint", "skipped" and
+            "evaluation"; `run.py` and `scores.py` add more kinds.
+        text: description of the event for the reader.
     """
 
     step: int
@@ -49,11 +49,11 @@ class Event(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The content of a metrics.jsonl.
+    """The content of a metrics.jsonl file.
 
     Attributes:
         series: key in the file (loss, grad_norm, val_loss, ...) -> values of that key.
-        tokens: number of tokens that the run had read after each step.
+        tokens: total number of tokens that the run had read after each step.
         events: events in the order of the file.
         not_finite: steps that were skipped because their loss or gradient norm was not finite.
         last_step: largest step number in the file; 0 for an empty file.
@@ -69,7 +69,7 @@ class Record(NamedTuple):
 
 
 def read(path: Path) -> Record:
-    """Read a metrics.jsonl. The result is an empty record if the file does not exist yet."""
+    """Read a metrics.jsonl file. The result is an empty record if the file does not exist yet."""
     columns: dict[str, tuple[array[int], array[float]]] = {}
     events: list[Event] = []
     not_finite: list[int] = []
@@ -93,11 +93,11 @@ def read(path: Path) -> Record:
             steps, values = column
             try:
                 values.append(value)
-            # The value is a whole number that is too large for a float.
+            # A whole number can be too large for a float.
             except OverflowError:
                 continue
             steps.append(step)
-        # Most lines are ordinary steps without events. To save time, this test skips them.
+        # Most lines are ordinary steps without events. To save time, this test skips ordinary steps.
         if "checkpoint" in record or "skipped" in record or "loss" not in record:
             events += _events(record)
         if _is_not_finite(record):
@@ -137,7 +137,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _is_not_finite(record: Mapping[str, Any]) -> bool:
     """True for a step that was skipped because its loss or gradient norm was not finite, which JSON writes as null.
 
-    With float16's loss scale, an occasional overflow of the gradients is expected. Then only the loss counts.
+    With float16's loss scale, the gradients are expected to overflow now and then, so only the loss counts.
     """
     if record.get("skipped") is not True:
         return False
@@ -168,7 +168,7 @@ def _events(record: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def _series(steps: array[int], values: array[float]) -> Series:
-    """The finite values as a series, by ascending steps. If a step appears several times, its last value is used."""
+    """A series of the finite values, in ascending order of steps. The last value of a repeated step wins."""
     step, value = np.array(steps, np.int64), np.array(values, np.float64)
     finite = np.isfinite(value)
     step, value = step[finite], value[finite]

@@ -1,4 +1,4 @@
-"""Read a run directory for `dtmega report`: record, starts and configuration, and the numbers that sum them up."""
+"""Read a run directory for `dtmega report`: the record, the starts, the configuration and the summary numbers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from dtmega.training import history
 from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
-# A configuration, by section, as it was written. It is not validated, so that the report can also show a configuration
-# that is incomplete or comes from another version of dtmega.
+# A configuration by section, as written and not validated. So the report can also show a configuration that is
+# incomplete or comes from another version of dtmega.
 Config = Mapping[str, Mapping[str, Any]]
 
 
 class Part(NamedTuple):
-    """A part of a run: consecutive steps that one start has done.
+    """A part of a run: the consecutive steps that were done after one start.
 
     Attributes:
         first, last: numbers of the first and the last step.
-        start: the start that did these steps; None if `starts.jsonl` does not tell which start it was.
+        start: start after which the steps were done; None if `starts.jsonl` does not record the start.
     """
 
     first: int
@@ -62,18 +62,18 @@ class Run(NamedTuple):
 
     Attributes:
         directory: the run directory.
-        name: name of the run on the page, different from the names of the other runs.
+        name: name of the run, unique on the page.
         record: content of metrics.jsonl, with the scores as further series.
         config: configuration of the newest start.
         starts: starts of the run, oldest first: the newest start at step 0, and all starts after it.
         parts: parts of the run, by ascending steps, at least one.
-        end: number of the step at which the run is to end; 0 if it is not known.
-        ended: record of the newest attempt's exit, or of its refusal; None if the attempt is running or was killed.
+        end: number of the step at which the run is to end; 0 if the number is not known.
+        ended: exit record of the newest attempt, or of its refusal; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is none.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if none of these files exists.
-        is_claimed: True if a process has claimed the directory, False if that process is gone, None if it is not known
+        is_claimed: True if a process has claimed the directory, False if that process is gone, None if unknown
             (`process.is_claimed`).
     """
 
@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """A sentence about the newest attempt if it was refused, which leaves the run unchanged; otherwise ''."""
+        """The reason if the newest attempt was refused, as a sentence; else ''. A refusal leaves the run unchanged."""
         ended = self.ended
         if ended is None or ended.code not in exit_codes.NOT_STARTED:
             return ""
@@ -115,9 +115,9 @@ class Run(NamedTuple):
 
     @property
     def newest_checkpoint(self) -> str:
-        """The newest checkpoint: its path from exit.json, or without that file its step from the record.
+        """The newest checkpoint; '' if there is no checkpoint.
 
-        '' if there is no checkpoint.
+        The checkpoint is named by its path in exit.json or, without that file, by its step in the record.
         """
         if self.ended is not None:
             return self.ended.checkpoint
@@ -127,10 +127,10 @@ class Run(NamedTuple):
 
     @property
     def events(self) -> list[Event]:
-        """All events of the run, by ascending steps.
+        """All events of the run, in ascending order of steps.
 
-        They come from the record, the scores, the restarts and the newest exit. A normal exit
-        after the last step adds no event.
+        The events come from the record, the scores, the restarts and the newest exit. A normal exit after the last
+        step adds no event.
         """
         events = [*self.record.events, *self.scores.events]
         events += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
@@ -152,14 +152,14 @@ def read(directories: Sequence[str]) -> list[Run]:
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The names of the runs: the last component of each path if these all differ, otherwise the whole paths."""
+    """The names of the runs: the last component of each path if all components differ, otherwise the whole paths."""
     folder_names = [Path(directory).resolve().name for directory in directories]
     return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 
 
 def _read(directory: Path, name: str) -> Run:
-    # The claim is read before exit.json, because a run that ends writes exit.json and then gives up its claim. If
-    # exit.json were read first, a run that ends between the two reads would seem to have neither, like a killed run.
+    # Read the claim before exit.json, because a run that ends first writes exit.json and then gives up its claim. In
+    # the other order, a run that ends between the two reads would seem to have neither, like a killed run.
     is_claimed = process.is_claimed(directory)
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
@@ -217,9 +217,9 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step after which the next start went on.
+    """The parts of a run. Each part ends at the step from which the next start continued.
 
-    The last part ends at `last_step`. If no start is recorded, there is one part whose start is None.
+    The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """
     recorded = history.parts(all_starts)
     # A start that has not finished a step yet is left out, unless there is no other start.
@@ -231,7 +231,7 @@ def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
 
 
 def _restarted(start: Start) -> str:
-    """The text of a restart's event."""
+    """The text of the event for a restart."""
     return f"started again after step {start.step} on {layout_in_words(start.layout)}, {moment(start.time)}"
 
 
@@ -243,7 +243,7 @@ def layout_in_words(layout: Mapping[str, int]) -> str:
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """The most important numbers of a run: label -> value in words. Numbers that are not recorded are left out."""
+    """The most important numbers of a run: label -> formatted value. Numbers that are not recorded are left out."""
     series = run.record.series
     in_words: dict[str, str] = {}
     last_step = run.record.last_step
@@ -291,10 +291,10 @@ def best_validation(run: Run) -> Best | None:
 
 
 def kept_checkpoint(run: Run, step: int) -> str:
-    """The path of the complete checkpoint of a step; '' if there is none, or if the checkpoints are under a URL.
+    """The path of a step's checkpoint; '' if there is no complete checkpoint, or if the checkpoints are under a URL.
 
-    A path within the run directory is returned relative to the run directory. URLs are never opened, because a page
-    must not need a network.
+    A path within the run directory is returned relative to the run directory. URLs are never opened, because writing a
+    page must not need a network.
     """
     if "://" in str(run.config.get("checkpoint", {}).get("dir")):
         return ""
@@ -315,11 +315,11 @@ def kept_checkpoint(run: Run, step: int) -> str:
 
 def loss_in_words(run: Run, loss: float) -> str:
     """A loss with its perplexity: 4.23 (ppl 68.72). The weighted sum of several losses has no perplexity."""
-    # If the loss is a sum, the record also has its parts, under keys like val_mlm.
+    # If the loss is a sum, the record also has the parts of the loss, under keys like val_mlm.
     is_sum = any(key.startswith("val_") and not is_validation(key) for key in run.record.series)
     return f"{loss:.4g}" + ("" if is_sum else f" (ppl {perplexity(loss):.4g})")
 
 
 def percentile(series: Series, percent: float) -> float:
-    """The smallest value of a series such that at least `percent` % of all values are not larger."""
+    """The smallest value in a series that is at least as large as `percent` % of all values."""
     return float(np.percentile(series.values, percent, method="inverted_cdf"))

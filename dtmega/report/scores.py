@@ -19,15 +19,15 @@ from dtmega.report import record
 from dtmega.report.record import Event, Series
 
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
-LOSSES = "evaluation.jsonl"  # file in a run directory: losses that were measured with [eval] only
-OF_LOSSES = "[eval] only"  # used instead of a task's name for losses from this file
+LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that were measured with [eval] only
+OF_LOSSES = "[eval] only"  # stands in place of a task name for losses from that file
 MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all of MMLU has 1 MB
-MAX_FILES = 500  # maximum number of files read: the last by name; names begin with the step
+MAX_FILES = 500  # maximum number of files read: the last ones by name, i.e. by step, because names begin with the step
 MAX_SCORES = 5000  # maximum number of scores kept
 
 
 class Score(NamedTuple):
-    """The score of a checkpoint in one metric of one task.
+    """The score of one checkpoint in one metric of one task.
 
     Attributes:
         step: step of the checkpoint.
@@ -67,9 +67,9 @@ class Scores(NamedTuple):
 
     @property
     def series(self) -> dict[str, Series]:
-        """Title of a panel -> scores in one metric over the steps of the checkpoints.
+        """Panel title -> scores in one metric over the steps of the checkpoints.
 
-        Losses are left out, and so are metrics that have the score of only one checkpoint.
+        Losses are left out, and so are metrics with a score for only one checkpoint.
         """
         points_by_title: dict[str, list[tuple[int, float]]] = {}
         for score in self.scores:
@@ -88,7 +88,7 @@ class Scores(NamedTuple):
 def read(directory: Path, last_step: int) -> Scores:
     """Read the evaluations in a run directory.
 
-    If a checkpoint was evaluated twice in the same metric, the file whose name comes last wins.
+    If several files have scores of the same checkpoint in the same metric, the last file by name wins.
 
     Args:
         directory: the run directory.
@@ -138,7 +138,7 @@ def _of_harness(content: Mapping[str, Any]) -> Iterator[Score]:
 
 
 def _about(content: Mapping[str, Any], task: str) -> str:
-    """The known conditions of the evaluation of a task, in words (`Score.about`)."""
+    """The known conditions of a task's evaluation, in words (`Score.about`)."""
     n_shots = _inside(content, "n-shot", task)
     n_questions = _inside(content, "n-samples", task, "effective")
     words = [
@@ -157,7 +157,7 @@ def _inside(content: Any, *keys: str) -> Any:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """True for a finite number that is small enough to compute with: below 1e300."""
+    """True for a finite number that is small enough to compute with: its absolute value is below 1e300."""
     if type(value) is not int and type(value) is not float:
         return False
     return abs(value) < 1e300 and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""The verdict on a run in one line: the state of the run, the steps it has done, and a warning if its loss diverges.
+"""Judge a run in one line: the state of the run, the steps it has done, and a warning if its loss diverges.
 
 docs/report.md explains the rules.
 """
@@ -24,9 +24,9 @@ SHARE_OF_FALL = 0.1
 SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
 MIN_WINDOW = 10  # minimum number of steps in the window of a mean
-NEWEST_STEPS = 10  # number of newest steps among which steps without a finite loss are counted
-MAX_NOT_FINITE = 4  # more than this many such steps mean divergence; float16 needs fewer to find its loss scale
-SILENT_STEPS = 20  # a silent run is stalled after this many median step times, if they are longer than its timeout
+NEWEST_STEPS = 10  # number of newest steps that are searched for steps without a finite loss
+MAX_NOT_FINITE = 4  # more steps without a finite loss mean divergence; float16 needs fewer to find its loss scale
+SILENT_STEPS = 20  # a silent run is stalled after this many median step times, or after its timeout if that is longer
 TIMEOUT_S = 600.0  # timeout of a run whose configuration has no [run] timeout_s
 MAX_CHARACTERS = 300  # maximum length of a quoted reason
 
@@ -50,14 +50,14 @@ def judge(run: Run, now: datetime) -> Verdict:
 
     Args:
         run: the run to judge.
-        now: the current time, with a time zone. A run that has written nothing for too long counts as stalled.
+        now: current time, with a time zone. A run that has written nothing for too long counts as stalled.
     """
     state, why = _state(run, now)
     return Verdict(state, why, diverging(run.record))
 
 
 def facts(run: Run) -> list[str]:
-    """Facts about a run: best validation loss, time, tokens and speed. Facts that the record lacks are left out."""
+    """Facts about a run: best validation loss, time, tokens and speed. Facts that are not recorded are left out."""
     words = []
     best = best_validation(run)
     if best is not None:
@@ -99,7 +99,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
 
 
 def patience_s(run: Run) -> float:
-    """Seconds for which a run without exit.json may write nothing before the run counts as stalled."""
+    """The number of seconds that a run without exit.json may be silent before the run counts as stalled."""
     timeout_s = run.config.get("run", {}).get("timeout_s")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
         timeout_s = TIMEOUT_S
@@ -120,12 +120,12 @@ def diverging(record: Record) -> str:
     window = max(losses.values.size // 10, MIN_WINDOW)
     if losses.values.size < 2 * window:
         return ""
-    # Means are computed from differences of running sums. Huge losses are clipped, because they would
-    # leave the sums no digits for the other losses.
+    # Means are computed from differences of running sums. Clip huge losses, because a sum with a huge loss would have
+    # no digits left for the other losses.
     values = np.clip(losses.values, -1e6, 1e6)
     means = _means(values, window)
     last = float(means[-1])
-    # Only the means whose windows share no step with the window of the last mean.
+    # Compare only with means whose windows share no step with the window of the last mean.
     earlier = means[: values.size - 2 * window + 1]
     place = int(np.argmin(earlier))
     best, first = float(earlier[place]), float(earlier[0])

@@ -9,14 +9,14 @@ from pathlib import Path
 from dtmega.files import atomic, optional_imports
 from dtmega.report import run
 
-MAX_NAME_BYTES = 200  # file systems allow 255 bytes; the temporary file has a longer name than the page
+MAX_NAME_BYTES = 200  # file systems allow 255 bytes, and the temporary file has a longer name than the page
 
 
 def default_output(directories: Sequence[str]) -> Path:
     """The default path of the page.
 
-    For one run, this is report.html in the run directory. For several runs, it is report-with-OTHERS.html in the
-    directory of the first run.
+    For one run, the page is report.html in the run directory. For several runs, the page is report-with-OTHERS.html in
+    the directory of the first run.
     """
     first, *others = directories
     name = "-".join(Path(other).resolve().name for other in others)
@@ -32,7 +32,7 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     Args:
         directories: run directories.
         output: path of the page.
-        png: True to also write the curves as a picture. Its name is the name of the page with the suffix .png.
+        png: True to also write the curves as a picture, to the path of the page with the suffix .png.
 
     Returns:
         The paths of the written files.
