@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--original",
         choices=("megatron-lm", "megatron-deepspeed", "megatron-core"),
         default="",
-        help="program that the command is for, if its flags do not tell: megatron-lm is NVIDIA's before 2023, "
-        "megatron-core NVIDIA's since then",
+        help="program that the command is for, if its flags do not tell: megatron-lm is NVIDIA's until November 2023, "
+        "megatron-core is NVIDIA's since then",
     )
     parser.add_argument(
         "--command",

@@ -75,18 +75,19 @@ def _sed(follower: _Follower, words: Sequence[Word], line: int) -> str:
     text = follower.read_file(written(files[0])) if files else follower.scope.input
     rule = known(arguments[0]) if arguments else None
     match = SED.fullmatch(rule or "")
-    if text is None or match is None or len(files) > 1 or re.search(r"[.*\[\]^$+?(){}]", match[2]) or not match[2]:
+    is_literal = match is not None and match[2] != "" and re.search(r"[.*\[\]^$+?(){}]", match[2]) is None
+    if text is None or match is None or len(files) > 1 or not is_literal:
         follower.scope.write(((Unknown(written(with_blanks(words, line)), line),),))
     else:
+        old, new, every = match[2], match[3], match[4]
         pieces: list[Word] = []
         for piece in text:
             if isinstance(piece, Unknown):
                 pieces.append((piece,))
                 continue
             lines = piece.text.splitlines(keepends=True)
-            count = 0 if match[4] else 1
-            new = [re.sub(re.escape(match[2]), lambda _: match[3], part, count=count) for part in lines]
-            pieces.append((Text("".join(new), piece.line),))
+            replaced = [part.replace(old, new, -1 if every else 1) for part in lines]
+            pieces.append((Text("".join(replaced), piece.line),))
         follower.scope.write((joined(pieces),))
     follower.scope.status = True
     return "next"

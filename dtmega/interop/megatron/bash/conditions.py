@@ -33,8 +33,10 @@ def test(node: Node, expander: Expander) -> bool | None:
         if expander.text(node).startswith("(("):
             value = expander.arithmetic(node, node.start_byte + 2, node.end_byte - 2)
             return None if value is None else value != 0
-        inner = node.named_children
-        return test(inner[0], expander) if len(inner) == 1 else _of_words(expander.fields(inner), expander)
+        if expander.text(node).startswith("[["):
+            return test(node.named_children[0], expander)
+        inner = _operands(node) if kind == "test_command" else node.named_children
+        return _of_words(expander.fields(inner), expander)
     if kind == "unary_expression":
         return _unary(node, expander)
     if kind == "binary_expression":
@@ -57,6 +59,17 @@ def both(first: bool | None, second: bool | None) -> bool | None:
 def negated(condition: bool | None) -> bool | None:
     """The opposite of a condition."""
     return None if condition is None else not condition
+
+
+def _operands(node: Node) -> list[Node]:
+    """The words of `[ … ]` in order, whatever the grammar takes them for."""
+    if node.type not in ("test_command", "unary_expression", "binary_expression", "parenthesized_expression"):
+        return [node]
+    operands: list[Node] = []
+    for child in node.children:
+        if child.is_named or child.type in ("!", "=", "==", "!=", "<", ">"):
+            operands += _operands(child)
+    return operands
 
 
 def _unary(node: Node, expander: Expander) -> bool | None:

@@ -146,7 +146,7 @@ class Expander:
         inner = node.named_children
         if len(inner) == 1 and inner[0].type in ("simple_expansion", "expansion"):
             alone = inner[0].end_byte - inner[0].start_byte == node.end_byte - node.start_byte - 2
-            items = self._all_items(inner[0]) if alone else None
+            items = self._all_items(inner[0]) if alone and "*" not in self.text(inner[0]) else None
             if items is not None:
                 for i, item in enumerate(items):
                     if i:
@@ -249,12 +249,23 @@ class Expander:
             if has_other and any(separators is None or set(piece.text) & {*separators, *BLANKS} for piece in value):
                 # Only words that bash separates at blanks are followed.
                 value = self.unknown(node, "IFS") if not isinstance(fields, _Unsplit) else value
-            fields.add_split(value)
+            quoted = self._quoted_alternative(node) if not isinstance(fields, _Unsplit) else None
+            if quoted is not None and quoted == value:
+                fields.add(value)
+            else:
+                fields.add_split(value)
             return
         for i, item in enumerate(items):
             if i:
                 fields.close()
             fields.add_split(item)
+
+    def _quoted_alternative(self, node: Node) -> Word | None:
+        """The text of `${NAME:-"text"}` if all of it stands in quotes, so that it is not split; None otherwise."""
+        inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
+        if node.type == "expansion" and len(inner) == 1 and inner[0].type == "string":
+            return self.string(inner[0])
+        return None
 
     def _all_items(self, node: Node) -> list[Word] | None:
         """The items of `$@` or `${A[@]}`; None for every other form, and if the items are not known."""
@@ -373,7 +384,7 @@ class Expander:
         A variable that the script does not set is taken as unset: the script itself says what it is then.
         """
         is_set = value is not None
-        if is_set and operator.startswith(":"):
+        if value is not None and operator.startswith(":"):
             text = known(value)
             if text is None and not any(isinstance(piece, Text) and piece.text for piece in value):
                 # Whether the unknown text is empty decides.
@@ -381,8 +392,7 @@ class Expander:
             is_set = text != ""
         if operator[-1] == "+":
             return self._span_with_quotes(node, start, stop) if is_set else ()
-        if is_set:
-            assert value is not None
+        if is_set and value is not None:
             return value
         if operator[-1] == "?":
             return self.unknown(node, self.text(name))

@@ -146,12 +146,13 @@ class _Follower:
         self.found: list[Launch] = []
         self.notes: list[str] = []
         self.hidden: Undecided | None = None
-        self.source: Source
-        self.scope: Scope
+        self.source = grammar.parse(())
+        self.scope = Scope()
         self._conditions: tuple[Condition, ...] = ()
         self._n_statements = 0
         self._n_characters = 0
         self._depth = 0
+        self._more_words: list[Node] = []  # words of the next command that the grammar puts elsewhere
 
     def follow_text(self, text: Word, scope: Scope) -> Flow:
         """Follow a whole text in a shell."""
@@ -166,15 +167,14 @@ class _Follower:
         """
         if self._depth >= DEEPEST:
             raise ValueError(f"more than {DEEPEST} functions, substitutions or scripts inside each other")
-        before = getattr(self, "source", None), getattr(self, "scope", None)
+        before = self.source, self.scope
         self._depth += 1
         self.source, self.scope = source, scope
         try:
             return self._block(source.root.children if body is None else [body])
         finally:
             self._depth -= 1
-            if before[0] is not None and before[1] is not None:
-                self.source, self.scope = before
+            self.source, self.scope = before
 
     def expander(self) -> Expander:
         return Expander(self.source, self.scope, self._substitution)
@@ -471,8 +471,10 @@ class _Follower:
         """Follow `first && second` or `first || second`."""
         left, operator, right = node.children[0], node.children[1].type, node.children[-1]
         flow = self._statement(left)
-        if flow is not Flow.NEXT:
-            return flow
+        return self._then(left, operator, right) if flow is Flow.NEXT else flow
+
+    def _then(self, left: Node, operator: str, right: Node) -> Flow:
+        """Follow the second part of a list, after the first."""
         if operator == "||":
             self.scope.status = conditions.negated(self.scope.status)
 
@@ -503,10 +505,17 @@ class _Follower:
         return Flow.NEXT
 
     def _pipeline(self, node: Node) -> Flow:
-        """Follow commands of which each reads the output of the one before."""
+        """Follow commands that read each other's output."""
+        return self._pipe([child for child in node.named_children if child.type != "comment"], self.scope.input)
+
+    def _pipe(self, commands: Sequence[Node], text: Word | None) -> Flow:
+        """Follow the commands of a pipeline.
+
+        Args:
+            commands: the commands.
+            text: input of the first one.
+        """
         outer = self.scope
-        commands = node.named_children
-        text: Word | None = None
         for i, command in enumerate(commands):
             is_last = i == len(commands) - 1
             self.scope = outer.copy()
@@ -532,7 +541,7 @@ class _Follower:
         assert variable is not None
         assert body is not None
         name = expander.text(variable)
-        values = [child for i, child in enumerate(node.children) if node.field_name_for_child(i) == "value"]
+        values = _fields(node, "value")
         words = expander.fields(values)
         if not any(child.type == "in" for child in node.children):
             words = list(self.scope.arguments) if self.scope.arguments is not None else [expander.unknown(node, "#")]
@@ -645,42 +654,50 @@ class _Follower:
         return (Unknown(expander.text(node), expander.line(node), first.name, first.condition, path),)
 
     def _redirected(self, node: Node) -> Flow:
-        """Follow a command whose input or output is a file."""
+        """Follow a command whose input or output is a file, or whose input is a here-document."""
         expander = self.expander()
         body = node.child_by_field_name("body")
         target: str | None = None
         is_appended = False
-        outer = self.scope
-        text: Word | None = outer.input
+        scope = self.scope
+        text: Word | None = scope.input
+        rest: Node | None = None  # a here-document that is followed by `| command` or `&& command`
         for redirect in _redirects(node):
-            operator = redirect.children[0] if redirect.child_count else redirect
-            kind = next((expander.text(c) for c in redirect.children if not c.is_named), expander.text(operator))
+            destinations = _fields(redirect, "destination")
+            # The grammar takes the command's words behind a redirection for further destinations.
+            self._more_words += [*destinations[1:], *_fields(redirect, "argument")]
+            kind = next((expander.text(child) for child in redirect.children if not child.is_named), "")
             if redirect.type == "heredoc_redirect":
                 text = self._heredoc(redirect)
+                rest = redirect
             elif redirect.type == "herestring_redirect":
                 text = (*expander.string(redirect.named_children[-1]), Text("\n", expander.line(redirect)))
             elif kind in (">", ">>", ">|", "&>", "&>>") and not _is_errors(redirect, expander):
-                destination = redirect.child_by_field_name("destination")
-                target = written(expander.string(destination))
+                target = written(expander.string(destinations[0] if destinations else None))
                 is_appended = ">>" in kind
             elif kind == "<":
-                path = written(expander.string(redirect.child_by_field_name("destination")))
-                text = self.read_file(path)
+                text = self.read_file(written(expander.string(destinations[0] if destinations else None)))
         if body is None:
             return Flow.NEXT
-        inner = outer
-        inner.input = text
-        output_before = outer.output
-        if target is not None:
-            inner.output = ()
+        scope.input = text
+        output_before = scope.output
+        pipe = next((child for child in rest.named_children if child.type == "pipeline"), None) if rest else None
+        if target is not None or pipe is not None:
+            scope.output = ()
         flow = self._statement(body)
-        inner.input = None
-        if target is not None:
-            content = joined(inner.output or ())
-            if is_appended:
-                content = joined([inner.files.get(target, ()), content])
-            inner.files[target] = self._spend(content)
-            inner.output = output_before
+        scope.input = None
+        if target is not None or pipe is not None:
+            content = joined(scope.output or ())
+            scope.output = output_before
+            if pipe is not None:
+                return self._pipe(pipe.named_children, content)
+            assert target is not None
+            whole = joined([scope.files.get(target, ()), content]) if is_appended else content
+            scope.files[target] = self._spend(whole)
+        right = rest.child_by_field_name("right") if rest else None
+        if right is not None and rest is not None and flow is Flow.NEXT:
+            operator = next(child.type for child in rest.children if child.type in ("&&", "||"))
+            return self._then(body, operator, right)
         return flow
 
     def _heredoc(self, node: Node) -> Word:
@@ -761,6 +778,7 @@ class _Follower:
         expander = self.expander()
         environment: dict[str, Word] = {}
         nodes: list[Node] = []
+        more, self._more_words = self._more_words, []
         for child in node.named_children:
             if child.type == "variable_assignment":
                 target = child.child_by_field_name("name")
@@ -770,7 +788,7 @@ class _Follower:
                 self.scope.input = expander.string(child.named_children[-1])
             elif child.type not in ("file_redirect", "heredoc_redirect", "comment"):
                 nodes.append(child)
-        words = expander.fields(nodes)
+        words = expander.fields([*nodes, *more])
         for word in words:
             self._spend(word)
         line = expander.line(node)
@@ -832,6 +850,11 @@ def _redirects(node: Node) -> list[Node]:
         if child.type.endswith("_redirect"):
             redirects += [child, *_redirects(child)]
     return redirects
+
+
+def _fields(node: Node, name: str) -> list[Node]:
+    """The children of a node that stand in one of its fields."""
+    return [child for i, child in enumerate(node.children) if node.field_name_for_child(i) == name]
 
 
 def _is_errors(node: Node, expander: Expander) -> bool:

@@ -32,20 +32,22 @@ ROTARY = ("rotary", "rope")
 ABSOLUTE = ("absolute", "learned_absolute")
 # Llama 3.1's scaling of rotary frequencies, as megatron-core has it (`rotary_pos_embedding.py`, _apply_scaling).
 ROPE_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_length": 8192}
-# Flags with which only a fork or version from before 2023, or from then on, is started. BigScience's fork never
-# changed the default of the scaling.
-BEFORE_2023 = (
-    *("--checkpoint-activations", "--activations-checkpoint-method", "--embed-layernorm", "--pad-vocab-size-to"),
-    *("--batch-size", "--data-impl", "--DDP-impl", "--sync-tp-duplicated-parameters", "--kill-switch-path"),
-    *("--train-weighted-split-paths-path", "--train-weighted-split-paths", "--abort-on-unmet-fused-kernel-constraints"),
-    *("--scattered-embeddings", "--split-transformers", "--glu-activation", "--valid-num-workers"),
+# Query-key layer scaling was on by default until Megatron-LM's commit 94a3749f87 of 2 November 2023. Flags that it lost
+# before that day, and flags that it got afterwards, tell the time. The forks for DeepSpeed never changed the default.
+UNTIL_2023 = (
+    *("--checkpoint-activations", "--checkpoint-num-layers", "--activations-checkpoint-method", "--batch-size"),
+    *("--model-parallel-size", "--data-impl", "--mmap-warmup", "--DDP-impl", "--scattered-embeddings", "--warmup"),
 )
 SINCE_2023 = (
-    *("--apply-query-key-layer-scaling", "--use-mcore-models", "--use-legacy-models", "--transformer-impl"),
-    *("--use-flash-attn", "--attention-backend", "--group-query-attention", "--num-query-groups", "--normalization"),
-    *("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--rotary-percent"),
-    *("--overlap-grad-reduce", "--overlap-param-gather", "--use-rotary-position-embeddings", "--norm-epsilon"),
-    *("--ckpt-format", "--context-parallel-size", "--rotary-base", "--mock-data", "--tokenizer-model"),
+    *("--use-legacy-models", "--attention-backend", "--overlap-param-gather", "--ckpt-format", "--rotary-base"),
+    *("--mock-data", "--log-throughput", "--deterministic-mode", "--calculate-per-token-loss", "--decoupled-lr"),
+    *("--no-mmap-bin-files", "--no-create-attention-mask-in-dataloader", "--cross-entropy-loss-fusion"),
+    *("--use-dist-ckpt", "--dist-ckpt-format", "--log-progress"),
+)
+FOR_DEEPSPEED = (
+    *("--deepspeed", "--deepspeed_config", "--zero-stage", "--no-pipeline-parallel", "--ds-sequence-parallel-size"),
+    *("--embed-layernorm", "--pad-vocab-size-to", "--kill-switch-path", "--sync-tp-duplicated-parameters"),
+    *("--train-weighted-split-paths", "--train-weighted-split-paths-path", "--glu-activation", "--valid-num-workers"),
 )
 # --original -> True if query-key layer scaling is on without a flag.
 SCALES_BY_DEFAULT = {"megatron-lm": True, "megatron-deepspeed": True, "megatron-core": False}
@@ -239,7 +241,7 @@ def _set_scaling(draft: Draft) -> None:
     if scales is None:
         draft.refuse(
             "--fp16",
-            "query-key layer scaling was on by default until 2023, and no flag tells the time: give --original",
+            "query-key layer scaling was the default until November 2023, and no flag tells the time: give --original",
         )
     if scales is not False:
         draft.keys["model.query_key_layer_scaling"] = True
@@ -249,9 +251,8 @@ def _scales_by_default(draft: Draft) -> bool | None:
     """True or False for the default of the command's fork and version; None if its flags do not tell."""
     if draft.original:
         return SCALES_BY_DEFAULT[draft.original]
-    values, names = draft.command.values, set(draft.command.names.values()) | {*draft.command.values}
-    is_new = any(flag in names for flag in SINCE_2023)
-    is_old = any(flag in names for flag in BEFORE_2023)
-    if is_new != is_old:
-        return is_old
-    return True if "--embed-layernorm" in values else None
+    written = {*draft.command.values, *draft.command.names.values()}
+    if written & {*FOR_DEEPSPEED}:
+        return True
+    is_old, is_new = bool(written & {*UNTIL_2023}), bool(written & {*SINCE_2023})
+    return None if is_old == is_new else is_old

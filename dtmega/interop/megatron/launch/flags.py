@@ -173,8 +173,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "no-query-key-layer-scaling apply-query-key-layer-scaling",
             0,
             "model.query_key_layer_scaling",
-            "it matters in float16 only, so it is carried over with --fp16; on by default before 2023, off since; if "
-            "the other flags do not tell the time, --original does; t5 and llama have no such key",
+            "it matters in float16 only, so it is carried over with --fp16; on by default until November 2023, off "
+            "since; if the other flags do not tell the time, --original does; t5 and llama have no such key",
         ),
         _gone("attention-softmax-in-fp32", 0, "always on"),
         _lost("bert-no-binary-head", 0, "a BERT always has its sentence-order head"),

@@ -48,7 +48,7 @@ def translate(
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
         given: variable -> value in the script's environment.
         allowed: flags and keys that may be missing from the configuration.
-        original: fork and version that the command is for: megatron-lm (before 2023), megatron-deepspeed or
+        original: fork and version that the command is for: megatron-lm (until November 2023), megatron-deepspeed or
             megatron-core; '' if its flags have to tell.
         number: number of the command, from 1, if the script has several; 0 if there may be only one.
 

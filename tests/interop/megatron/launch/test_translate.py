@@ -12,8 +12,8 @@ import tomli
 from dtmega import config
 from dtmega.__main__ import main
 from dtmega.interop.megatron.launch.flags import by_name
-from dtmega.interop.megatron.recipe import config_of_args
 from dtmega.interop.megatron.launch.translate import translate
+from dtmega.interop.megatron.recipe import config_of_args
 from tools import flags_page
 
 ROOT = Path(__file__).resolve().parents[4]
