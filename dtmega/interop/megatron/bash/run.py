@@ -9,7 +9,6 @@ is refused.
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from dtmega.interop.megatron.bash import conditions, grammar
 from dtmega.interop.megatron.bash.builtins import BUILTINS
 from dtmega.interop.megatron.bash.expand import Expander
 from dtmega.interop.megatron.bash.grammar import Source
-from dtmega.interop.megatron.bash.scope import Function, Scope, Variable, merged
+from dtmega.interop.megatron.bash.scope import Flow, Function, Scope, Variable, merged
 from dtmega.interop.megatron.bash.words import LONGEST, Text, Undecided, Unknown, Word, joined, known, unknowns, written
 
 if TYPE_CHECKING:
@@ -30,16 +29,6 @@ MOST_TEXT = 20_000_000  # limit in characters for everything that is assigned, w
 DEEPEST = 20  # limit for functions, substitutions and scripts that call each other
 MOST_ROUNDS = 10_000  # limit for the rounds of one loop
 INDEXED = re.compile(r"\[([^\]]*)\]=")  # start of an array's item with its index
-
-
-class Flow(enum.Enum):
-    """How a statement ends."""
-
-    NEXT = "next"
-    BREAK = "break"
-    CONTINUE = "continue"
-    RETURN = "return"
-    EXIT = "exit"
 
 
 class Condition(NamedTuple):
@@ -799,7 +788,7 @@ class _Follower:
         if name in self.scope.functions:
             return self.call(self.scope.functions[name], words[1:])
         if name in BUILTINS:
-            return Flow(BUILTINS[name](self, words, line))
+            return BUILTINS[name](self, words, line)
         self._other_program(words, environment, line)
         return Flow.NEXT
 

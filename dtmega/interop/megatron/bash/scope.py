@@ -1,8 +1,9 @@
-"""The state of a shell: its variables, functions, arguments, and the files that it wrote."""
+"""The state of a shell: its variables, functions, arguments, and the files that it wrote; how a statement ends."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import TYPE_CHECKING
 
 from dtmega.interop.megatron.bash.words import Unknown, Word
@@ -11,6 +12,16 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
     from dtmega.interop.megatron.bash.grammar import Source
+
+
+class Flow(enum.Enum):
+    """How a statement ends."""
+
+    NEXT = "next"
+    BREAK = "break"
+    CONTINUE = "continue"
+    RETURN = "return"
+    EXIT = "exit"
 
 
 @dataclasses.dataclass(frozen=True)
