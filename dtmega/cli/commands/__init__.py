@@ -3,6 +3,7 @@
     __doc__                 a line about the command; the lines below it are the examples that `--help` shows
     add_arguments(parser)   adds the command's options
     command(args) -> int    runs the command and returns the exit code; errors are raised
+    TAKES_FLAGS             (optional) options whose value may begin with a dash
 
 `__main__.py` prints an error in one line. A command's module is imported only if the command line names that command.
 At its top, a module imports only the code that its options need, so that `--help` and errors about options do not wait
@@ -21,7 +22,7 @@ import importlib
 from types import ModuleType
 
 from dtmega import __version__
-from dtmega.cli.commands.arguments import Parser
+from dtmega.cli.commands.arguments import Parser, with_joined_values
 
 # Command name -> the command's line in `--help`.
 COMMANDS = {
@@ -65,7 +66,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
         # Only the named command's module is imported.
         if argv[:1] == [name] != ["train"]:
-            module_of(name).add_arguments(subparser)
+            module = module_of(name)
+            module.add_arguments(subparser)
+            argv = with_joined_values(argv, getattr(module, "TAKES_FLAGS", ()))
             subparser.epilog = "\n  ".join(["examples:", *examples(name)])
     return parser.parse_args(argv)
 

@@ -9,7 +9,7 @@ import argparse
 import codecs
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dtmega.data.preparing.text_files import BLANK_LINES
@@ -20,6 +20,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A command line with `--option value` as `--option=value`.
+
+    argparse would take a value that begins with a dash, as in `--allow-missing --swiglu`, for another option.
+    """
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] in options:
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

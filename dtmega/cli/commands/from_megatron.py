@@ -12,6 +12,9 @@ from dtmega.distributed import exit_codes
 from dtmega.files import console
 
 
+TAKES_FLAGS = ("--allow-missing",)  # options whose value may begin with a dash
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtmega.interop.megatron.launch.architecture import FAMILY_OF_SCRIPT
-from dtmega.interop.megatron.launch.draft import Draft, as_number
+from dtmega.interop.megatron.launch.draft import Draft
 
 # Family of a script -> Megatron's default tokenizer.
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
@@ -86,7 +86,7 @@ def set_data(draft: Draft) -> None:
         draft.keys["data.path"] = paths[0]
     elif paths and len(paths) % 2 == 0:
         draft.keys["data.path"] = paths[1::2]
-        draft.keys["data.weights"] = [as_number(weight) for weight in paths[::2]]
+        draft.set_numbers("data.weights", paths[::2], "--data-path")
     elif "data.path" not in draft.lacking:
         draft.lack("data.path", "--data-path", "--data-path" if paths else "")
 

@@ -110,6 +110,14 @@ class Draft:
         else:
             self.open[key] = Open(f"[{section}] {name}", 0, reason)
 
+    def set_numbers(self, key: str, texts: Sequence[str], flag: str) -> None:
+        """Set a key to a list of numbers, or leave it to the user if a text is no number."""
+        numbers = [as_number(text) for text in texts]
+        if self.unknown(flag) or None in numbers:
+            self.lack(key, self.unknown(flag) or "expected numbers", flag)
+        else:
+            self.keys[key] = numbers
+
     def unknown(self, flag: str) -> str:
         """The reason why a flag's value is not known; '' if it is known."""
         piece = self.command.unknown.get(flag)

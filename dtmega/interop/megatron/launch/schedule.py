@@ -20,13 +20,15 @@ def set_batch(draft: Draft) -> None:
     """Set the ramp-up and the skipped steps."""
     ramp = draft.command.values.get("--rampup-batch-size")
     if ramp:
-        draft.keys["batch.rampup"] = [as_number(number) for number in ramp]
+        draft.set_numbers("batch.rampup", ramp, "--rampup-batch-size")
     ranges = draft.command.values.get("--skip-train-iteration-range", [])
     if ranges:
-        skipped = []
-        for step_range in ranges:
-            skipped.append([as_number(end) for end in step_range.split("-")])
-        draft.keys["train.skip_steps"] = skipped
+        skipped = [[as_number(end) for end in step_range.split("-")] for step_range in ranges]
+        if any(None in ends for ends in skipped):
+            flag = "--skip-train-iteration-range"
+            draft.lack("train.skip_steps", draft.unknown(flag) or "expected ranges of numbers", flag)
+        else:
+            draft.keys["train.skip_steps"] = skipped
 
 
 def set_length(draft: Draft) -> None:
@@ -110,6 +112,8 @@ def _set_warmup(draft: Draft, unit: str) -> None:
     warmups = [each for each in UNITS if draft.has(f"lr-warmup-{each}")]
     for other in warmups[:-1]:
         draft.refuse(f"--lr-warmup-{other}", f"--lr-warmup-{warmups[-1]} is read in its place")
+    if draft.has("warmup"):
+        _set_amount(draft, "warmup", "optim.warmup_fraction", unit, unit)
     if warmups:
         _set_amount(draft, f"lr-warmup-{warmups[-1]}", "optim.warmup", warmups[-1], unit)
         if draft.has("lr-warmup-fraction"):
