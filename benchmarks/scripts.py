@@ -2,6 +2,11 @@
 
     sudo python benchmarks/scripts.py scripts/*.sh            # one line for each script
     sudo python benchmarks/scripts.py --details run.sh        # also the arguments that differ
+    sudo python benchmarks/scripts.py --index scripts.tsv --folder scripts > benchmarks/scripts.md
+
+The last line writes the table of docs/from-megatron.md. An index has lines of repository, path and commit, apart by
+tabs, as `git show COMMIT:PATH` needs them; the script of a line lies in FOLDER/OWNER+NAME/PATH, or, of a path that
+stands several times, in FOLDER/OWNER+NAME@COMMIT[:12]/PATH.
 
 Bash runs in an empty network namespace, in a root directory of its own with an empty environment. It has a few text
 programs; every other command is recorded and does nothing. `cd`, `source` and `pushd` succeed even if their path does
@@ -78,7 +83,7 @@ class Outcome(NamedTuple):
     """The comparison of one script.
 
     Attributes:
-        kind: right, wrong, refused, or none (bash runs no command of Megatron's).
+        kind: right, wrong, refused, not comparable (bash runs no command of Megatron's) or missing.
         remark: text for the reader.
     """
 
@@ -187,7 +192,7 @@ def compare(path: Path, details: bool) -> Outcome:
         return Outcome("refused", f"asks for {', '.join(own)}, which another program gives")
     theirs, error = bash_commands(path, given)
     if not theirs:
-        return Outcome("none", f"{asked}bash runs no pretrain_*.py: {error:.100}")
+        return Outcome("not comparable", f"{asked}bash runs no pretrain_*.py{f': {error:.100}' if error else ''}")
     if len(ours) != len(theirs):
         return Outcome("wrong", f"{asked}{len(ours)} commands, and bash runs {len(theirs)}")
     waiting = [arguments_of(words) for words in theirs]
@@ -208,20 +213,62 @@ def _translated(path: Path, given: Mapping[str, str], n_commands: int) -> str:
     except ValueError as error:
         return f"refused: {error}"
     names = [line.split(" ")[0] if line.startswith("--") else line.split(":")[0] for line in translation.open]
-    return f"{len(names)} settings open: {', '.join(names)}" if names else "whole"
+    return ", ".join(name.rstrip(":") for name in names) or "nothing"
+
+
+def of_index(index: Path, folder: Path) -> list[tuple[str, Path]]:
+    """The scripts of an index: what the table calls each of them, and where it lies."""
+    scripts: list[tuple[str, Path]] = []
+    for row in index.read_text().splitlines()[1:]:
+        repository, path, commit = row.split("\t")[:3]
+        owner = repository.replace("/", "+")
+        places = [folder / f"{owner}@{commit[:12]}" / path, folder / owner / path]
+        place = next((place for place in places if place.is_file()), places[-1])
+        scripts.append((f"{repository} `{path}` {commit[:8]}", place))
+    return scripts
+
+
+def markdown(rows: Sequence[tuple[str, Outcome]]) -> str:
+    """The table of docs/from-megatron.md."""
+    lines: list[str] = []
+    before = ""
+    for name, outcome in rows:
+        repository, _, rest = name.partition(" ")
+        if repository != before:
+            lines += [
+                f"\n**{repository}**\n",
+                "| script | commit | outcome | open, or the reason |",
+                "| --- " * 4 + "|",
+            ]
+            before = repository
+        path, _, commit = rest.rpartition(" ")
+        remark = re.sub(r"(--[\w-]+|\[\w+\] \w+)", r"`\1`", outcome.remark).replace("|", "/").replace("\0", "")
+        lines.append(f"| {path} | {commit} | {outcome.kind} | {remark} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs="+", type=Path)
+    parser.add_argument("scripts", nargs="*", type=Path)
     parser.add_argument("--details", action="store_true", help="print the arguments that differ")
+    parser.add_argument("--index", type=Path, help="file that lists scripts; the output is a table in Markdown")
+    parser.add_argument("--folder", type=Path, help="folder in which the scripts of --index lie")
     args = parser.parse_args()
+    scripts = [(str(path), path) for path in args.scripts]
+    if args.index:
+        scripts += sorted(of_index(args.index, args.folder))
     counts: collections.Counter[str] = collections.Counter()
-    for path in args.scripts:
-        outcome = compare(path, args.details)
+    rows: list[tuple[str, Outcome]] = []
+    for name, path in scripts:
+        outcome = compare(path, args.details) if path.is_file() else Outcome("missing", "not at hand")
         counts[outcome.kind] += 1
-        print(f"{path}\t{outcome.kind}\t{outcome.remark}", flush=True)
-    print(", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())))
+        rows.append((name, outcome))
+        if not args.index:
+            print(f"{name}\t{outcome.kind}\t{outcome.remark}", flush=True)
+    total = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+    print(f"{len(rows)} scripts: {total}.")
+    if args.index:
+        print(markdown(rows))
     sys.exit(1 if counts["wrong"] else 0)
 
 

@@ -14,12 +14,33 @@ OPENING = """\
 
 <!-- Written by tools/flags_page.py from dtmega/interop/megatron/launch/flags.py. -->
 
-`dtmega from-megatron` translates a launch script, or a command in quotes, into a TOML file. The script is read as
-text and never run. Flags that are not carried over are listed on stderr with the reason; settings that the TOML still
-needs are comments in it:
+`dtmega from-megatron` translates a launch script, or a command in quotes, into a TOML file. The script is followed as
+text, with bash's grammar, and never run. It needs the extra `megatron`.
 
     python -m dtmega from-megatron examples/pretrain_bert_distributed.sh > bert.toml
     python -m dtmega from-megatron 'pretrain_gpt.py --num-layers 24 --hidden-size 1024 ...' > gpt.toml
+
+The exit code is 0 if the translation is whole, and 1 if it leaves something open. It is 2, and nothing is written, if
+the text is not bash, has no command, or depends on a condition that only a running shell would know.
+
+- **What is open:** a flag that changes the model, the optimizer, the schedule, the data or the precision and has no key
+  here, an unknown flag, a flag whose value is not known, and a setting that no flag gives. Each is a line of
+  `[run] untranslated` with its line in the script and the reason, and on stderr. A run refuses the configuration and
+  prints these lines until they are settled and deleted. `--allow-missing FLAG` (or `SECTION.KEY`) settles one at once.
+- **What is not known:** variables of the environment, arguments of the script, the output of other programs, files
+  outside the script's folder. `--set NAME=VALUE` gives a variable, `--set 1=VALUE` an argument, `--set '#=0'` that there
+  are none. Both branches of a condition that is not known are followed; what differs afterwards depends on it. If the
+  command does, too, the condition is named with its line and its variables.
+- **Several commands:** if they differ, `--command N` chooses one.
+- **Query-key layer scaling**, which changes float16 only, was Megatron-LM's default until November 2023. If no flag
+  tells the version, `--original megatron-lm`, `megatron-deepspeed` or `megatron-core` does.
+- **Llama:** a GPT with rotary positions, SwiGLU, RMSNorm, no biases and no dropout is our `llama`, with grouped queries
+  and tied or untied weights. What differs from it is refused by name: partial or interleaved rotary positions,
+  `--qk-layernorm`, `--apply-layernorm-1p`, `--squared-relu`, experts.
+- **DeepSpeed's JSON** is read if the script writes it, or if it lies in the script's folder. It sets the loss scale and
+  the limit of the gradient's norm, as DeepSpeed reads them.
+
+Public scripts were compared with bash: [the table](#scripts-that-were-compared).
 
 ## Checkpoints
 
@@ -114,12 +135,26 @@ without a key, the remark gives the reason.
 """
 
 
+SCRIPTS = """
+## Scripts that were compared
+
+The flags and values that `from-megatron` finds were compared with those that bash gives the same script, in an empty
+environment. *right*: they are the same, and the last column has what the translation leaves open. *refused*: with the
+reason. *not comparable*: bash itself runs no command without the machine of the script. The command is
+
+    sudo python benchmarks/scripts.py --index scripts.tsv --folder scripts > benchmarks/scripts.md
+
+"""
+OUTCOMES = Path(__file__).resolve().parent.parent / "benchmarks" / "scripts.md"
+
+
 def page() -> str:
     """The text of the page."""
     parts = [OPENING]
     for title, flags in FLAGS.items():
         rows = ["| flag | default | key | default here | remark |", "| --- | --- | --- | --- | --- |"]
         parts.append("\n".join([f"\n## {title}\n", *rows, *map(_row, flags)]) + "\n")
+    parts += [SCRIPTS, OUTCOMES.read_text(encoding="utf-8")]
     return "".join(parts)
 
 

@@ -11,7 +11,6 @@ import argparse
 from dtmega.distributed import exit_codes
 from dtmega.files import console
 
-
 TAKES_FLAGS = ("--allow-missing",)  # options whose value may begin with a dash
 
 
