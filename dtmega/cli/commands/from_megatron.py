@@ -1,6 +1,7 @@
 """`dtmega from-megatron`: translates a Megatron command, or a launch script that contains one, into TOML on stdout.
 
 dtmega from-megatron pretrain_gpt.sh
+dtmega from-megatron tr11-176B-ml.slurm --set SLURM_NNODES=48 --allow-missing --deepspeed_config
 dtmega from-megatron 'pretrain_bert.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16'
 """
 

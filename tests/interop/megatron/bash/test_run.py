@@ -109,6 +109,11 @@ def test_what_only_a_machine_knows_stays_as_it_is_written(script: str, expected:
         assert found(script) == expected
 
 
+def test_a_child_has_only_the_exported_variables() -> None:
+    assert found("export A=1; B=2; bash -c 'show $A $B'") == [["1", "$B"]]
+    assert found("X=5 bash -c 'show $X'; show $X") == [["5"], ["$X"]]
+
+
 def test_a_value_that_the_user_gives_takes_the_place_of_an_unknown_one() -> None:
     assert found("show $X ${X:-d}", {"X": "5"}) == [["5", "5"]]
     assert found("X=$(nproc); show $X", {"X": "5"}) == [["5"]]
@@ -152,6 +157,7 @@ def test_what_depends_on_an_unknown_condition_is_refused_where_it_is_used(script
         'if [ ! -f "$V" ]; then wget x; fi; show a',
         "if [ -z $X ]; then echo usage; exit 1; fi; show a",
         "[ -d d ] || mkdir d; L=a; show $L",
+        "L=a; if [ -z $X ]; then L=b; exit 1; fi; show $L",
         "command -v git || exit 1; show a",
         "cd somewhere && show a",
         "for f in $FILES; do echo $f; done; show a",

@@ -179,7 +179,9 @@ def test_other_spellings_of_a_llama() -> None:
     )
     assert keys_of(theirs) == keys_of(LLAMA)
     # megatron/training/arguments.py, validate_args: 8/3 D in multiples of 64.
-    assert keys_of(LLAMA.replace("--ffn-hidden-size 160", ""))["model.ffn_hidden_size"] == 256
+    for size, width in ((96, 256), (100, 256), (4096, 10880)):
+        line = LLAMA.replace("--ffn-hidden-size 160", f"--hidden-size {size}")
+        assert keys_of(line)["model.ffn_hidden_size"] == width
     tied = keys_of(LLAMA.replace("--untie-embeddings-and-output-weights", ""))
     assert tied["model.tied"] is True
     scaled = keys_of(f"{LLAMA} --use-rope-scaling")
