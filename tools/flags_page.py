@@ -29,8 +29,8 @@ the text is not bash, has no command, or depends on a condition that only a runn
   prints these lines until they are settled and deleted. `--allow-missing FLAG` (or `SECTION.KEY`) settles one at once.
 - **What is not known:** variables of the environment, arguments of the script, the output of other programs, files
   outside the script's folder. `--set NAME=VALUE` gives a variable, `--set 1=VALUE` an argument, and `--set '#=0'` says
-  that there are none. Both branches of a condition that is not known are followed; what differs afterwards depends on it. If the
-  command does, too, the condition is named with its line and its variables.
+  that there are none. Both branches of a condition that is not known are followed; what differs afterwards depends on
+  it. If the command does, too, the condition is named with its line and its variables.
 - **Several commands:** if they differ, `--command N` chooses one.
 - **Query-key layer scaling**, which changes float16 only, was Megatron-LM's default until November 2023. If no flag
   tells the version, `--original megatron-lm`, `megatron-deepspeed` or `megatron-core` does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,16 @@ def test_of_several_different_commands_the_user_chooses(tmp_path: Path, capsys: 
     assert main(["from-megatron", str(script), "--command", "2"]) == 0
     assert tomli.loads(capsys.readouterr().out)["model"]["n_layers"] == 2
     assert main(["from-megatron", str(script), "--command", "4"]) == 2
+
+
+def test_without_the_grammar_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tree_sitter", None)
+    assert main(["from-megatron", GPT]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "needs tree_sitter, which is not installed: pip install -e '.[megatron]'" in captured.err
 
 
 @pytest.mark.parametrize(
