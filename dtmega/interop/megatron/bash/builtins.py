@@ -16,8 +16,8 @@ from dtmega.interop.megatron.bash.scope import Flow, Scope
 from dtmega.interop.megatron.bash.words import Text, Unknown, Word, joined, known, unknowns, with_blanks, written
 
 
-class Shell(Protocol):
-    """Follows a script; `run.py` has it."""
+class Follower(Protocol):
+    """The shell that follows a script, as far as commands use it."""
 
     scope: Scope
 
@@ -34,7 +34,7 @@ class Shell(Protocol):
     def source_file(self, word: Word, line: int) -> Flow: ...
 
 
-Builtin = Callable[[Shell, Sequence[Word], int], Flow]
+Builtin = Callable[[Follower, Sequence[Word], int], Flow]
 # Programs that a script takes to succeed, and that write nothing that a launch depends on.
 SILENT = (
     *("mkdir", "touch", "rm", "cp", "mv", "ln", "chmod", "sleep", "wait", "clear", "ulimit", "module", "conda"),
@@ -48,14 +48,14 @@ def _end(flow: Flow) -> Builtin:
 
 
 def _status(value: bool) -> Builtin:
-    def command(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+    def command(shell: Follower, words: Sequence[Word], line: int) -> Flow:
         shell.scope.status = value
         return Flow.NEXT
 
     return command
 
 
-def _echo(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _echo(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     options = [word for word in words[1:2] if known(word) in ("-n", "-e", "-ne", "-en")]
     ending = () if options and "n" in (known(options[0]) or "") else (Text("\n", line),)
     shell.scope.write((with_blanks(words[1 + len(options) :], line), ending))
@@ -63,7 +63,7 @@ def _echo(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _printf(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _printf(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     texts = [known(word) for word in words[1:]]
     is_plain = bool(texts) and re.fullmatch(r"(%s|%d|\\n|[^%\\])*", texts[0] or "%") is not None
     if is_plain and None not in texts and (texts[0] or "").count("%") == len(texts) - 1:
@@ -76,7 +76,7 @@ def _printf(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _cat(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _cat(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     texts = [shell.read_file(written(word)) for word in words[1:] if not written(word).startswith("-")]
     texts = texts or [shell.scope.input]
     for text in texts:
@@ -85,7 +85,7 @@ def _cat(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _sed(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _sed(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     """Replace literal texts, as in `sed "s/NAME/$VALUE/"`. Any other use gives an unknown text."""
     arguments = [word for word in words[1:] if known(word) not in ("-e", "-E", "-r")]
     files = arguments[1:]
@@ -110,13 +110,13 @@ def _sed(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _pwd(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _pwd(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     shell.scope.write(((Unknown("$(pwd)", line, path=shell.scope.folder or ""),),))
     shell.scope.status = True
     return Flow.NEXT
 
 
-def _path_of_folder(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _path_of_folder(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     """Write the result of dirname, basename, realpath or `readlink -f`."""
     program = written(words[0])
     arguments = [word for word in words[1:] if not written(word).startswith("-")]
@@ -137,7 +137,7 @@ def _path_of_folder(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _cd(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _cd(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     word = words[1] if len(words) > 1 else ()
     path = shell.path_of(word)
     begins_in_folder = bool(unknowns([word]))
@@ -150,15 +150,15 @@ def _cd(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _eval(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _eval(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     return shell.follow_text(with_blanks(words[1:], line), shell.scope)
 
 
-def _source(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _source(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     return shell.source_file(words[1], line) if len(words) > 1 else Flow.NEXT
 
 
-def _shift(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _shift(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     count = known(words[1]) if len(words) > 1 else "1"
     arguments = shell.scope.arguments
     is_number = count is not None and count.isdigit()
@@ -167,7 +167,7 @@ def _shift(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _set(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     """Set the arguments, for `set -- …`. Options of the shell change nothing here."""
     if len(words) > 1 and known(words[1]) == "--":
         shell.scope.arguments = tuple(words[2:])
@@ -175,7 +175,7 @@ def _set(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _read(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _read(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     """Make the variables of `read`, `mapfile` or `getopts` unknown."""
     for word in words[1:]:
         name = known(word) or ""
@@ -185,13 +185,13 @@ def _read(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _test(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _test(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     inner = words[1:-1] if known(words[0]) == "[" else words[1:]
     shell.scope.status = conditions.of_words(inner, shell.expander())
     return Flow.NEXT
 
 
-def _let(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _let(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     value: int | None = None
     for word in words[1:]:
         text = known(word)
@@ -200,7 +200,7 @@ def _let(shell: Shell, words: Sequence[Word], line: int) -> Flow:
     return Flow.NEXT
 
 
-def _seq(shell: Shell, words: Sequence[Word], line: int) -> Flow:
+def _seq(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     texts = [known(word) or "" for word in words[1:]]
     result: Word = (Unknown(written(with_blanks(words, line)), line),)
     if 1 <= len(texts) <= 2 and all(re.fullmatch(r"\d{1,5}", text) for text in texts):

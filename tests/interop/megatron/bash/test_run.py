@@ -38,6 +38,7 @@ SCRIPTS = {
     "case": 'm=q1; case "$m" in a|b) show ab;; q*) show q;; *) show other;; esac',
     "loops": "for i in 1 2 {7..9} {10..30..10}; do for j in a b; do show $i$j; done; done",
     "counted loops": "for ((i=0; i<3; i++)); do [ $i = 1 ] && continue; show c$i; done",
+    "an endless loop": "for ((i=0;;i++)); do show $i; [ $i = 2 ] && break; done",
     "while": "n=3; while [ $n -gt 0 ]; do n=$((n-1)); [ $n = 1 ] && break; show w$n; done",
     "until": "n=0; until [ $n -ge 2 ]; do ((n++)); show u$n; done",
     "functions": "f() { show f $# $1 $2; shift; show $@; return 0; show never; }; f a 'b c'; g() (show g); g",
