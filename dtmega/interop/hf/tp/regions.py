@@ -1,8 +1,8 @@
 """Styles for the places where the hidden state is cut or gathered: around a stack of blocks, and around attention.
 
-The modules keep their own forwards. A forward raises an error in two cases where its results would be wrong: if the
-forward returns attention probabilities, because a rank has only the probabilities of its own heads; or if the ranks
-would draw different dropout masks.
+The modules keep their own forwards. A forward raises an error in two cases where the results would be wrong: if it is
+asked for attention probabilities, because a rank has only the probabilities of its own heads; or if the ranks would
+draw different dropout masks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtmega.plans.styles import Enter
 
 
 class Counts(ParallelStyle):
-    """Style of a module whose attributes count heads or groups of heads. Each attribute is set to this rank's count.
+    """Style of a module with attributes that count heads or head groups; sets each attribute to this rank's count.
 
     Args:
         set: name of an attribute -> new value.
@@ -97,7 +97,7 @@ class StackBoundary(ParallelStyle):
     Args:
         stack: the stack of blocks.
         first: True for the first block.
-        last: True for the last block; a single block is both.
+        last: True for the last block. If a stack has only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
@@ -140,7 +140,7 @@ class StackBoundary(ParallelStyle):
 
 
 class Guard(ParallelStyle):
-    """Style of the module that runs a stack. Forwards whose results would be wrong in a cut model raise an error.
+    """Style of the module that runs a stack: raises an error before a forward whose results would be wrong under tp.
 
     Args:
         stack: the stack of blocks.
