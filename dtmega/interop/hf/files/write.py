@@ -74,7 +74,7 @@ def write(
     Args:
         source: tensors under the names that the files will use.
         folder: output folder, new or empty.
-        tensors: specs of the source's tensors, in the order in which the files are filled.
+        tensors: specs of the source's tensors, in the order of filling the files.
         other_files: file name -> content, for every file that holds no weights.
         rank: number of this process.
         size: number of processes that write; all processes see the same file system.
@@ -147,7 +147,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """The temporary folder beside the final folder; all files are first written to the temporary folder."""
+        """The folder, next to the final folder, that holds the files until all of them are complete."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:

@@ -151,7 +151,7 @@ class ConvRow(_Conv, Row):
 
 
 class ConvPacked(_Conv, PackedColumn):
-    """A PackedColumn for GPT-2's Conv1D with output [q | k | v]. With tp=2, a plain cut would put all of q on rank 0."""
+    """A PackedColumn for GPT-2's Conv1D with output [q | k | v]. For tp=2, a plain cut would put all of q on rank 0."""
 
     dim = 1
 

@@ -92,7 +92,7 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 class StackBoundary(ParallelStyle):
     """Style of a stack's first and last block: cuts the sequence before the first block, gathers it after the last.
 
-    Each forward decides anew whether the sequence is cut; see `styles.Stack`.
+    Whether the sequence is cut is decided separately for each forward; see `styles.Stack`.
 
     Args:
         stack: the stack of blocks.

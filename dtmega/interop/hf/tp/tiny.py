@@ -79,7 +79,7 @@ def tiny_config(config: Any, tp: int) -> Any:
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> Any:
-    """The value of the first key in `keys` that a config sets; None if the config sets no such key."""
+    """The value of the first key in `keys` that a config sets; None if the config sets none of the keys."""
     return next((getattr(config, key) for key in keys if getattr(config, key, None)), None)
 
 
