@@ -3,28 +3,28 @@
 `dtmega/families.py` is the only core module that imports this package, so a first reader may skip the package.
 
     families.py      facts about each family, as data
-    directory.py     reads the config of a directory DIR and builds its model; initial.py: the family's initial values
+    directory.py     reads DIR's config and builds the model; initial.py finds the family's initial values
     model.py         wraps that model for the trainer, whole or as one pipeline stage
     resolve.py       fills in the configuration keys that DIR determines
     files/           transformers directories: config.json, safetensors, export; also for our own models
     names/           names of our own families' weights and keys in transformers directories
-    record.py        the family record: the methods that the trainer calls; connects model.py with tp/
+    record.py        the family record, with the methods that the trainer calls; connects model.py with tp/
     tp/              cuts a model over ranks, and proves that the results do not change; works without the trainer
 
 Read these modules in the order above, then the modules of tp/:
 
     styles.py, packed.py, experts.py, vocab.py    ways to cut one module, in addition to `plans/styles.py`
     regions.py, dropout.py, logits.py             what happens before, between and after the cut modules
-    plan.py, native.py, generic.py                the style table of a model: from our family rows, from transformers'
-                                                  own plan, or without either
-    parallel.py, load.py                          apply the table, and let each rank read its part of the files
-    tiny.py, verify.py, command.py                compare a small clone of the model, cut over ranks, with an uncut one
+    plan.py, native.py, generic.py                build a model's style table from our family rows, from transformers'
+                                                  own plan, or from module names alone
+    parallel.py, load.py                          apply the table; load each rank's part of the weights
+    tiny.py, verify.py, command.py                compare a small clone that is cut over ranks with an uncut clone
 
 In a training loop of your own:
 
-    print(plan_for(model, tp=2))                  # the table first
+    print(plan_for(model, tp=2))                  # shows the style table
     mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
-    print(verify_plan(model, mesh))               # compares a cut clone of the model with an uncut one
+    print(verify_plan(model, mesh))               # compares a cut clone with an uncut clone
     model = parallelize_hf(model, mesh)           # then train as usual: loss, backward, clip_grad_norm_, AdamW
 """
 

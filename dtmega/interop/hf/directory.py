@@ -53,7 +53,7 @@ def read_config(path: str) -> Any:
 
 
 def build(hf_config: Any) -> Any:
-    """Build a configuration's model in fp32, uninitialised, without dropout or other noise."""
+    """Build the model that a config describes, in fp32, without dropout or other noise."""
     from transformers import AutoModelForCausalLM
 
     hf_config = copy.deepcopy(hf_config)
@@ -63,7 +63,7 @@ def build(hf_config: Any) -> Any:
 
 
 def dropouts(hf_config: Any) -> dict[str, float]:
-    """The rates of dropout and other noise (for example, jitter on a router's input) in a configuration, by key."""
+    """The rates of dropout and other noise (for example, jitter on a router's input) in a config, by key."""
     return {key: p for key, p in hf_config.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 

@@ -5,8 +5,8 @@ each module, and which config.json keys affect the cut. Module names follow `tra
 base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the ends, and `tp/plan.py` uses
 the styles.
 
-A family without `styles` or without a row is cut by transformers' own plan (`tp/native.py`). A family without a row
-cannot run in a pipeline.
+Models of a family without `styles` or without a row are cut by transformers' own plan (`tp/native.py`). A family
+without a row cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-# Tensor parallel styles, each a way to cut a module. `tp/plan.py` maps each style to its class.
+# Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
 # A linear whose rows are either [q, k, v] for each head in turn, or q for all heads, followed by one shared k and v.
@@ -27,7 +27,7 @@ NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
 ZERO = "zero"  # a module that returns 0, in place of positions that the first stage has already added
 
-# Keys of config.json. Each line lists the names that different families use for the same key.
+# Keys of config.json. Each line lists the keys that different families use for the same quantity.
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
 HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
@@ -48,8 +48,8 @@ class Attention:
         alibi: name of the keyword argument with one bias per head; `divide[0]` then names the attribute that counts the
             heads.
         divide: names of attributes that count heads or features; each count is divided by tp.
-        groups: name of the attribute with the number of query heads per key head.
-        kv_heads: name of the attribute with the number of key heads.
+        groups: name of the attribute with the number of query heads per kv head.
+        kv_heads: name of the attribute with the number of kv heads.
     """
 
     also: tuple[str, ...] = ()
@@ -80,10 +80,10 @@ StyleSpec: TypeAlias = str | Attention | Packed
 class PipelineEnds:
     """The base model's modules that only the first or only the last pipeline stage holds.
 
-    A family may have ends only if its base model's forward does nothing but this: call the modules in `first` on the
-    tokens, make masks and rotary tables for the hidden state's length, run the list of blocks, and call the modules in
-    `last`. If the forward changes the hidden state before the blocks in any other way, an attribute must control that
-    change, and `later` must give the attribute a value that switches the change off.
+    A family may have ends only if its base model's forward has just these steps: call the modules in `first` on the
+    tokens, make masks and rotary tables for the hidden state's length, run the blocks, and call the modules in `last`.
+    If the forward changes the hidden state before the blocks in any other way, an attribute must control that change,
+    and `later` must give the attribute a value that switches the change off.
 
     Attributes:
         first: name of a module that only the first stage holds -> the stand-in on the other stages. These modules are
@@ -112,8 +112,8 @@ class FamilyFacts:
         in_embedding_dtype: names of modules without parameters whose fp32 output is added to the embeddings; the output
             is first cast to the embeddings' dtype.
         heads: config key for the number of heads.
-        kv_heads: config key for the number of key heads; None if each head has its own keys.
-        head_blocks: number of blocks in which the heads are stored; tp must divide the number of heads in each block.
+        kv_heads: config key for the number of kv heads; None if each head has its own keys.
+        head_blocks: number of equal groups that the weights store the heads in; tp must divide each group's head count.
         sizes: further config keys whose values tp must divide.
         refused: config key -> reason why this key must not be set.
     """
@@ -157,10 +157,10 @@ _LLAMA = FamilyFacts(
     styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Families that have Llama's ends and that transformers' own plan cuts over tp. The differences between these families
-# and Llama are stored in the modules, so every stage has the settings that it needs: Gemma's embedding factor is in
-# embed_tokens; windows and layers without rotation are set in each layer and in layer_types (a stage keeps only the
-# entries for its own layers).
+# Families with Llama's ends that are cut over tp by transformers' own plan. The modules hold all differences between
+# these families and Llama, so every stage has the settings that it needs: Gemma's embedding factor is in embed_tokens;
+# windows and layers without rotation are set in each layer and in layer_types (a stage keeps only the entries for its
+# own layers).
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 

@@ -1,6 +1,6 @@
 """Finds the distributions that a `transformers` family draws initial values from.
 
-The family's own code initialises a model on meta, while every draw is recorded.
+Runs the family's own initialisation on a meta model, and records every draw.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class _Zero(nn.Module):
-    """Stands in for learned positions on later stages, whose input already contains the positions."""
+    """Stands in for learned positions on later stages, where the input already contains the positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         # A 0-dim tensor does not take part in type promotion, so adding this zero keeps the other summand's dtype.
@@ -57,7 +57,7 @@ class HF(Model):
         if facts is not None:
             for name in facts.in_embedding_dtype:
                 self.hf.base_model.get_submodule(name).register_forward_hook(self._cast_to_embedding_dtype)
-        # The caches of families without `ends` have not been checked.
+        # For families without `ends`, generation with a cache has not been checked.
         self.has_cache = facts is not None and facts.ends is not None
         self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)

@@ -1,4 +1,4 @@
-"""Fills in the configuration keys that a transformers directory determines, and detects later changes to them."""
+"""Fills in the config keys that a transformers directory determines, and detects later changes to its config.json."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def resolve(cfg: config.Config) -> config.Config:
 
 
 def notes(model: config.Model) -> list[str]:
-    """Messages that tell the user where training differs from config.json or may be unexpected."""
+    """Messages for the user about differences between training and config.json, and about missing weights."""
     directory = model.directory
     lines = []
     if drops := [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]:

@@ -1,7 +1,7 @@
 """Reads torch.distributed.checkpoint (DCP) folders made by other people, without running any code in the folders.
 
     .metadata           pickle: name -> dtype, shape and chunks; (name, offsets) -> file, first byte, length
-    __RANK_N.distcp     items, one after another; each tensor chunk is an item, an archive made by torch.save
+    __RANK_N.distcp     items, one after another; a tensor chunk is one item, stored as an archive made by torch.save
 
 DCP itself unpickles `.metadata` and byte entries, so opening a stranger's folder runs the stranger's code. Here nothing
 is unpickled (inert.py), tensor data is read in place (torch_save.py), and byte entries are never opened. Every size is
@@ -92,7 +92,7 @@ class DCPFolder:
                 continue
             tensor = fields(entry, f"{METADATA} TensorStorageMetadata")
             n_chunks += len(of_type(tensor.get("chunks"), list, f"the chunks of '{name}'"))
-            # A small pickle can put one long list of chunks under many names. Checking all these lists would never end.
+            # A small pickle can put one long list of chunks under many names. Checking all lists would take forever.
             if n_chunks > n_bytes:
                 raise ValueError(f"more chunks than the file has bytes ({n_bytes})")
             dtype, shape, self._chunks[name] = _tensor(name, tensor, items)
@@ -251,7 +251,7 @@ def _dtype(name: str, properties: Any) -> torch.dtype:
 
 
 def _boxes(name: str, shape: tuple[int, ...], chunks: list[Any]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the chunks that hold elements of the tensor `name`."""
+    """The offsets and sizes of all non-empty chunks of the tensor `name`."""
     boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for chunk in chunks:
         box = fields(chunk, f"{METADATA} ChunkStorageMetadata")

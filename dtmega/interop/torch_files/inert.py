@@ -147,7 +147,7 @@ class _Decoder:
         self.stack.append(PickledObject("persistent id", of_type(self.stack.pop(), tuple, "a persistent id")))
 
     def call(self, arg: Any) -> None:
-        """Record a call of the second value from the top of the stack, with the top value as its arguments."""
+        """Record a call: the stack's top value holds the arguments, and the value below it is the function."""
         function, args = self.pop(2)
         if type(function) is not PickledObject or function.args is not None or type(args) is not tuple:
             raise ValueError("refused: the pickle calls something that is not a plain name")
@@ -162,7 +162,7 @@ class _Decoder:
         self.stack.append(instance)
 
 
-# Opcode -> function of a decoder and the opcode's argument. No other opcodes are allowed.
+# Opcode -> function that takes a decoder and the opcode's argument. No other opcodes are allowed.
 ACTIONS: dict[str, Callable[[_Decoder, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), _Decoder.skip),
     "MARK": _Decoder.mark,
@@ -194,7 +194,7 @@ ACTIONS: dict[str, Callable[[_Decoder, Any], None]] = {
 
 
 def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
-    """Names of the opcodes with their arguments, as `pickletools.genops` reads them.
+    """Yield each opcode's name and argument, which are read as in `pickletools.genops`.
 
     An opcode that is not allowed is refused before its argument is read.
     """
@@ -218,7 +218,7 @@ def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
 def _name(stream: BytesIO) -> str:
     """One line of GLOBAL's argument, taken literally.
 
-    pickletools would interpret escapes in the line, and warn of invalid escapes.
+    pickletools would interpret escapes in the line, and warn about invalid escapes.
     """
     line = stream.readline()
     if not line.endswith(b"\n"):
@@ -273,7 +273,7 @@ def natural(value: Any, what: str) -> int:
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """The numbers of a torch.Size or a tuple: at most MAX_DIMS, each from 0 to 2^63 - 1.
+    """The numbers in a torch.Size or a tuple: at most MAX_DIMS numbers, each from 0 to 2^63 - 1.
 
     Raises:
         ValueError: the value is anything else.

@@ -81,7 +81,7 @@ class SavedTensor(NamedTuple):
     """The place of a tensor's elements in a file.
 
     Attributes:
-        at: position of the first element in the file, in bytes.
+        at: byte position of the first element in the file.
         dtype: dtype of the elements.
         strides: distance between neighbours along each dim, in elements.
     """
@@ -176,7 +176,7 @@ class ZipEntry(NamedTuple):
     """One record in a zip archive.
 
     Attributes:
-        at: position of the record's content in the file, in bytes.
+        at: byte position of the record's content in the file.
         n_bytes: length of the content.
         crc32: checksum of the content; 0 if torch was told not to compute checksums.
     """
@@ -203,7 +203,7 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """Record name -> record, for the zip archive of `length` bytes at byte `start` of a file.
+    """Find the records, by name, of the zip archive that takes up `length` bytes of a file, from byte `start`.
 
     Raises:
         ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.
@@ -213,9 +213,9 @@ def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise ValueError(f"expected an archive of torch.save ({error})") from None
-    # zipfile knows only where each record's header begins. Between the header and the content are the name and an extra
-    # field, which torch uses to align the content. Read the lengths of both fields from the header, because the lengths
-    # in the zip's directory may differ.
+    # zipfile knows only where each record's header begins. After the header come the name and an extra field, which
+    # torch uses to align the content. Read the lengths of both fields from the header, because the lengths in the zip's
+    # directory may differ.
     records = {}
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:

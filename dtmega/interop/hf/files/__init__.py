@@ -8,6 +8,6 @@
     theirs.py        converts weights to or from a transformers model, with transformers' own conversions
     export.py        writes a directory that `from_pretrained` loads
 
-Code in a directory is never run, and no file outside the directory is opened. Anything unreadable raises an error with
-a single message.
+Code in a directory is never run, and no file outside the directory is opened. A file that cannot be read raises a
+ValueError.
 """

@@ -32,7 +32,7 @@ def read_plain(directory: str | Path) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is missing, is not a JSON object, or has no model_type; the file refers to code or to
-            weights elsewhere; or the file counts more layers (experts, blocks) than there are stored tensors.
+            weights elsewhere; or the file specifies more layers (experts, blocks) than there are stored tensors.
             transformers would build these layers one by one until memory runs out.
     """
     file = Path(directory, NAME)
@@ -71,7 +71,7 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     """
     import transformers
 
-    # AutoConfig applies its own rules to the content, and only reads directories.
+    # Use AutoConfig, for its own rules about the content. AutoConfig reads only directories, so make a temporary one.
     with tempfile.TemporaryDirectory() as cleaned:
         Path(cleaned, NAME).write_text(json.dumps(_without_implementations(plain)), encoding="utf-8")
         try:

@@ -1,11 +1,11 @@
 """Exports a model as a directory that transformers' `from_pretrained` and `AutoTokenizer` load.
 
-OUT/config.json               made from the model; or the original's, with class and dtype replaced
+OUT/config.json               made from the model, or copied from the original with class and dtype replaced
 OUT/generation_config.json    and the tokenizer files
 OUT/model.safetensors         or several files; see write.py
 
-If the model came from a directory (its original), the tokenizer files in that directory (TOKENIZER_FILES) are copied
-byte for byte. Code and other weights are never copied.
+If the model came from a directory (the original), that directory's tokenizer files (TOKENIZER_FILES) are copied byte
+for byte. Code and other weights are never copied.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def export(
             gets the new tokenizer's token ids.
 
     Raises:
-        ValueError: the folder exists and is not empty, a file of the original cannot be read, a tensor has a dtype that
-            is not allowed for weights, or an id has no token. Every rank raises this error before anything is written.
+        ValueError: the folder exists and is not empty, an original file cannot be read, a tensor has a dtype that is
+            not allowed for weights, or an id has no token. Every rank raises this error before anything is written.
         OSError: an error from `write.write`.
     """
     tensors = tensor_specs(source)

@@ -38,8 +38,8 @@ def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str
 
     Args:
         files: the directory's files.
-        name_of: function that returns the name in the model for a key; "" for a key to leave out, None for an unknown
-            key.
+        name_of: function that maps a key to the tensor's name in the model, to "" if the key is to be left out, or to
+            None if the key is unknown.
         model: name of the model, for messages.
 
     Raises:

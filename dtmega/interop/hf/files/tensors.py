@@ -31,7 +31,7 @@ OTHERS = {
 
 
 class TensorFiles:
-    """The tensors of a directory, by the names in the files.
+    """The tensors of a directory, keyed by their names in the files.
 
     The constructor reads only the headers of the files; a tensor is read when `read` is called.
 
@@ -107,7 +107,7 @@ class TensorFiles:
             raise ValueError(f"'{name}' of {file} is {list(shape)}, but config.json gives {list(expected)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the slice `index` of a tensor (None: the whole tensor), in the file's dtype."""
+        """Read a tensor, or only the slice `index` of the tensor, in the file's dtype."""
         part: Tensor = self._slices[name][... if index is None else index]
         self.bytes_read += part.nbytes
         return part
@@ -144,7 +144,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     for file in weight_map.values():
         if not isinstance(file, str):
             raise ValueError(f"{directory / INDEX}: expected a 'weight_map' of tensors to files")
-        # The file may link to a place outside the folder: the hub's cache consists of links. safetensors hold no code.
+        # Links out of the folder are allowed, because the hub's cache consists of links, and safetensors hold no code.
         if not file.isprintable() or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} names {file!r}; expected names of files beside it")
         if not (directory / file).is_file():
@@ -153,7 +153,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def other_weights(directory: Path) -> str:
-    """The end of an error message about missing weights: names the file found instead, and says what to do."""
+    """The end of a message about missing weights: names a file that was found instead, and says what to do."""
 
     def first(*patterns: str) -> str | None:
         names: list[str] = []

@@ -1,8 +1,8 @@
 """Translates tensors between transformers models and saved directories, which use different names and shapes.
 
 transformers renames tensors when it loads or saves a directory. In some families, transformers' *converters* also merge
-many tensors into one parameter: a mixture's experts are stored one by one. Here, converters that only stack and
-concatenate become naming rules (formats/rules.py), so that a rank reads only the experts that it holds.
+many tensors into one parameter, such as the experts of a mixture, which are stored one by one. Here, converters that
+only stack and concatenate become naming rules (formats/rules.py), so that a rank reads only the experts that it holds.
 
 Example, from the model's name to the file's name:
 
@@ -26,8 +26,8 @@ from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import Combined, Renamed, Source, Translated
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Operations, as (class, dim), of converters that make one parameter from tensors [rows, ...]. Either all tensors are
-# stacked, or several tensors are first concatenated into each entry of the stack.
+# The (operation class, dim) steps of converters that make one parameter from tensors [rows, ...]. STACKS only stacks
+# the tensors; STACKS_JOINED concatenates several tensors into each entry of the stack.
 STACKS = [("MergeModulelist", 0)]
 STACKS_JOINED = [*STACKS, ("Concatenate", 1)]
 
@@ -45,7 +45,7 @@ def conversions(model: Any) -> list[Any]:
 
 
 def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directions:
-    """Rules for assembling parameters from components that files may hold, and components from parameters.
+    """Rules that assemble parameters from the components that files may hold, and components from parameters.
 
     Args:
         conversions: result of `conversions`.

@@ -1,4 +1,4 @@
-"""Writes a folder of safetensors and other files, with all ranks together. No other module writes safetensors.
+"""Writes a folder of safetensors and other files; all ranks take part. No other module writes safetensors.
 
 The weights go into model.safetensors, or into model-00001-of-0000N.safetensors, ... with model.safetensors.index.json.
 """
@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to write, without its values."""
+    """The name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -74,12 +74,12 @@ def write(
     Args:
         source: tensors under the names that the files will use.
         folder: output folder, new or empty.
-        tensors: specs of the source's tensors, in the order in which the files are filled.
+        tensors: specs of the source's tensors, in the order of filling the files.
         other_files: file name -> content, for every file that holds no weights.
         rank: number of this process.
         size: number of processes that write; all processes see the same file system.
-        barrier: function that waits for all of these processes. The function's first call may raise an error, because a
-            rank that has raised an error before never reaches the barrier.
+        barrier: function that waits for all of these processes. The first call may raise an error if another rank has
+            failed before and never reaches the barrier.
         max_file_bytes: maximum number of tensor bytes in one file, unless a single tensor is larger.
 
     Raises:
@@ -130,7 +130,7 @@ def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The steps by which the ranks write a folder. A barrier follows each step.
+    """The steps of writing a folder, which all ranks run. A barrier follows each step.
 
     Attributes:
         folder: absolute final path of the folder.
@@ -147,7 +147,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """The temporary folder, beside the final folder, that the files are first written to."""
+        """The folder, next to the final folder, that holds the files until all of them are complete."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""Names that our families' weights and keys have in transformers directories, one file per family.
+"""Names of our families' weights and config keys in transformers directories, with one module per family.
 
 `dtmega/families.py` connects these names with the models; `dtmega/formats/` explains the rules.
 """

@@ -1,4 +1,4 @@
-"""Names of BERT's weights and keys in transformers' BertForPreTraining and MegatronBertForPreTraining."""
+"""Names of BERT's weights and config keys in transformers' BertForPreTraining and MegatronBertForPreTraining."""
 
 from __future__ import annotations
 

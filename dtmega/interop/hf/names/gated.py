@@ -1,4 +1,4 @@
-"""Refuses models with a gated feed-forward, which most of the matching transformers classes do not have."""
+"""Refuses models with a gated feed-forward. Most of the matching transformers classes do not support a gate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dtmega import config
 
 
 def refuse_gated(model: config.Model) -> None:
-    """Raise an error for a gated feed-forward, on behalf of formats whose transformers class has no gate.
+    """Raise an error for a gated feed-forward. Formats whose transformers class has no gate use this check.
 
     Raises:
         ValueError: the model has a gated feed-forward.

@@ -1,4 +1,4 @@
-"""Names of GPT's weights and keys in transformers' GPT2LMHeadModel."""
+"""Names of GPT's weights and config keys in transformers' GPT2LMHeadModel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
     return {"embd_pdrop": model.hidden_dropout}
 
 
-# Format of transformers' GPT2LMHeadModel, whose linears are Conv1D with weights [in, out]. The fused QKV of
-# GPT2LMHeadModel has all of q, then k, then v; our fused QKV is ordered by head.
+# Format of transformers' GPT2LMHeadModel, whose linears are Conv1D with weights [in, out]. GPT2LMHeadModel's fused QKV
+# holds q for all heads, then k, then v; our fused QKV holds q, k and v for each head in turn.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.wte."),

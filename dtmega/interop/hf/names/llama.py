@@ -1,4 +1,4 @@
-"""Names of Llama's weights and keys in transformers' LlamaForCausalLM."""
+"""Names of Llama's weights and config keys in transformers' LlamaForCausalLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of T5's weights and keys in transformers' T5ForConditionalGeneration."""
+"""Names of T5's weights and config keys in transformers' T5ForConditionalGeneration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.formats.sources import Source
 
-# Kind of feed-forward in transformers -> our name of the activation, and True if the feed-forward is gated.
+# Kind of feed-forward in transformers -> our name for the activation, and True if the feed-forward is gated.
 FEED_FORWARDS = {
     "relu": ("relu", False),
     "gated-relu": ("relu", True),

@@ -1,4 +1,4 @@
-"""Tensor parallelism for mixtures of experts: each rank holds some of the experts, each of them whole.
+"""Tensor parallelism for mixtures of experts: each rank holds some of the experts, and does not cut any expert.
 
 Every rank has all tokens and routes them identically. Each rank computes the tokens routed to its own experts, and the
 ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features. transformers'
@@ -24,7 +24,7 @@ from dtmega.plans.base import Style, computing_on, local_part
 class Experts(Style):
     """Style of a module with E experts and parameters [E, ...]. Each rank gets E / tp experts.
 
-    The module is called with tokens [N, D], expert numbers for each token [N, k], and weights of these experts [N, k].
+    The module's inputs are the tokens [N, D], each token's expert numbers [N, k], and these experts' weights [N, k].
     """
 
     cost = ("all-reduce, backward two all-reduces", "")
@@ -71,8 +71,8 @@ class Experts(Style):
         n_local = module.num_experts
         numbers = numbers - self.group.rank() * n_local
         elsewhere = (numbers < 0) | (numbers >= n_local)
-        # A rank's experts give only part of the gradients of tokens and weights, so `copy` sums both gradients in
-        # backward.
+        # A rank's experts contribute only a part of the gradients for tokens and weights, so `copy` sums both gradients
+        # in backward.
         x = mappings.copy(x, self.group)
         weights = mappings.copy(weights, self.group).masked_fill(elsewhere, 0.0)
         with computing_on(module, local_part):

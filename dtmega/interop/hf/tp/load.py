@@ -44,8 +44,8 @@ TIED = 'config.json ties them; transformers un-ties such a model: set "tie_word_
 def open_folder(directory: Path | str, model: Any) -> Folder:
     """Open a directory's parameters and stored buffers, under the names in a `transformers` model.
 
-    Tied parameters must be stored with equal values. transformers itself would untie parameters whose stored values
-    differ. Here, config.json decides what is trained, so config.json must say that the parameters are untied.
+    Tied parameters must be stored with equal values. If stored values differ, transformers would untie the parameters.
+    Here, config.json decides what is trained, so config.json must say that the parameters are untied.
 
     Args:
         directory: directory with the safetensors.
@@ -77,7 +77,7 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
 
 
 def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directions, model: Any) -> Source:
-    """The stored tensors under the model's names; each is stored whole or as several components.
+    """The stored tensors under the model's names. Each tensor is stored whole or as several components.
 
     Args:
         files: the directory's files.
@@ -185,7 +185,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 
     def name_of(key: str) -> str | None:
         name, converter_pattern = rename_source_key(key, renamings, converters, prefix, names)
-        # A tensor may already be stored under the model's own name, and the renamings would change that name.
+        # A tensor may already be stored under the model's own name, which the renamings would change.
         if name not in names and key in names:
             name, converter_pattern = rename_source_key(key, [], [], prefix, names)
         if name not in names:

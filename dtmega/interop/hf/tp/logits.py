@@ -65,7 +65,7 @@ class Parts(NamedTuple):
         """Parts for the same logits multiplied by a number."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
-        # With scale and softcap both multiplied by the factor, scale * z / softcap in the tanh stays the same.
+        # If scale and softcap are both multiplied by the factor, z / softcap inside the tanh stays the same.
         return self._replace(scale=self.scale * factor, softcap=self.softcap * factor)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,7 @@
 """Plans how to cut a model by transformers' own plan: `config.base_model_tp_plan` and `_tp_plan`.
 
-The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nobody else checks these
-plans against the gradients of one process, so `parallelize_hf` checks the plan each time, on a small clone.
+The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nobody else compares the
+gradients under these plans with the gradients of one process, so `parallelize_hf` does, each time, on a small clone.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
             if tp cannot cut the module in that style; False to raise an error instead.
 
     Raises:
-        ValueError: tp does not divide the heads; or `rest_whole` is False, and the plan has a string without a style
-            here or a string for a single parameter.
+        ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string without a
+            style here or a string for a single parameter.
     """
     config = model.config
     check_heads(config, tp)
@@ -127,10 +127,10 @@ def _no_style(family: str, string: str, pattern: str, is_parameter: bool) -> str
 
 
 def check_heads(config: Any, tp: int) -> None:
-    """Raise an error if tp does not divide the heads, or if the key heads can be neither cut nor copied evenly.
+    """Raise an error if tp does not divide the head count, or if the kv heads can be neither cut nor copied evenly.
 
     Raises:
-        ValueError: the number of heads or the number of key heads does not fit tp.
+        ValueError: the number of heads or the number of kv heads does not fit tp.
     """
     key = "num_attention_heads"
     heads = getattr(config, key, None)
@@ -142,7 +142,7 @@ def check_heads(config: Any, tp: int) -> None:
 
 
 def copy_heads(plan: HFPlan, model: Any) -> None:
-    """Copy key heads if there are fewer key heads than ranks. Each rank computes the key head that its queries need.
+    """Copy kv heads if there are fewer kv heads than ranks. Each rank computes the kv head that its queries need.
 
     Raises:
         ValueError: keys and values do not come from separate linears that are cut by output features.
@@ -158,7 +158,7 @@ def copy_heads(plan: HFPlan, model: Any) -> None:
         )
     for name in projections:
         plan.table[name] = KVColumn(kv_heads, Stack()).entering()
-        # All query heads on a rank share the rank's single key head.
+        # All query heads on a rank share the rank's single kv head.
         plan.table[name.rpartition(".")[0]] = Counts({"num_key_value_groups": model.config.num_attention_heads // tp})
 
 

@@ -1,9 +1,9 @@
 """Styles for fused projections and for Conv1D, GPT-2's transposed linear.
 
 The weight of a fused projection consists of several matrices side by side. Each matrix is cut, so a rank's part is not
-contiguous. DTensor's placement for a part that is not contiguous is `_StridedShard`: `full_tensor()` returns the
-columns in transformers' order on any layout (torch 2.11 raises an error instead; `shards.full_tensor` works in torch
-2.11 too). A checkpoint must not treat a strided shard as one box; see `docs/log/2026-11.md`.
+contiguous. DTensor has the placement `_StridedShard` for non-contiguous parts. With this placement, `full_tensor()`
+returns the columns in transformers' order on any layout; in torch 2.11 it fails, but `shards.full_tensor` works.
+A checkpoint must not treat a strided shard as one box; see `docs/log/2026-11.md`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PackedColumn(Column):
 
     Each matrix is cut over tp.
 
-    The bias stays whole on every rank, because FSDP2 also cuts dim 0. A vector that is cut over tp by parts, and then
-    by FSDP2, would be gathered in the wrong order.
+    The bias stays whole on every rank, because FSDP2 also cuts dim 0. A vector that is first cut by parts over tp and
+    then cut by FSDP2 would be gathered in the wrong order.
     """
 
     of_heads = True  # the whole bias is used for this rank's heads only, so its gradient has to be summed
@@ -73,7 +73,7 @@ class PackedRow(Row):
 
 
 class MultiQueryColumn(Column):
-    """Style of an nn.Linear whose output is all query heads, then one key head and one value head for all queries.
+    """Style of an nn.Linear whose output holds all query heads, then a key head and a value head that queries share.
 
     The weight is whole on every rank. Each rank computes its own query heads, and the shared keys and values. The
     weight's gradient is summed over tp.
@@ -151,7 +151,7 @@ class ConvRow(_Conv, Row):
 
 
 class ConvPacked(_Conv, PackedColumn):
-    """A PackedColumn for GPT-2's Conv1D to [q | k | v]. A contiguous cut by 2 would put all of q on rank 0."""
+    """A PackedColumn for GPT-2's Conv1D with output [q | k | v]. For tp=2, a plain cut would put all of q on rank 0."""
 
     dim = 1
 

@@ -82,17 +82,17 @@ def parallelize_hf(
             plain tensor parallelism.
         loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. All ranks of
             tp then compute `out.logits` together, on first use.
-        generic: True to let a model without any plan compute on DTensors, with a warning. If transformers' own plan has
-            an unknown string for a module, the module then stays whole on every rank.
-        verify_native: True to verify transformers' own plan on a small clone first, as `verify_plan` does; this takes
+        generic: True to let a model without any plan compute on DTensors, with a warning, and to keep a module whole on
+            every rank if transformers' own plan has an unknown string for the module.
+        verify_native: True to verify transformers' own plan on a small clone first, as `verify_plan` does, which takes
             about a second.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has dims
-            other than those above, or transformers' own plan is wrong. After an error, the model is unchanged.
+        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has
+            unsupported dims, or transformers' own plan is wrong. After an error, the model is unchanged.
     """
     tp, _ = meshes(mesh)
     plan.check(model, mesh.device_type)
@@ -170,7 +170,7 @@ def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The tp mesh, and the mesh of the data ranks (None if there is only one data rank).
 
     Raises:
-        ValueError: the mesh has dims other than those that `parallelize_hf` accepts.
+        ValueError: the mesh has dims that `parallelize_hf` does not accept.
     """
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1 and names in ((), ("tp",)):

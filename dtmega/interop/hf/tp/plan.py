@@ -129,7 +129,7 @@ def _style_in_stack(spec: StyleSpec, stack: Stack, facts: FamilyFacts, config: A
     heads = getattr(config, facts.heads)
     kv_heads = (getattr(config, facts.kv_heads) or heads) if facts.kv_heads else heads
     if isinstance(spec, Attention):
-        # If there are fewer key heads than ranks, the key heads are copied, so every rank has at least one.
+        # If there are fewer kv heads than ranks, the kv heads are copied, so every rank has at least one.
         kv_here = max(1, kv_heads // tp)
         counts = {spec.groups: heads // tp // kv_here, spec.kv_heads: kv_here}
         attributes = {name: count for name, count in counts.items() if name is not None}
@@ -171,8 +171,8 @@ def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHe
 def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
     """Give every other module with parameters a style that keeps the module whole on each rank.
 
-    A module needs no style of its own if other styles already cover all its parameters, which may be tied: BERT has a
-    second name for the head's bias.
+    A module needs no style of its own if other styles already cover all its parameters through ties. For example, BERT
+    has a second name for the head's bias.
 
     Args:
         plan: the plan, which must already have all other styles.

@@ -1,8 +1,8 @@
 """Styles for the places where the hidden state is cut or gathered: around a stack of blocks, and around attention.
 
-The modules keep their own forwards. A forward raises an error in two cases where its results would be wrong: if the
-forward returns attention probabilities, because a rank has only the probabilities of its own heads; or if the ranks
-would draw different dropout masks.
+The modules keep their own forwards. A forward raises an error in two cases where the results would be wrong: if it is
+asked for attention probabilities, because a rank has only the probabilities of its own heads; or if the ranks would
+draw different dropout masks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtmega.plans.styles import Enter
 
 
 class Counts(ParallelStyle):
-    """Style of a module whose attributes count heads or groups of heads. Each attribute is set to this rank's count.
+    """Style of a module with attributes that count heads or head groups; sets each attribute to this rank's count.
 
     Args:
         set: name of an attribute -> new value.
@@ -92,12 +92,12 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 class StackBoundary(ParallelStyle):
     """Style of a stack's first and last block: cuts the sequence before the first block, gathers it after the last.
 
-    Each forward decides anew whether the sequence is cut; see `styles.Stack`.
+    Whether the sequence is cut is decided separately for each forward; see `styles.Stack`.
 
     Args:
         stack: the stack of blocks.
         first: True for the first block.
-        last: True for the last block; a single block is both.
+        last: True for the last block. If a stack has only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
@@ -140,7 +140,7 @@ class StackBoundary(ParallelStyle):
 
 
 class Guard(ParallelStyle):
-    """Style of the module that runs a stack. Forwards whose results would be wrong in a cut model raise an error.
+    """Style of the module that runs a stack: raises an error before a forward whose results would be wrong under tp.
 
     Args:
         stack: the stack of blocks.

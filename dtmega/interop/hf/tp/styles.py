@@ -24,8 +24,8 @@ from dtmega.plans.styles import Column, Row, check_kv_heads
 class Stack(base.Stack):
     """A stack of blocks. The hidden state is cut along S in every forward where tp divides S.
 
-    Any other forward is plain tensor parallel, with the same results. So a prompt of odd length works, and `generate`
-    can add tokens one by one.
+    Any other forward uses plain tensor parallelism, with the same results. So a prompt of odd length works, and
+    `generate` can add tokens one by one.
 
     Args:
         sequence_parallel: True to cut the hidden state along S; False to never cut it.
@@ -50,7 +50,7 @@ class Stack(base.Stack):
 
 
 class GatheredColumn(Column):
-    """transformers' `colwise_gather_output`: a linear cut by output features, which are gathered on every rank."""
+    """transformers' `colwise_gather_output`: a linear cut by output features; the output is gathered on every rank."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -66,7 +66,7 @@ class GatheredColumn(Column):
 
 
 class SplitRow(Row):
-    """transformers' `rowwise_split_input`: a linear cut by input features, whose input is whole on every rank."""
+    """transformers' `rowwise_split_input`: a linear cut by input features; the input is whole on every rank."""
 
     cost = ("all-reduce, backward all-gather", "")
 

@@ -41,14 +41,14 @@ class _Sizes(NamedTuple):
 
 
 def tiny_config(config: Any, tp: int) -> Any:
-    """A configuration like `config`, but with two layers (or one of each kind), few small heads, and no dropout.
+    """A config like `config`, but with two layers (or one layer of each kind), few small heads, and no dropout.
 
-    The new configuration keeps everything that affects how tp cuts: whether there are fewer key heads than query heads
-    or ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. Each
+    The new config keeps everything that affects how tp cuts: whether there are fewer kv heads than query heads or
+    ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. Each
     rank gets two heads and two experts, so that a wrong order of heads or experts becomes visible.
 
     Args:
-        config: the large model's configuration, which is not changed.
+        config: the large model's config, which is not changed.
         tp: number of ranks over which the clone is to be cut.
 
     Raises:
@@ -79,7 +79,7 @@ def tiny_config(config: Any, tp: int) -> Any:
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> Any:
-    """The value of the first key in `keys` that a configuration sets; None if the configuration sets none."""
+    """The value of the first key in `keys` that a config sets; None if the config sets none of the keys."""
     return next((getattr(config, key) for key in keys if getattr(config, key, None)), None)
 
 
@@ -101,8 +101,8 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
     if kv_heads == heads:
         few_kv = few = 2 * tp
     else:
-        # If tp divides the number of key heads, tp must divide the clone's number too. Otherwise key heads are copied
-        # to several ranks, and the clone keeps the number of key heads.
+        # If tp divides the number of kv heads, tp must divide the clone's number too. Otherwise kv heads are copied to
+        # several ranks, and the clone keeps the number of kv heads.
         few_kv = tp if kv_heads % tp == 0 else kv_heads
         few = max(2 * few_kv, 2 * tp)
     if facts := KNOWN.get(config.model_type):
@@ -147,7 +147,7 @@ def build(model_class: type[Any], config: Any, attention: str) -> Any:
 
     Args:
         model_class: model class from transformers.
-        config: the model's configuration.
+        config: the model's config.
         attention: name of the attention implementation.
     """
     with torch.random.fork_rng():

@@ -66,8 +66,8 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
         parallelize: function that cuts the clone.
 
     Raises:
-        ValueError: `parallelize` refuses the clone, no clone can be made, or the clone would prove nothing, because it
-            lacks a kind of module that the model has.
+        ValueError: `parallelize` refuses the clone, no clone can be made, or the clone would prove nothing because it
+            lacks a class of module that the model has.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     try:
@@ -129,8 +129,8 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
 def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float:
     """The relative deviation |ours - truth| / |truth|; inf if one is missing or the shapes differ.
 
-    A gradient that is only rounding noise is compared with the norm of all gradients instead. The gradient of a key
-    bias is only noise, because softmax cancels the bias.
+    If a gradient is only rounding noise, its deviation is divided by the norm of all gradients instead. For example, a
+    key bias has only noise as its gradient, because softmax cancels the bias.
 
     Args:
         ours: tensor of the cut model; None if the cut model lacks this tensor.

@@ -19,7 +19,7 @@ _WHOLE = "all-gather of the logits, backward all-reduce"
 
 
 class LogitsHead(VocabStyle):
-    """Style of the head, an nn.Linear that is cut by rows: [..., D] -> logits [..., V] on every rank.
+    """Style of the head, an nn.Linear cut by rows: [..., D] -> logits [..., V] on every rank.
 
     If `fused`, a forward with labels returns `VocabLogits`: the loss is computed from this rank's columns, and the full
     logits are computed only if other code needs them.
