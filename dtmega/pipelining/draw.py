@@ -67,7 +67,7 @@ def svg(table: Table, title: str) -> str:
 
     Args:
         table: a complete table.
-        title: text above the picture; '' for neither a title nor space for a title.
+        title: text above the picture; '' to leave out both the title and the space for a title.
     """
     timeline = simulate(table)
     stages_of_ranks = stages_in(table)

@@ -16,8 +16,8 @@ from dtmega.ops.key_value_cache import KeyValueCache
 class Relay:
     """Pipeline stages that run one after the other. After each stage, its rank broadcasts the output to all ranks.
 
-    A schedule would make use of the time that the other ranks spend waiting. But a schedule needs a fixed sequence
-    length, and also the shapes of gradients.
+    A schedule would use the time that the other ranks spend waiting, but a schedule needs a fixed sequence length and
+    the shapes of gradients.
 
     Args:
         stages: this rank's models, by stage number.

@@ -64,7 +64,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
 
 
 def splits_backward(cfg: config.Config, pp: int) -> bool:
-    """True if the schedule runs backward in two parts: first for gradients of inputs, later for weights."""
+    """True if the schedule runs backward in two parts: first for input gradients, later for weight gradients."""
     if pp == 1:
         return False
     if cfg.pipeline.csv:
@@ -74,7 +74,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """The rule that n microbatches would break, in words; '' if no rule is broken. The rules are torch's."""
+    """The rule that n microbatches would break, in words; '' if no rule is broken. The rules come from torch."""
     if pipeline.csv:
         n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == n_in_file else f"the {n_in_file} that the file has"
@@ -106,7 +106,7 @@ class Pipeline:
         pipeline: the [pipeline] section of the configuration.
         stages: this rank's modules by ascending stage number; `stage.Stage` describes the interface of a module.
         group: the pp group.
-        boundaries: for each stage but the last, meta tensors that describe the tensors that the stage hands on.
+        boundaries: meta tensors that describe the tensors handed on by each stage but the last.
         device: device that this rank computes on.
     """
 

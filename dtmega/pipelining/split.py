@@ -1,4 +1,4 @@
-"""The cut of a model into stages: which pieces each stage holds, and which stages each rank holds."""
+"""Cut a model into stages: decide which pieces each stage holds, and which stages each rank holds."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Stage(PipelineStage):
         group: the pp group.
         before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage hands on; empty for the last stage.
-        take: function from the module's outputs to the sums that belong to the loss, each with a factor (`Tally.add`).
+        take: function that takes the module's outputs and returns the loss's sums, each with a factor (`Tally.add`).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Stage(PipelineStage):
             group=group,
         )
         self._input_names, self._handed_on, self._take = list(before), dict(after), take
-        # True if all stages before are frozen. Then no input needs a gradient, and backward has no part for inputs.
+        # True if all earlier stages are frozen. Then no input needs a gradient, and backward has no part for inputs.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ class ScheduleKind(NamedTuple):
     Attributes:
         per_rank: number of stages per rank: exactly 1, exactly 2, or at least 2.
         shape: name of the rule that assigns stages to ranks (`split.stages_of_ranks`).
-        splits_backward: True if backward runs in two parts: first for gradients of inputs, later for weights.
+        splits_backward: True if backward runs in two parts: first for input gradients, later for weight gradients.
     """
 
     per_rank: Literal["1", "2", "2+"]
@@ -95,7 +95,7 @@ def make_table(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> Table
 
 
 def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> Table:
-    """Make the table of a schedule in SCHEDULES, whose requirements must hold (`schedule.check_schedule`)."""
+    """Make the table of a schedule in SCHEDULES. The schedule's requirements must hold (`schedule.check_schedule`)."""
     if schedule == "GPipe":
         return [_all_forwards_all_backwards(rank, n_microbatches) for rank in range(pp)]
     if schedule == "1F1B":
@@ -145,7 +145,7 @@ def csv_table(path: str, pp: int) -> Table:
 
     Raises:
         ValueError: the file cannot be read; a cell is not an action; the number of rows differs from pp; the schedule
-            is not valid, because something is missing or the order cannot run.
+            breaks one of the rules above, or cannot run in the given order.
     """
     where = f"{path} ([pipeline] csv)"
     try:
@@ -173,7 +173,7 @@ def _check_complete(table: Table, where: str) -> None:
     """Check that a table holds every action of a pipeline once, on the right ranks.
 
     Raises:
-        ValueError: the table is not complete. The message says where.
+        ValueError: the table breaks a rule of `csv_table`, or the forwards of the last stage are out of order.
     """
     stages_of_ranks = stages_in(table)
     stages = sorted(itertools.chain.from_iterable(stages_of_ranks))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from dtmega.distributed import replica_check
 from dtmega.ops.shards import local
 
-GATHERED = 2**22  # elements of each copy to gather at a time, to limit the memory for the other ranks' copies
+GATHERED = 2**22  # number of elements of each copy to gather at a time, to limit the memory for the other ranks' copies
 
 
 def shared(
@@ -54,8 +54,8 @@ class Tied:
     Args:
         name: name of the parameter in checkpoints.
         copies: stage number -> this rank's copy, by ascending number; at least one copy.
-        places: for each rank of the group, in order, the numbers of the stages whose copies the rank holds.
-        group: the ranks that hold a copy; None: this rank holds all copies.
+        places: list of stage numbers for each rank of the group, in order: the stages whose copies the rank holds.
+        group: the ranks that hold a copy; None if this rank holds all copies.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Tied:
     def sum_gradients(self) -> None:
         """Set the gradient of every copy to the sum over all copies. Frozen copies have no gradient.
 
-        All ranks of the group call this together, after backward and before the gradient norm.
+        All ranks of the group call this method together, after backward and before the gradient norm.
         """
         gradients = [local(copy.grad) for copy in self.copies.values() if copy.grad is not None]
         assert len(gradients) == sum(copy.requires_grad for copy in self.copies.values())
@@ -118,7 +118,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """True if all copies are bitwise equal. All ranks of the group call this together and get the same answer."""
+        """True if all copies are bitwise equal. Every rank of the group calls this method and gets the same answer."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
@@ -135,5 +135,5 @@ def _add_up(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """The device that collectives run on. For a DTensor this is the mesh's device, since FSDP may offload the data."""
+    """The device for collectives. A DTensor uses the mesh's device, since FSDP may offload the tensor's data."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -2,7 +2,7 @@
 
     table = plans.bloom.plan(cfg.model)            # styles.py lists the styles
     partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
-    shard_buffers(model, mesh, table)              # once the buffers have values
+    shard_buffers(model, mesh, table)              # when the buffers have values
     sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
 
 `check_plan` checks that a plan fits a model, and needs no mesh.
@@ -38,7 +38,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
     The ranks do not communicate: each rank holds whole parameters, or meta tensors, and takes its own parts.
 
     Args:
-        model: a whole model, or a pipeline stage, in which modules of other stages are None or missing from their
+        model: a whole model, or a pipeline stage. In a stage, modules of other stages are None or missing from their
             ModuleDict.
         mesh: the 1-D tp mesh.
         plan: pattern of module or buffer names -> style; `*` stands for one component of a name, "" for the model.
@@ -106,7 +106,7 @@ def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
 
 
 def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> list[str]:
-    """The full names of parameters, each of which is given as a module and a name in that module.
+    """The full names of parameters that are given as (module, name in that module) pairs.
 
     The names are in the order of the model, so that all ranks sum the gradients in the same order. A tied parameter
     appears once.
@@ -143,7 +143,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Replace each buffer that the plan cuts by this rank's part. Call this function once the buffers have values.
+    """Replace each buffer in the plan with this rank's part. Call this function when the buffers have values.
 
     Raises:
         ValueError: a buffer is not whole, for example because the function was called twice.
@@ -179,7 +179,7 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """The modules or buffers that match a pattern, as (name, match), or (name, None) if they are on another stage.
+    """The modules or buffers that match a pattern, as (name, match) pairs; `match` is None if it is on another stage.
 
     The pattern is followed component by component, from the model down; `*` branches to all children.
     """
@@ -187,7 +187,7 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
     for component in pattern.split(".") if pattern else []:
         children: list[tuple[str, Any]] = []
         for prefix, owner in matches:
-            # On a pipeline stage without layers `*` finds an empty ModuleDict: all layers are on other stages.
+            # On a pipeline stage without layers, `*` finds an empty ModuleDict: all layers are on other stages.
             if owner is None or (component == "*" and isinstance(owner, nn.ModuleDict) and not owner):
                 children.append((prefix, None))
                 continue
@@ -216,7 +216,7 @@ def _check_regions(entered: list[str], inside: list[str]) -> list[str]:
         inside: names of the modules that compute on the input of a region.
 
     Returns:
-        For each name in `inside`, the name in `entered` of the module whose region contains it.
+        One name from `entered` for each name in `inside`: the module whose region contains the inner module.
     """
     regions = []
     for name in inside:

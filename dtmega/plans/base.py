@@ -29,9 +29,9 @@ from dtmega.plans import mappings, products
 
 
 class Stack:
-    """A stack of blocks, with a layout for the hidden state between modules, and a way into and out of a region.
+    """A stack of blocks: defines the layout of the hidden state between modules, and how to enter and leave a region.
 
-    In a region each rank computes its own features (heads, channels) from the same input [B, S, D].
+    In a region, each rank computes its own features (heads, channels) from the same input [B, S, D].
 
     Args:
         sequence_parallel: True if the hidden state is cut along S between modules.
@@ -104,7 +104,7 @@ class Style(ParallelStyle):
         return (nn.Linear,)
 
     def placement(self, name: str, tp: int) -> Placement | None:
-        """The placement of a parameter over tp ranks; None if the style does not support a parameter of this name."""
+        """The placement of a parameter over tp ranks; None if the style does not support a parameter with this name."""
         return self.placements.get(name)
 
     def partial_gradients(self, module: nn.Module, tp: int) -> set[str]:
@@ -177,7 +177,7 @@ def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) ->
 def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of a style in a plain function, which can be bound to a module.
 
-    The method is already bound to the style. Dynamo in torch 2.11 cannot trace the call of a method that is bound
+    The method is already bound to the style. Dynamo in torch 2.11 cannot trace a call to a method that is bound
     twice, so binding the method itself to a module would cause a graph break in every block.
     """
 

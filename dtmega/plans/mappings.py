@@ -14,9 +14,9 @@
 With sequence parallelism, regions begin with `gather` and end with `scatter`, and between regions each rank keeps only
 its part of the sequence.
 
-`split` cuts a tensor that every rank has, and `join` is its inverse. The two are for code in which all ranks compute
-what a single process would compute. In this code each gradient is complete on its rank, so backward joins or cuts
-gradients but never adds them up.
+`split` cuts a tensor that every rank has, and `join` is its inverse. `split` and `join` are for code in which all ranks
+compute what a single process would compute. In this code, each gradient is complete on its rank, so backward joins or
+cuts gradients but never adds them up.
 
 A tensor of rows, [N/tp, D], is gathered and scattered along N. The rows of the gathered tensor may be in a different
 order than the tokens, because `scatter` restores the order.
@@ -141,7 +141,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Started:
-    """A running collective. Nobody may read the result before `wait` has returned it."""
+    """A running collective. Do not read the result before `wait` has returned it."""
 
     def __init__(self, result: Tensor, work: dist.Work | None) -> None:
         self._result, self._work = result, work

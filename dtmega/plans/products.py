@@ -1,8 +1,8 @@
-"""The matrix product of all styles: keeps no gathered inputs, and overlaps computation with communication.
+"""The matrix product used by all styles: keeps no gathered inputs, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
-input. At tp 4, the gathered input would be a quarter of the memory that a layer keeps for backward (docs/design.md). So
-no product keeps the gathered input, and backward gathers the input again from this rank's part:
+input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
+So no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
 1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
 2. `again`, called where the region ends, consumes the tickets. Autograd therefore runs the backward of `again` before
@@ -11,10 +11,10 @@ no product keeps the gathered input, and backward gathers the input again from t
    carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
 Time. The gradient of the input must be summed over the ranks. While this sum is communicated, the gradient of a weight
-is computed. To make this possible, the products of a region form a chain, along which each product adds its part of the
-input's gradient. The first product of the region comes last in backward: the first product starts the sum, computes the
-gradient of its weight, and then waits for the sum. Inductor cannot follow the chain, so in a compiled block only
-regions with a single product overlap communication and computation.
+is computed. For this overlap, the products of a region form a chain. Along the chain, each product adds its part of the
+input's gradient. Backward reaches the region's first product last. This product starts the sum, computes the gradient
+of its weight, and then waits for the sum. Inductor cannot follow the chain, so in a compiled block only regions with a
+single product overlap communication and computation.
 
 Megatron's `LinearWithGradAccumulationAndAsyncCommunication` saves memory and time in the same way
 (core/tensor_parallel/layers.py).
@@ -37,9 +37,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x W^T + b, [..., in] -> [..., out]. All styles multiply matrices with this function.
 
     Args:
-        x: activation of this rank, [..., in], which is not kept for backward if `enter` has gathered it.
-        weight: [out, in], this rank's part of the weight.
-        bias: [out], this rank's part of the bias; None: no bias.
+        x: this rank's activation, [..., in]. If `enter` has gathered the activation, it is not kept for backward.
+        weight: this rank's part of the weight, [out, in].
+        bias: this rank's part of the bias, [out]; None for no bias.
     """
     region = getattr(x, "region", None)
     # Autocast would cast both factors in forward, but the backward below would use the factors before the cast.
@@ -231,7 +231,7 @@ class _Again(torch.autograd.Function):
             ctx.region.start()
             return grad, None, None, None, *[None] * ctx.n_tickets
         # The compiler would see that forward has gathered the same tensor, and would keep that result for backward. To
-        # hide this from the compiler, `where` makes the input depend on the gradient: it selects between equal tensors.
+        # prevent this reuse, `where` selects between equal tensors, so that the input depends on the gradient.
         part = torch.where(grad[(0,) * grad.ndim] > 0, part, part)
         gathered = mappings.gathered(part, ctx.group)
         return grad, None, None, None, *[gathered] * ctx.n_tickets

@@ -48,7 +48,7 @@ class Enter(ParallelStyle):
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
-        also: names of keyword arguments that are hidden states too and are whole on every rank (an encoder's output).
+        also: names of keyword arguments that also hold hidden states, whole on every rank (an encoder's output).
     """
 
     enters, inside = True, False
@@ -83,7 +83,7 @@ class Enter(ParallelStyle):
         return products.again(type(module).forward(module, *args, **kwargs), entered)
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Change other keyword arguments of the module, in place. Subclasses override this."""
+        """Change other keyword arguments of the module, in place. Subclasses override this method."""
 
 
 class EnterOnce(ParallelStyle):
@@ -179,7 +179,7 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
         change: configuration keys that the message asks to change.
 
     Raises:
-        ValueError: neither of the two numbers divides the other.
+        ValueError: neither kv_heads nor tp divides the other.
     """
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(

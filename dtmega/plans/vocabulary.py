@@ -76,7 +76,7 @@ class VocabEmbedding(VocabStyle):
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """The module's output for x, indices into this rank's `n_rows` rows. `start` is the rank's first global row."""
+        """The module's output for x, which indexes this rank's `n_rows` rows. `start` is the first global row."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
             # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set it.
@@ -107,7 +107,7 @@ class WholeEmbedding(Style):
 
 
 class HeadColumns(Style):
-    """nn.Embedding [buckets, H] of T5's relative positions, cut by heads: bucket numbers [N] -> [N, H/tp]."""
+    """nn.Embedding [buckets, H] for T5's relative positions, cut by heads: bucket numbers [N] -> [N, H/tp]."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
 
@@ -119,11 +119,11 @@ class HeadColumns(Style):
 
 
 class Rejoin(ParallelStyle):
-    """A module that is not cut: every rank gathers its whole input, [B, S/tp, D] -> [B, S, D], and does the same work.
+    """A module that is not cut: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and does the same work.
 
     The gradient of the gathered input is complete on every rank, so in backward each rank takes its part, and nothing
-    is summed. Without sequence parallelism there is nothing to do. Modules inside see a sequence that is not cut.
-    Modules inside have whole parameters (`Whole(False)`), or are cut as regions of their own (`VocabHead(False)`).
+    is summed. Without sequence parallelism there is nothing to do. Modules inside see the whole sequence.
+    These modules have whole parameters (`Whole(False)`), or are cut as regions of their own (`VocabHead(False)`).
 
     Args:
         stack: stack that the module belongs to, as in `Style`.

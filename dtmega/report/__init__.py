@@ -1,6 +1,6 @@
 """The report about a run, as one HTML page.
 
 `record.py` reads metrics.jsonl, `run.py` reads the whole run directory, and `page.py` writes the HTML. `curves.py`
-computes the curves, which `plots.py` and `phase_plot.py` draw with plotly for the page, and `png.py` with matplotlib
-for `--png`. plotly and matplotlib are optional; only the modules that draw, and `write.py`, import the two libraries.
+computes the curves. `plots.py` and `phase_plot.py` draw the page's figures with plotly, and `png.py` draws the picture
+for `--png` with matplotlib. The two libraries are optional, and only the drawing modules and `write.py` import them.
 """

@@ -6,7 +6,7 @@ A run has the same colour in every figure and table. The lines of one run differ
 from __future__ import annotations
 
 COLOURS = ("#2266cc", "#dd6b10", "#1a8a5a", "#a23bb0", "#c22f45", "#0e8f9e", "#7a6a1c", "#5a5f6b")
-# Name of a phase of a step -> colour of the phase.
+# Phase of a step -> colour of the phase.
 PHASE_COLOURS = {
     "data": "#dd6b10",
     "counts": "#e3b341",
@@ -28,7 +28,7 @@ def colour(number: int) -> str:
 
 
 def faint(hexadecimal: str) -> str:
-    """A transparent shade of a colour like "#2266cc", for the curve of single steps under a running mean."""
+    """A transparent shade of a colour like "#2266cc", for the curve of individual steps under a running mean."""
     red, green, blue = (int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.32)"
 

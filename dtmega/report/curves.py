@@ -17,7 +17,7 @@ from dtmega.files import console
 from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
-BUCKETS = 2000  # number of stretches in a thinned curve, with two points each; a screen has fewer columns of pixels
+BUCKETS = 2000  # number of stretches in a thinned curve, with two points each; screens have fewer pixel columns
 MEAN_POINTS = 1000  # maximum number of points of a running mean
 MAX_SHARES = 500  # maximum number of points in the curve of a phase's share
 MEANS = 50  # a running mean's window spans 1 / MEANS of all steps
@@ -135,14 +135,14 @@ COUNT, PERCENT, BYTES = "count", "%", "B"  # units whose tick labels have a spec
 
 
 class Panel(NamedTuple):
-    """A panel of a figure, which shows one number over the steps.
+    """A panel of a figure, which shows one metric over the steps.
 
     Attributes:
         key: name of the series in the record.
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
         log: True for a logarithmic vertical axis.
-        mean: True to draw a running mean on top of the single steps, because noise in the steps hides the trend.
+        mean: True to draw a running mean on top of the individual steps, because noise hides the trend.
     """
 
     key: str
@@ -171,11 +171,11 @@ PANELS = (
     PHASES,
     Panel("peak_memory_bytes", "Peak memory of rank 0", BYTES, mean=False),
 )
-MAX_OTHERS = 8  # maximum number of panels for other numbers, for example the parts of a loss, or [log] params_norm
+MAX_OTHERS = 8  # maximum number of panels for other metrics, for example the parts of a loss, or [log] params_norm
 
 
 def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:
-    """The panels below the loss: first the panels of PANELS that have data, then one panel for each remaining number.
+    """The panels below the loss: first the panels of PANELS that have data, then one panel for each remaining metric.
 
     Args:
         series: series keys of all runs.
@@ -209,6 +209,6 @@ def restarted_after(run: Run) -> list[int]:
 
 
 def plain(text: str, most: int = MAX_CHARACTERS) -> str:
-    """The text on one line, with control and invisible characters escaped, then cut to at most `most` characters."""
+    """Put a text on one line: escape control and invisible characters, then keep at most `most` characters."""
     text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -22,7 +22,7 @@ INK, FAINT = "#1d2733", "#5b6673"
 
 
 def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
-    """The size of each mesh axis in a recorded layout; None if their product is not the number of processes."""
+    """The size of each mesh axis in a recorded layout; None if the sizes' product is not the number of processes."""
     sizes = {axis: layout.get(axis, 1) for axis in mesh.AXES}
     n = layout.get("processes", 0)
     return sizes if n > 0 and min(sizes.values()) > 0 and math.prod(sizes.values()) == n else None
@@ -87,7 +87,7 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
     """An SVG drawing of the pipeline's schedule, and the title of the drawing.
 
     Args:
-        values: the recorded configuration, by section, which may come from another version of dtmega.
+        values: recorded configuration, by section. The configuration may come from another version of dtmega.
         sizes: size of each axis of the mesh.
 
     Returns:

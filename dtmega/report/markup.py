@@ -15,7 +15,7 @@ WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narr
 
 
 def text(value: object, keep: str = "") -> str:
-    """Escape a text for HTML, between tags or in an attribute. Control and invisible characters are escaped too.
+    """Escape a text for use in HTML, between tags or in an attribute. Control and invisible characters are escaped too.
 
     Args:
         value: the text, or any object that `str` can turn into a text.

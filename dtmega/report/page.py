@@ -91,7 +91,7 @@ def page(
 def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime) -> list[str]:
     """The top of the page: the title, the verdict on each run, and the numbers.
 
-    The numbers of a single run are shown as cards. For several runs, a section shows the differences.
+    For a single run, the numbers are shown as cards. For several runs, a section shows the differences.
     """
     out = [f"<h1>{text(title)}</h1>"]
     for run, colour in zip(runs, colours, strict=True):
@@ -188,7 +188,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: text and, if there are several but not too many processes, drawings."""
+    """The HTML of one part's layout: a description and, for several processes, drawings that are not too large."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']
@@ -261,7 +261,7 @@ def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section with a sample of each run that has one; [] if no run has a sample."""
+    """The section with the runs' samples; [] if no run has a sample."""
     out = []
     for number, run in enumerate(runs):
         if run.sample:

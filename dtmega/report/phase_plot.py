@@ -1,4 +1,4 @@
-"""Draw the phases panel: the share of each phase in the step time, as stacked areas with a legend of their own."""
+"""Draw the phases panel: the share of each phase in the step time, as stacked areas with a separate legend."""
 
 from __future__ import annotations
 

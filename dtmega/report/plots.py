@@ -38,14 +38,14 @@ SYMBOLS = {
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
 FEW_STEPS = 8  # below this many steps, a tick is set at each step; otherwise plotly would put ticks between steps
 NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, beside the longest lane name
-LANES = {"skipped": "skipped steps"}  # kind of event -> name of its lane, if the name is not just the kind and an s
+LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, if the name is not simply the kind plus an s
 
 
 def over_steps(runs: Sequence[Run]) -> str:
-    """Draw a figure with panels for the loss, the events and every other number, all over the same step axis.
+    """Draw a figure with panels for the loss, the events and every other metric, all over the same step axis.
 
     Returns:
-        JSON of the plotly figure, with the key "narrow" for a second layout: for phones, all panels in one column.
+        JSON of the plotly figure. The key "narrow" holds a second layout, for phones, with all panels in one column.
     """
     panels = curves.panels(chain.from_iterable(run.record.series for run in runs), alone=len(runs) == 1)
     recorded_kinds = set()
@@ -74,7 +74,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
     Args:
         runs: the runs to draw.
         panels: panels below the loss and the events.
-        kinds: kinds of events, each of which has a lane.
+        kinds: kinds of events. Each kind has a lane.
         columns: number of columns for `panels`. The loss and the events span all columns.
     """
     rows = -(-len(panels) // columns)
@@ -144,7 +144,7 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
     Args:
         figure: the figure.
         run: the run to draw.
-        number: number of the run on the page, which gives the colour.
+        number: number of the run on the page, which determines the colour.
         alone: True if the page has only this run. With a single run the legend has one entry per curve; with several
             runs it has one entry per run.
     """
@@ -204,13 +204,13 @@ def _add_test_loss(figure: go.Figure, run: Run, number: int, *, alone: bool) -> 
 def _add_curve(
     figure: go.Figure, run: Run, number: int, panel: Panel, *, row: int, column: int, legend: str = ""
 ) -> None:
-    """Add the curve of one number to its panel: the thinned single steps and, if `panel.mean`, their running mean.
+    """Add the curve of one metric to its panel: the thinned individual steps and, if `panel.mean`, their running mean.
 
     Args:
         figure: the figure.
         run: the run to draw.
-        number: number of the run on the page, which gives the colour.
-        panel: the panel of the number.
+        number: number of the run on the page, which determines the colour.
+        panel: the metric's panel.
         row, column: position of the panel in the figure, counted from 1.
         legend: name of the curve in the legend; '' for no entry.
     """
@@ -381,8 +381,8 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
         most_decades: largest number of decades for which the axis has room for three ticks per decade.
 
     Returns:
-        The distance between ticks in decades if the values span more than `most_decades`. Otherwise "D2", which puts
-        ticks at 1, 2 and 5 of each decade, or None for plotly's own choice if the values are close together.
+        The distance between ticks in decades if the values span more than `most_decades`. Otherwise "D2", for
+        ticks at 1, 2 and 5 in each decade; or None, to let plotly choose, if the values are close together.
     """
     positive = np.concatenate([each[each > 0] for each in values])
     decades = float(np.log10(positive.max()) - np.log10(positive.min())) if positive.size else 0.0
@@ -404,5 +404,5 @@ def _lines(event: Event) -> str:
 
 
 def _packable(steps: np.ndarray) -> np.ndarray:
-    """Step numbers in a dtype that plotly can write in binary: int32, or float64 for large numbers, but not int64."""
+    """Convert int64 step numbers to a dtype that plotly can write in binary: int32, or float64 for large numbers."""
     return steps.astype(np.int32 if not steps.size or steps[-1] < 2**31 else np.float64)

@@ -22,7 +22,7 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write a PNG file with a wide loss panel and, below the loss, one panel for each other recorded number.
+    """Write a PNG file with a wide loss panel and, below that panel, one panel for each other recorded metric.
 
     Args:
         runs: the runs to draw.
@@ -54,15 +54,15 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
-    """Draw the curve of one number into its panel, with a dashed line at each restart.
+    """Draw the curve of one metric into its panel, with a dashed line at each restart.
 
     The loss panel also shows the validation losses.
 
     Args:
         axes: the panel's axes.
         run: the run to draw.
-        number: number of the run in the picture, which gives the colour.
-        panel: the panel of the number.
+        number: number of the run in the picture, which determines the colour.
+        panel: the metric's panel.
     """
     series = run.record.series
     name = curves.plain(run.name)
@@ -70,7 +70,7 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
         shown = curves.thinned(series[panel.key], curves.marked_steps(run))
         mean, _ = curves.running_mean(series[panel.key])
         has_mean = panel.mean and mean.steps.size > 0
-        # If there is a running mean, draw the single steps faintly, and give the legend entry to the mean.
+        # If there is a running mean, draw the individual steps faintly, and give the legend entry to the mean.
         alpha, width = (0.3, 0.8) if has_mean else (1.0, 1.4)
         marker = "." if shown.steps.size == 1 else ""
         label = None if has_mean else name

@@ -1,7 +1,7 @@
-"""Read a run's profiles: the profiler's summaries of how long phases and operators took in windows of steps.
+"""Read a run's profiles: the profiler's summaries of how long phases and operators took in each window of steps.
 
 A summary may be damaged, or may come from another program. Summaries that do not fit the class `Summary` are left out
-and counted. The trace beside a summary can have hundreds of MB and is never opened.
+and counted. The trace beside a summary can be hundreds of MB large and is never opened.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Operator(BaseModel):
 
     Attributes:
         name: name of the operator or kernel, for example "aten::addmm".
-        calls: number of calls of the operator.
-        self_s: seconds on the host, without the time of operators that this operator calls.
-        self_device_s: seconds on the GPU, without the time of operators that this operator calls.
+        calls: number of calls to the operator.
+        self_s: seconds on the host, excluding operators called by this operator.
+        self_device_s: seconds on the GPU, excluding operators called by this operator.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -62,7 +62,7 @@ class Operator(BaseModel):
 class Summary(BaseModel):
     """The content of a summary file, which describes one rank in one window of steps.
 
-    The file also names its trace. That name is not trusted: links use the summary's own file name, with another suffix.
+    The file also names the trace. That name is not trusted: links use the summary's own file name with another suffix.
 
     Attributes:
         rank: number of the rank.
@@ -85,8 +85,8 @@ class Summary(BaseModel):
     def whole_s(self) -> float:
         """The number of seconds that counts as 100 % for the shares of the phases.
 
-        The result is the length of the window, or the sum of the phases if the sum is larger. On a GPU, the device
-        times the phases and the host times the window, so the sum can be slightly larger.
+        The result is the length of the window, or the sum of the phases if the sum is larger. On a GPU, phases
+        are timed on the device and the window is timed on the host, so the sum can be slightly larger.
         """
         return max(self.seconds, sum(phase.seconds for phase in self.phases))
 

@@ -1,4 +1,4 @@
-"""Read `metrics.jsonl` into arrays, even if the run is still writing the file, was killed, or has a damaged disk.
+"""Read `metrics.jsonl` into arrays, even if the file is still being written, cut off or damaged.
 
 A line is read if it is a JSON object with a whole number as its `step`. Other lines are left out and counted. If a step
 appears twice, the later line wins. A million lines are read in seconds.
@@ -22,7 +22,7 @@ NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # keys whos
 
 
 class Series(NamedTuple):
-    """The values of one number of a run over the steps.
+    """The values of one of a run's metrics over the steps.
 
     Attributes:
         steps: step numbers, ascending, int64 [n].
@@ -135,7 +135,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _is_not_finite(record: Mapping[str, Any]) -> bool:
-    """True for a step that was skipped because its loss or gradient norm was not finite, which JSON writes as null.
+    """True for a step that was skipped because its loss or gradient norm was not finite (null in the file).
 
     With float16's loss scale, the gradients are expected to overflow now and then, so only the loss counts.
     """

@@ -31,11 +31,11 @@ Config = Mapping[str, Mapping[str, Any]]
 
 
 class Part(NamedTuple):
-    """A part of a run: the consecutive steps that were done after one start.
+    """A part of a run: the consecutive steps that follow one start.
 
     Attributes:
         first, last: numbers of the first and the last step.
-        start: start after which the steps were done; None if `starts.jsonl` does not record the start.
+        start: start at which the part began; None if `starts.jsonl` does not record the start.
     """
 
     first: int
@@ -65,10 +65,10 @@ class Run(NamedTuple):
         name: name of the run, unique on the page.
         record: content of metrics.jsonl, with the scores as further series.
         config: configuration of the newest start.
-        starts: starts of the run, oldest first: the newest start at step 0, and all starts after it.
-        parts: parts of the run, by ascending steps, at least one.
-        end: number of the step at which the run is to end; 0 if the number is not known.
-        ended: exit record of the newest attempt, or of its refusal; None if the attempt is running or was killed.
+        starts: starts of the run, oldest first: the newest start at step 0, and all later starts.
+        parts: parts of the run in the order of their steps; at least one part.
+        end: number of the last planned step; 0 if the number is not known.
+        ended: exit record of the newest attempt, which may be a refusal; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is none.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """The reason if the newest attempt was refused, as a sentence; else ''. A refusal leaves the run unchanged."""
+        """The reason why the newest attempt was refused, as a sentence, or ''. A refusal leaves the run unchanged."""
         ended = self.ended
         if ended is None or ended.code not in exit_codes.NOT_STARTED:
             return ""
@@ -117,7 +117,7 @@ class Run(NamedTuple):
     def newest_checkpoint(self) -> str:
         """The newest checkpoint; '' if there is no checkpoint.
 
-        The checkpoint is named by its path in exit.json or, without that file, by its step in the record.
+        The result is the path from exit.json or, without that file, the step from the record, as in "step 100".
         """
         if self.ended is not None:
             return self.ended.checkpoint
@@ -152,14 +152,14 @@ def read(directories: Sequence[str]) -> list[Run]:
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The names of the runs: the last component of each path if all components differ, otherwise the whole paths."""
+    """The names of the runs: each path's last component if no two are equal, otherwise the whole paths."""
     folder_names = [Path(directory).resolve().name for directory in directories]
     return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 
 
 def _read(directory: Path, name: str) -> Run:
-    # Read the claim before exit.json, because a run that ends first writes exit.json and then gives up its claim. In
-    # the other order, a run that ends between the two reads would seem to have neither, like a killed run.
+    # Read the claim before exit.json, because a run writes exit.json before it gives up its claim. In the other order,
+    # a run that ends between the two reads would seem to have neither claim nor exit.json, like a killed run.
     is_claimed = process.is_claimed(directory)
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
@@ -294,7 +294,7 @@ def kept_checkpoint(run: Run, step: int) -> str:
     """The path of a step's checkpoint; '' if there is no complete checkpoint, or if the checkpoints are under a URL.
 
     A path within the run directory is returned relative to the run directory. URLs are never opened, because writing a
-    page must not need a network.
+    page must not need a network connection.
     """
     if "://" in str(run.config.get("checkpoint", {}).get("dir")):
         return ""

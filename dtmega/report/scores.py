@@ -1,6 +1,6 @@
 """Read the evaluations of a run's checkpoints: scores from `dtmega evaluate`, and losses measured with `eval.only`.
 
-The files may be damaged, or may come from another program. Scores without a step or a number are left out, and the
+The files may be damaged, or may come from another program. Scores that lack a step or a numeric value are left out. The
 names of unreadable files are returned.
 """
 
@@ -20,9 +20,9 @@ from dtmega.report.record import Event, Series
 
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
 LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that were measured with [eval] only
-OF_LOSSES = "[eval] only"  # stands in place of a task name for losses from that file
+OF_LOSSES = "[eval] only"  # used in place of a task name for losses from that file
 MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all of MMLU has 1 MB
-MAX_FILES = 500  # maximum number of files read: the last ones by name, i.e. by step, because names begin with the step
+MAX_FILES = 500  # maximum number of files read: the last files in the order of their names, which begin with the step
 MAX_SCORES = 5000  # maximum number of scores kept
 
 
@@ -88,7 +88,7 @@ class Scores(NamedTuple):
 def read(directory: Path, last_step: int) -> Scores:
     """Read the evaluations in a run directory.
 
-    If several files have scores of the same checkpoint in the same metric, the last file by name wins.
+    If several files have scores for the same checkpoint, task and metric, the last file by name wins.
 
     Args:
         directory: the run directory.
@@ -150,7 +150,7 @@ def _about(content: Mapping[str, Any], task: str) -> str:
 
 
 def _inside(content: Any, *keys: str) -> Any:
-    """The value in nested tables under these keys, from the outer to the inner table; None if a key is missing."""
+    """Look up a value in nested tables, with one key per level, outermost first; None if a key is missing."""
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
     return content
