@@ -85,7 +85,7 @@ def append(
     parameters: int,
     steps: int,
 ) -> None:
-    """Add the line for a start. Even if the process or the machine stops, the line is complete or absent.
+    """Add the line for a start. If the process or the machine stops meanwhile, the line is complete or absent.
 
     Args:
         run_dir: the run directory.
@@ -133,8 +133,8 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
 def parts(starts: Sequence[Start]) -> list[Start]:
     """The starts that wrote the steps in metrics.jsonl, in the order of these steps.
 
-    Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an
-    earlier step removes the lines of later steps from metrics.jsonl, so starts with only removed lines are left out.
+    Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an earlier
+    step removes the lines of later steps from metrics.jsonl. A start whose lines were all removed is left out.
     """
     found: list[Start] = []
     for start in starts:

@@ -43,7 +43,7 @@ Item = TypeVar("Item")
 
 
 class Metrics:
-    """Reports about the steps of a run. If `write` is False, every method does nothing.
+    """Report the steps of a run. If `write` is False, every method does nothing.
 
     Args:
         config: the run's configuration.
@@ -390,7 +390,7 @@ def several(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:
-    """Remove from metrics.jsonl the damaged lines and the lines that a resumed run will write again.
+    """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
 
     The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the name
     metrics.1.jsonl, metrics.2.jsonl, ...

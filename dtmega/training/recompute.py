@@ -34,7 +34,7 @@ EXPENSIVE = {
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Make the backward pass recompute blocks: all operations, or in selective mode all but the EXPENSIVE operations.
+    """Make the backward pass recompute blocks: all operations, or in selective mode all except EXPENSIVE ones.
 
     `how.method` is Megatron's --activations-checkpoint-method. `block` recomputes the first `layers` blocks of the
     stage. `uniform` recomputes all blocks, in units of `layers` blocks, and keeps only the input of each unit.

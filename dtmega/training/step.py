@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch. The training loop repeats this step and reports how long the step took."""
+"""One optimizer step on one global batch. The training loop repeats this step and reports how long each step took."""
 
 from __future__ import annotations
 
