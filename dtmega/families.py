@@ -307,7 +307,7 @@ def section_of(
 
     Args:
         program: a key of `Family.formats`.
-        names: names of the stored tensors, from which the family is recognised.
+        names: names of the stored tensors, used to recognise the family.
         theirs: configuration stored with the tensors.
         where: path of the tensors, for messages.
         expected: the section that the configuration must agree with; None to make one from the configuration.

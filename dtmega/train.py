@@ -210,7 +210,7 @@ def train(run: Run, at: Progress) -> int:
             run.metrics.message(advice)
         if due(at.step, cfg.train.drift_interval):
             run.model.check_copies()
-        # The last validation comes after the last save, unless it decides which checkpoint is the best.
+        # The last validation comes after the last save, unless validation decides which checkpoint is the best.
         validating = due(at.step, cfg.eval.interval) or at.step == end.steps
         validating &= at.step < end.steps or cfg.train.stop_validation_rises > 0
         validated = validating and evaluate_validation(run, at.step)
@@ -248,11 +248,7 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
 
 
 def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at: Progress) -> None:
-    """Raise an error after too many steps in a row that left the weights unchanged.
-
-    Raises:
-        RuntimeError: more than [train] max_skipped steps in a row did not change the weights.
-    """
+    """Raise a RuntimeError if more than [train] max_skipped steps in a row have left the weights unchanged."""
     if skipped_in_a_row > cfg.train.max_skipped:
         raise RuntimeError(
             f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
@@ -331,7 +327,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         run: the run.
         batch: this rank's part of the step's batch.
         at: progress before the step.
-        end: configured end of the run, on which the learning rate depends.
+        end: configured end of the run, which affects the learning rate.
 
     Returns:
         The progress after the step, and True if the step was faulty. Instead of True or False, the second value is None

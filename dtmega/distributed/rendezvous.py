@@ -72,8 +72,8 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
             hand, this wait is limited to BY_HAND_PATIENCE.
 
     Raises:
-        ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or not
-            all ranks came, in which case rank 0 names the missing ones.
+        ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or
+            ranks are missing, and rank 0 names them.
     """
     if "WORLD_SIZE" not in os.environ:
         return HashStore()

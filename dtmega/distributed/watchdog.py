@@ -43,7 +43,7 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class Beat(NamedTuple):
-    """A message in which a rank announces that it begins a phase of a step.
+    """A message from a rank that begins a phase of a step.
 
     All ranks go through the same phases in the same order, so (step, nth) tells which rank is ahead.
 
@@ -198,7 +198,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
+            until: time in which no step has ended, such as "in 20 s", or the error that ended the process first.
 
         Returns:
             The exit code.
@@ -426,7 +426,7 @@ def place_of(frame: FrameType | None) -> CodePlace:
 
 
 def _is_library(path: str, torch_paths: tuple[str, ...]) -> bool:
-    """True if a file belongs to a library or to Python, not to dtmega, which may be in site-packages too."""
+    """True if a file belongs to a library or to Python, not to dtmega, which may itself be in site-packages."""
     installed = f"{os.sep}site-packages{os.sep}" in path or path.startswith(torch_paths)
     return installed and not path.startswith(OUR_CODE)
 

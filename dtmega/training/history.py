@@ -34,7 +34,7 @@ class Start(BaseModel):
     """One start of a run.
 
     Attributes:
-        step: number of the step after which the run continues; 0 for a new run.
+        step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
         config: the resolved configuration, by section.
         layout: number of "processes", and size of each mesh axis, by name.

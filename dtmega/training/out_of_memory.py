@@ -15,7 +15,7 @@ CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """Find the allocator's error in a chain of exceptions, as raised by torch's pipelines; None if there is none."""
+    """Find the allocator's error, which torch's pipelines wrap in other exceptions. None if there is none."""
     while error is not None:
         text = str(error)
         of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)

@@ -25,7 +25,7 @@ class Pace:
     """A monitor of the run's pace since this process started. All ranks must call the methods together.
 
     Args:
-        slow_steps: number of slow steps in a row after which a warning is given; 0 = never.
+        slow_steps: number of slow steps in a row that lead to a warning; 0 = never warn.
         device: the device that collectives run on.
     """
 

@@ -191,7 +191,7 @@ class ShardedModel:
                 yield model.full_name(name), parameter
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors that a checkpoint stores, by name: each stage's parameters, then the stage's buffers."""
+        """This rank's tensors that a checkpoint stores, by name: each stage's parameters, then its stored buffers."""
         for model in self.stages.values():
             for name, tensor in model.stored_tensors():
                 yield model.full_name(name), tensor

@@ -1,4 +1,4 @@
-"""Recomputation (activation checkpointing): the backward pass recomputes blocks instead of keeping activations.
+"""Recomputation (activation checkpointing): recompute activations in the backward pass instead of keeping them.
 
 Recomputation is full or selective. Selective recomputation (Korthikanti et al., arXiv:2205.05198) keeps the results of
 matrix products and attention.

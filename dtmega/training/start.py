@@ -227,7 +227,7 @@ def write_files(
         world: the processes and the mesh. One rank writes for all ranks.
         checkpoints: writer of the run's checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
-        at: progress from which the run starts.
+        at: progress of the run at this start.
         end: configured end of the run.
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
