@@ -18,7 +18,7 @@ from dtmega.files import console
 
 
 def run() -> NoReturn:
-    """Run the command given on the command line, and end this process with the exit code."""
+    """Run the command given on the command line, then exit with its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show
     if sys.argv[1:2] == ["train"]:

@@ -120,13 +120,13 @@ class BuiltInFamily:
         stage.to_empty(device=device)
         # `to_empty` has given separate memory to each module that shares a tied parameter.
         stage.tie()
-        # Whole buffers are filled and then sharded, because a slope or an id depends on the head's global number.
+        # Fill the whole buffers before sharding, because a slope or an id depends on the head's global number.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # With sequence parallelism, a stage hands on only this tp rank's part of the sequence.
+        # With sequence parallelism, a stage passes on only this tp rank's part of the sequence.
         parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -209,7 +209,7 @@ def resolve(cfg: config.Config) -> config.Config:
 
 
 def objective(cfg: config.Config) -> Objective:
-    """The objective that a run is trained for.
+    """The training objective of a run.
 
     Raises:
         ValueError: the family has no objective of this name.
@@ -224,7 +224,7 @@ def objective(cfg: config.Config) -> Objective:
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:
-    """The options of `Show.text`, by name, that depend on how the run was trained.
+    """The options for `Show.text`, by name, that depend on how the run was trained.
 
     Raises:
         ValueError: the family does not have the run's objective.
@@ -241,7 +241,7 @@ def build(cfg: config.Config) -> Model:
 
 
 def pieces(model: config.Model) -> list[Piece]:
-    """The pieces of the whole model in the pipeline's order, each with its costs."""
+    """The pieces of the whole model, in pipeline order, each with its costs."""
     family = of(model)
     with torch.device("meta"):
         whole = family.build(model)
@@ -249,7 +249,7 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of the whole model, by its name in checkpoints, in order. Tied tensors come once."""
+    """The shapes of the whole model's tensors, in order, keyed by name in checkpoints. Tied tensors are listed once."""
     with torch.device("meta"):
         built = of(model).build(model)
     return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}
@@ -307,7 +307,7 @@ def section_of(
 
     Args:
         program: a key of `Family.formats`.
-        names: names of the stored tensors, from which the family is recognised.
+        names: names of the stored tensors, used to recognise the family.
         theirs: configuration stored with the tensors.
         where: path of the tensors, for messages.
         expected: the section that the configuration must agree with; None to make one from the configuration.

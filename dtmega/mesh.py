@@ -1,14 +1,14 @@
-"""The processes of a job: their ranks, devices and 5-axis mesh, and all groups in which they communicate.
+"""The processes of a job: their ranks, their devices, the 5-axis mesh, and all process groups.
 
 Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
-communicates most, joins neighbours on one machine. Each set of ranks that sums or copies tensors has one name:
+communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has one name:
 
     data       dp_replicate x dp_shard: each rank takes its slice of the global batch
     fsdp       dp_shard (with dp_replicate: HSDP): parameters are sharded over these ranks
     loss       pp x data x cp: token losses add up over these ranks
     shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
     model      pp x tp: these ranks compute one microbatch together, so all must see the same microbatch
-    pp 0+2     places of a pipeline whose stages share a parameter (`World.between`); only for models that need it
+    pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class World:
         mesh: the 5-axis mesh.
         tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
         data_rank, data_size: index of this process's slice of the global batch, and number of slices.
-        groups: the groups that this process is in, by name: a group for each axis, and the groups in DERIVED.
+        groups: this process's groups, by name: one group for each axis and for each set of ranks in DERIVED.
         timeout: timeout of the collectives of every group.
     """
 
@@ -71,7 +71,7 @@ class World:
     _between: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def coordinate(self, axis: str) -> int:
-        """This process's place along an axis, from 0."""
+        """This process's place along an axis, counted from 0."""
         return self.mesh.get_local_rank(axis)
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
@@ -95,7 +95,7 @@ class World:
 
 
 def world_size() -> int:
-    """The size of the process group. Before the group exists: the launcher's number of processes, or 1 by default.
+    """Size of the process group. Before the group exists: the launcher's number of processes, or 1 without a launcher.
 
     Raises:
         ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
@@ -104,7 +104,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The number of this process, counted from 0. Raises the same errors as `world_size`."""
+    """Number of this process, counted from 0. Raises the same errors as `world_size`."""
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 
@@ -182,7 +182,7 @@ def pick_device(configured: str) -> torch.device:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """True if this device multiplies bfloat16 faster than float32, with instructions or units made for it."""
+    """True if this device multiplies bfloat16 faster than float32, with dedicated instructions or units."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return features.HAS_FAST_BFLOAT16
@@ -287,7 +287,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 
 
 def rendezvous(timeout_s: float) -> Store:
-    """The store of the process group. Before the group exists: a new store, only for this attempt of the job.
+    """Store of the process group. Before the group exists: a new store for this attempt of the job only.
 
     Raises:
         ValueError: `rendezvous.meet` failed.

@@ -98,7 +98,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Open the log early, so that the log stays open until everything that takes time to close has been closed.
+    # Open the log early, so that the log closes only after everything that takes time to close.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -114,7 +114,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     at = loaded.progress if loaded else resume.START
     end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})
-    # An evaluation does not change the run's progress and writes nothing into the run's files.
+    # An evaluation neither changes the run's progress nor writes to the run's files.
     if not cfg.eval.only:
         exit_status.step = at.step
         exit_status.checkpoint = checkpoints.newest
@@ -210,7 +210,7 @@ def train(run: Run, at: Progress) -> int:
             run.metrics.message(advice)
         if due(at.step, cfg.train.drift_interval):
             run.model.check_copies()
-        # The last validation comes after the last save, unless it decides which checkpoint is the best.
+        # The last validation comes after the last save, unless validation decides which checkpoint is the best.
         validating = due(at.step, cfg.eval.interval) or at.step == end.steps
         validating &= at.step < end.steps or cfg.train.stop_validation_rises > 0
         validated = validating and evaluate_validation(run, at.step)
@@ -233,7 +233,7 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
     """Decide whether to train, and evaluate a new run before its first step if [eval] interval is set.
 
     Returns:
-        The reason to take no step, such as high losses that stopped the run earlier; '' if there is no reason.
+        The reason not to train, such as high losses that stopped the run earlier; '' if there is no reason.
     """
     cfg = run.cfg
     if at.step >= end.steps:
@@ -248,11 +248,7 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
 
 
 def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at: Progress) -> None:
-    """Raise an error after too many steps in a row that left the weights unchanged.
-
-    Raises:
-        RuntimeError: more than [train] max_skipped steps in a row did not change the weights.
-    """
+    """Raise a RuntimeError if more than [train] max_skipped steps in a row have left the weights unchanged."""
     if skipped_in_a_row > cfg.train.max_skipped:
         raise RuntimeError(
             f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
@@ -331,11 +327,11 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         run: the run.
         batch: this rank's part of the step's batch.
         at: progress before the step.
-        end: configured end of the run, on which the learning rate depends.
+        end: configured end of the run, which affects the learning rate.
 
     Returns:
-        The progress after the step, and True if the step was faulty, False if it was not. None instead of True or False
-        means that the step was passed over, or that the step only found float16's loss scale too large.
+        The progress after the step, and True if the step was faulty. Instead of True or False, the second value is None
+        if the step was passed over, or was skipped only because float16's loss scale is too large and can be halved.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
@@ -430,7 +426,7 @@ def due(step: int, interval: int) -> bool:
 
 
 def run_and_leave(argv: list[str]) -> NoReturn:
-    """Train, print the traceback of an unexpected error, and end this process with the exit code."""
+    """Train, then exit with the exit code. If there is an unexpected error, print its traceback first."""
     with console.guarded():
         try:
             code = main(argv)

@@ -90,8 +90,8 @@ class Failure(NamedTuple):
 def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int]:
     """The reason and the exit code for an error that a rank raised in a step.
 
-    The message of an operating system's error, such as "No space left on device", does not say what the program was
-    doing. So the reason for this kind of error begins with the name of the step.
+    The message of an OSError, such as "No space left on device", does not say what the program was doing. The reason
+    for an OSError therefore begins with the name of the step.
     """
     if isinstance(error, OSError):
         return f"{step_name}: {error}", exit_codes.REFUSED
@@ -99,11 +99,11 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
 
 
 class Startup:
-    """The common start of all ranks, for a command or for a training job up to its first step.
+    """Start all ranks together, for a command or for a training job up to its first step.
 
     Args:
         timeout_s: initial value of the attribute `timeout_s`.
-        program: name of the program, with which each printed line begins.
+        program: name of the program, printed at the beginning of each line.
         explain: function that takes an error and the name of the step that raised it, and returns the reason and the
             exit code.
 
@@ -215,7 +215,7 @@ class Startup:
         self._leave(PrefixStore("end", self._meeting))
 
     def _open_meeting(self, failure: Failure | None) -> Store:
-        """Open the key prefix of the store for the end of this step. The first step also connects to the store."""
+        """Open this step's key prefix in the store. The first step also connects to the store."""
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
@@ -250,8 +250,8 @@ class Startup:
         """Read all reports, print the errors, and publish the verdict. Called on rank 0 only.
 
         Returns:
-            The verdict, with three keys: `exit_code` (0 if the start goes on), `reason`, and `sent` (`step.send` of
-            rank 0).
+            The verdict, with three keys: `exit_code` (0 if the start continues), `reason`, and `sent` (rank 0's
+            `step.send`).
         """
         complete = self._wait(store, "complete", is_patient=lambda: not store.check(["failed"]))
         failed = complete or store.check(["failed"])
@@ -268,7 +268,7 @@ class Startup:
                 failures.setdefault(Failure(report["reason"], report["exit_code"]), []).append(rank)
             else:
                 ranks_by_digest.setdefault(report["values"], []).append(rank)
-        # If ranks failed with different exit codes, the job takes the exit code of the lowest rank.
+        # If ranks failed with different exit codes, the job takes the exit code of the lowest failed rank.
         exit_code = next((failure.exit_code for failure in failures), 0)
         reasons = []
         for failure, ranks in failures.items():
@@ -325,7 +325,7 @@ class Startup:
                 self._wait(store, "all read", is_patient=lambda: False)
 
     def _wait(self, store: Store, key: str, is_patient: Callable[[], bool]) -> bool:
-        """Wait until `key` is in the store. Returns False if it did not appear in time.
+        """Wait until `key` is in the store. Returns False if the key did not appear in time.
 
         The wait ends timeout_s after the last heartbeat of any rank. Once `is_patient` returns False, the wait lasts at
         most another PATIENCE_S, and heartbeats no longer extend it.
@@ -372,7 +372,7 @@ def _differences(contents: Sequence[tuple[Mapping[str, Any], list[int]]]) -> str
     """Describe each key that differs between ranks: `[optim] lr is 0.01 on ranks 0, 2, 0.02 on rank 1`.
 
     Args:
-        contents: pairs of a mapping from keys to values, and the ranks that have these values.
+        contents: (values, ranks) pairs: a mapping from keys to values, and the ranks that have these values.
     """
     all_keys: set[str] = set()
     for values, _ in contents:

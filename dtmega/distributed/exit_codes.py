@@ -55,7 +55,7 @@ class ExitRecord(NamedTuple):
         reason: reason why the last start ended.
         step: number of steps that the run has done.
         checkpoint: path of the run's newest checkpoint; '' while there is none.
-        time: time of the exit, UTC in ISO 8601; '' in a file from an earlier version.
+        time: time of the exit, UTC in ISO 8601; '' if an earlier version wrote the file.
     """
 
     code: int
@@ -98,7 +98,7 @@ class ExitStatus:
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
-        """Read the step and the checkpoint that the run in this folder has reached. `write` then writes to this folder.
+        """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
 
         If this start completes no step, the new `exit.json` repeats these two values.
 
@@ -129,7 +129,7 @@ class ExitStatus:
         try:
             yield
         except Exception as error:
-            # If another exit code is already set, the reason for that code has caused this error, so the code stays.
+            # If another exit code is already set, this error is only a consequence of that exit, so the code stays.
             if self.code in (None, DONE, PREEMPTED):
                 self.set(FAILED, error_summary(error))
             raise
@@ -164,5 +164,5 @@ class ExitStatus:
 
 
 def error_summary(error: BaseException) -> str:
-    """The class of an error and the first line of its message."""
+    """The error's class, and the first line of its message."""
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

@@ -1,8 +1,8 @@
 """torch's flight recorder: a record of each rank's last collectives, which shows why a job hangs.
 
-torch keeps the record in a ring buffer in memory: group, number, shapes, state and call stack of each collective. When
-the watch (`dtmega/distributed/watchdog.py`) ends a process, the watch writes this rank's record to a file. torch's
-reader, torchfrtrace, compares the files of all ranks and names the collective that some ranks have not reached.
+torch keeps the record in a ring buffer in memory: group, number, shapes, state and call stack of each collective. The
+watch (`dtmega/distributed/watchdog.py`) writes this rank's record to a file before it ends the process. torch's tool
+torchfrtrace compares the files of all ranks and names the collective that some ranks have not reached.
 
     switch_on(device)  # before the process group is made
     dump(Path("runs/bloom/flight-recorder/2026-11-25T14-03-20"), rank)
@@ -10,7 +10,7 @@ reader, torchfrtrace, compares the files of all ranks and names the collective t
     torchfrtrace runs/bloom/flight-recorder/2026-11-25T14-03-20
 
 nccl and gloo have separate recorders, and this module reads both. By default, torch 2.11 and 2.13 record 2,000
-collectives, also on a CPU.
+collectives, even on a CPU.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def dump(folder: Path, rank: int, patience_s: float = PATIENCE_S) -> str:
     """Write the record of this process to a file. Errors are printed, not raised.
 
     Args:
-        folder: folder for the files of all ranks and for no other files, created if it does not exist.
+        folder: folder that holds only the ranks' records, created if it does not exist.
         rank: rank of this process.
-        patience_s: seconds to wait until the file is written, because the disk or torch may hang.
+        patience_s: maximum seconds to wait for the file to be written, because the disk or torch may hang.
 
     Returns:
         The path of the file; '' if nothing was recorded, or if the file could not be written in time.
@@ -71,8 +71,8 @@ def _write(folder: Path, rank: int, written: list[str]) -> None:
     """Write the record into `folder`, and append the file's path to `written`."""
     path = folder / f"{PREFIX}{rank}"
     try:
-        # Write the record without call stacks first. For the stacks, torch imports its compiler, which took 1 s in our
-        # measurement and may take longer than patience_s from a slow disk.
+        # Write the record without call stacks first. For the stacks, torch imports its compiler, which took 1 s when
+        # measured and may take longer than patience_s from a slow disk.
         for with_stacks in (False, True):
             content = _record(with_stacks)
             if not content:
@@ -86,7 +86,7 @@ def _write(folder: Path, rank: int, written: list[str]) -> None:
 
 
 def _record(with_stacks: bool) -> bytes:
-    """The pickled record of nccl, or of gloo if nccl has recorded nothing; b'' if neither has."""
+    """The pickled record from nccl, or from gloo if nccl recorded nothing; b'' if neither recorded anything."""
     c10d = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
     # Only builds of torch with CUDA have this function.
     of_nccl = getattr(c10d, "_dump_nccl_trace", None)
@@ -99,7 +99,7 @@ def _record(with_stacks: bool) -> bytes:
 
 
 def _groups() -> dict[str, dict[str, Any]]:
-    """The process groups in torchfrtrace's format. gloo itself records groups without names and ranks."""
+    """The process groups in torchfrtrace's format. gloo's own record lacks the groups' names and ranks."""
     groups = {}
     for group, name in distributed_c10d._world.pg_names.items():
         ranks = [*distributed_c10d._world.pg_group_ranks[group]]

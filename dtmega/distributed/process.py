@@ -69,7 +69,7 @@ class Claim:
 def is_claimed(folder: Path) -> bool | None:
     """True if a process has claimed this folder, False if the process that last claimed it is gone.
 
-    None if the answer is not known: no process ever claimed the folder, the file system has no locks, or the last
+    None if the answer is unknown: no process ever claimed the folder, the file system has no locks, or the last
     holder ran on another machine.
     """
     path = folder / LOCK
@@ -108,8 +108,8 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when torchrun's agent dies. An orphan would go on training and saving.
 
     The kernel watches the thread that started this process, which in torchrun is the agent's main thread. If the agent
-    died before this call, this function cannot notice the death. But then the rendezvous fails, because the agent
-    serves the store.
+    died before this call, this function does not notice, but then the rendezvous fails, because the agent serves the
+    store.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -24,8 +24,7 @@ from torch.distributed import (  # documented, missing in __all__
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-# Time that processes started by hand wait for the next process. torchrun starts no process before all nodes
-# are there.
+# Longest wait for the next process if processes are started by hand. torchrun waits for all nodes by itself.
 BY_HAND_PATIENCE = timedelta(seconds=20)
 POLL_S = 0.1
 LARGEST_WORLD = 2**20
@@ -69,12 +68,12 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
     Args:
         rank: rank of this process.
         size: number of processes that the launcher has started.
-        timeout: timeout of the store's operations, and the time to wait for the next rank to come. If the processes
-            were started by hand, this wait is limited to BY_HAND_PATIENCE.
+        timeout: timeout of the store's operations, and longest wait for the next rank. If the processes were started by
+            hand, this wait is limited to BY_HAND_PATIENCE.
 
     Raises:
-        ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or not
-            all ranks came, in which case rank 0 names the missing ones.
+        ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or
+            ranks are missing, and rank 0 names them.
     """
     if "WORLD_SIZE" not in os.environ:
         return HashStore()
@@ -99,8 +98,8 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
         patience: time to wait for the server, and then for its answer.
 
     Raises:
-        ValueError: the address is unknown, the port is taken, no program listens at the address, or the program that
-            listens is not a store.
+        ValueError: the address is unknown, the port is taken, no program listens at the address, or the
+            listening program is not a store.
     """
     address = os.environ["MASTER_ADDR"]
     port = launcher_number("MASTER_PORT", 0, 1, LARGEST_PORT)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtmega.ops.shards import local
 
-# Number of words summed at a time. The words, as int64, take 4 MiB together with their positions.
+# Number of words summed at a time. As int64, this many words and their positions take 4 MiB.
 CHUNK = 2**18
 
 

@@ -1,4 +1,4 @@
-"""A thread that ends a process whose main thread hangs or is stuck after a signal, and names the rank to blame.
+"""A thread that ends the process if the main thread hangs or is stuck after a signal, and names the rank to blame.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
@@ -43,7 +43,7 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class Beat(NamedTuple):
-    """A message in which a rank announces that it begins a phase of a step.
+    """A message from a rank that begins a phase of a step.
 
     All ranks go through the same phases in the same order, so (step, nth) tells which rank is ahead.
 
@@ -82,8 +82,8 @@ class Watch:
     Until `close()`, the signals in `process.SIGNALS` do nothing but append their number to `signals`. The training loop
     reads this list after each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored.
 
-    The thread ends the process in two cases: with exit code STUCK if, within grace_s of a signal, the loop has neither
-    begun a save nor ended; and with exit code HUNG if there was no beat for timeout_s.
+    The thread ends the process with exit code STUCK if the loop neither begins a save nor ends within grace_s of a
+    signal, and with exit code HUNG if there is no beat for timeout_s.
 
     Only the main thread may create and close a watch, because only the main thread may set signal handlers.
 
@@ -95,7 +95,7 @@ class Watch:
         rank: rank of this process.
         exit_status: object that records the exit code and the reason if the thread ends the process; None to record
             neither.
-        records: folder for the flight recorder's files, in which each start gets a subfolder; None to write no files.
+        records: folder for the flight recorder's files, with a subfolder for each start; None to write no files.
 
     Attributes:
         signals: numbers of the signals that have been received.
@@ -135,7 +135,7 @@ class Watch:
 
         Args:
             store: connection to the store, which no other code uses. The watching thread uses a clone of this
-                connection, because the main thread may hang while it uses the original.
+                connection, because the main thread may hang while using the original.
             size: number of ranks.
         """
         self._size, self._store, self._reader = size, store, store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
@@ -198,7 +198,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
+            until: time in which no step has ended, such as "in 20 s", or the error that ended the process first.
 
         Returns:
             The exit code.
@@ -212,8 +212,8 @@ class Watch:
     def record_exit(self, code: int, reason: str) -> bool:
         """Record why this rank exits. If another rank exited before, record that rank's reason instead.
 
-        The reason of the first exit is the reason of the whole job. The other ranks exit as a consequence: a collective
-        breaks, or the launcher kills these ranks.
+        The first exit explains the end of the whole job. The other ranks exit as a consequence: a collective breaks, or
+        the launcher kills these ranks.
 
         Returns:
             False if another rank is known to have exited first.
@@ -255,7 +255,7 @@ class Watch:
         """Stop watching, and restore the signal handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._handlers_before.items():
-            # A handler that was not set by Python is None here, and Python cannot restore it.
+            # A handler that was not set from Python is None here, and Python cannot restore that handler.
             signal.signal(number, handler or signal.SIG_DFL)
         self._alarm.send(bytes([CLOSE]))
         self._thread.join()
@@ -340,7 +340,7 @@ class Watch:
 
     def _end(self, code: int, reason: str) -> NoReturn:
         """Record the reason, print the report, and end the process."""
-        # The report may hang too, in the store or in a blocked stdout. Then a C thread ends the process with code 1.
+        # The report may hang too, in the store or on a blocked stdout. A C thread then ends the process with code 1.
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
             self._exit_status.set(code, reason)
@@ -426,7 +426,7 @@ def place_of(frame: FrameType | None) -> CodePlace:
 
 
 def _is_library(path: str, torch_paths: tuple[str, ...]) -> bool:
-    """True if a file belongs to a library or to Python, not to dtmega, which may be in site-packages too."""
+    """True if a file belongs to a library or to Python, not to dtmega, which may itself be in site-packages."""
     installed = f"{os.sep}site-packages{os.sep}" in path or path.startswith(torch_paths)
     return installed and not path.startswith(OUR_CODE)
 

@@ -20,12 +20,12 @@ from dtmega.training.step import Run, count, signalled, to
 
 
 def evaluate_validation(run: Run, step: int) -> bool:
-    """Evaluate the validation split and each set of [data] validation; returns False if a signal ended it early."""
+    """Evaluate the validation split and the [data] validation sets. Returns False if a signal ended an evaluation."""
     return all(evaluate(run, step, split) for split in run.text.evaluated)
 
 
 def evaluate(run: Run, step: int, split: str) -> bool:
-    """Report the mean loss of a split; returns False if a signal ended it early.
+    """Report the mean loss of a split. Returns False if a signal ended the evaluation early.
 
     Args:
         run: the run.
@@ -48,7 +48,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
 
 
 def mean_losses(run: Run, split: str) -> dict[str, float] | None:
-    """Mean losses over the first `eval.steps` global batches of a split, by name; None if a signal ended it early.
+    """Mean losses over the first `eval.steps` global batches of a split, by name; None if a signal came first.
 
     Each mean is a sum over all these batches divided by its count, not an average of the batches' means.
     """
@@ -68,9 +68,9 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
 
 
 def show_sample(run: Run, step: int) -> bool:
-    """Report a sample for `eval.prompt`; returns False if a signal ended the sample early.
+    """Report a sample for `eval.prompt`. Returns False if a signal ended the sample early.
 
-    The model family decides what kind of sample it is (`Family.show`). With a pipeline, the command that makes a sample
+    The model family decides what kind of sample is shown (`Family.show`). With a pipeline, the command to make a sample
     is printed instead, because pipeline schedules cannot extend a sequence token by token.
     """
     cfg = run.cfg

@@ -1,6 +1,6 @@
 """Stop a run whose losses are too high: `[train] stop_loss_above` and `stop_validation_rises`.
 
-The counts are saved in each checkpoint. So a resumed run continues counting, and a run that was stopped stays stopped.
+The counts are saved in each checkpoint. So a resumed run continues to count, and a stopped run stays stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dtmega.config import keys
 
 
 class Health:
-    """Counts of high losses. Every rank counts, and all ranks have equal counts, because they have equal losses.
+    """Counters of high losses. Each rank has its own counters, which agree because all ranks have equal losses.
 
     Args:
         cfg: the section [train].
@@ -38,7 +38,7 @@ class Health:
             self._stop(f"[train] stop_loss_above: the loss was above {limit:g} for {losses_above} steps, up to {step}")
 
     def after_validation(self, step: int, loss: float) -> bool:
-        """Record the validation loss after a step. Returns True if it is the best validation loss so far."""
+        """Record the validation loss after a step. Returns True if this loss is the best so far."""
         n_rises = self._cfg.stop_validation_rises
         if not n_rises:
             return False
@@ -56,5 +56,5 @@ class Health:
         return False
 
     def _stop(self, reason: str) -> None:
-        # If both keys stop the run at the same step, the reason that was found first is kept.
+        # If both keys stop the run at the same step, the first reason is kept.
         self.state = self.state._replace(stopped=self.state.stopped or reason)

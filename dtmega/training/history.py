@@ -34,7 +34,7 @@ class Start(BaseModel):
     """One start of a run.
 
     Attributes:
-        step: number of the step after which the run continues; 0 for a new run.
+        step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
         config: the resolved configuration, by section.
         layout: number of "processes", and size of each mesh axis, by name.
@@ -85,7 +85,7 @@ def append(
     parameters: int,
     steps: int,
 ) -> None:
-    """Add the line for a start. Even if the process or the machine stops, the line is complete or absent.
+    """Add the line for a start. If the process or the machine stops meanwhile, the line is complete or absent.
 
     Args:
         run_dir: the run directory.
@@ -133,8 +133,8 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
 def parts(starts: Sequence[Start]) -> list[Start]:
     """The starts that wrote the steps in metrics.jsonl, in the order of these steps.
 
-    Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an
-    earlier step removes the lines of later steps from metrics.jsonl, so starts with only removed lines are left out.
+    Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an earlier
+    step removes the lines of later steps from metrics.jsonl. A start whose lines were all removed is left out.
     """
     found: list[Start] = []
     for start in starts:

@@ -43,7 +43,7 @@ Item = TypeVar("Item")
 
 
 class Metrics:
-    """Reports about the steps of a run. If `write` is False, every method does nothing.
+    """Report the steps of a run. If `write` is False, every method does nothing.
 
     Args:
         config: the run's configuration.
@@ -51,7 +51,7 @@ class Metrics:
         device: the device that this process computes on. MFU assumes that every process has the same kind of device.
         world_size: number of processes.
         end: configured end of the run (`config.end`).
-        start_step: number of the step after which the run resumes; 0 for a new run. A run that was killed after its
+        start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
             last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
             TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
         write: True on the one rank that writes.
@@ -365,7 +365,7 @@ def describe_run(
         world_size: number of processes.
         n_tokens: number of tokens in the training split.
         epochs: number of times that the whole run reads the training split.
-        step: number of the step after which the run starts.
+        step: number of steps done before this start.
         end: configured end of the run.
     """
     seq_len = config.data.seq_len
@@ -390,14 +390,14 @@ def several(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:
-    """Remove from metrics.jsonl the damaged lines and the lines that a resumed run will write again.
+    """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
 
     The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the name
     metrics.1.jsonl, metrics.2.jsonl, ...
 
     Args:
         path: path of metrics.jsonl, which need not exist.
-        step: number of the step after which the run resumes.
+        step: number of steps done before this start.
         finished: True if the run has done all its steps. The run will then repeat the evaluations after the last step,
             so the lines of these evaluations are removed.
     """

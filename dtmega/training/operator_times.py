@@ -14,7 +14,7 @@ class _OperatorTime:
     """The total time of all calls to one operator.
 
     Attributes:
-        is_range: True for a named range of the trace, which is not an operator.
+        is_range: True if this is a named range in the trace, not an operator.
         calls: number of calls.
         nanoseconds: total time of all calls, in nanoseconds.
     """
@@ -36,7 +36,7 @@ class _OperatorTime:
 def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> list[dict[str, Any]]:
     """The operators with the largest self times, or on a GPU the kernels with the largest times.
 
-    The self time of an operator does not include the operators that it calls.
+    An operator's self time excludes the time of the operators that it calls.
 
     Args:
         profile: a profile that has been stopped.
@@ -80,7 +80,7 @@ def _self_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
             of_threads.setdefault(event.start_thread_id(), []).append(event)
     times: dict[str, _OperatorTime] = {}
     for thread in of_threads.values():
-        # Sort callers before the operators that they call. A caller begins earlier, or it begins at the same time and
+        # Sort callers before the operators that they call. A caller begins earlier, or begins at the same time and
         # ends later.
         thread.sort(key=lambda event: (event.start_ns(), -event.duration_ns()))
         callers: list[tuple[int, str]] = []  # (end, name) of the operators that are still running

@@ -15,7 +15,7 @@ CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """Find the allocator's error in a chain of exceptions; None if there is none. torch's pipelines wrap the error."""
+    """Find the allocator's error, which torch's pipelines wrap in other exceptions. None if there is none."""
     while error is not None:
         text = str(error)
         of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)
@@ -31,7 +31,7 @@ def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemo
     Args:
         error: the allocator's error.
         cfg: the run's configuration.
-        where: place in the run where the memory was exhausted, such as "in step 3, in forward+backward".
+        where: point in the run at which memory ran out, such as "in step 3, in forward+backward".
         peak_memory: the memory counter of this process.
     """
     reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The pace of a run: warn if its tokens per second have fallen by half, and name the slow rank.
+"""Watch the pace of a run: warn if the tokens per second have fallen by half, and name the slow rank.
 
 All ranks end a step together, so all step times are equal and do not show which rank made the others wait. The slow
 rank shows up in the time that each rank spends on its own work (`StepTimes.own_s`). The ranks exchange this time, one
@@ -25,7 +25,7 @@ class Pace:
     """A monitor of the run's pace since this process started. All ranks must call the methods together.
 
     Args:
-        slow_steps: number of slow steps in a row after which a warning is given; 0 = never.
+        slow_steps: number of slow steps in a row that lead to a warning; 0 = never warn.
         device: the device that collectives run on.
     """
 
@@ -42,7 +42,7 @@ class Pace:
         Args:
             n_tokens: number of tokens that the whole run has read in this step.
             times: times of the step on this rank.
-            exchange: True if the ranks exchange their own times after this step. A warning requires this exchange.
+            exchange: True if the ranks exchange their own times after this step. A warning needs the exchanged times.
 
         Returns:
             The warning, which is given only once per process; '' if there is no warning.
@@ -77,7 +77,7 @@ def slowest(own_s: list[float]) -> str:
     """Describe the rank that makes the others wait.
 
     Args:
-        own_s: mean time per step that each rank spent on its own work, in seconds.
+        own_s: mean seconds per step that each rank spent on its own work.
     """
     if len(own_s) == 1:
         return "there is one rank only"

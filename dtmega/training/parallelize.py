@@ -46,7 +46,7 @@ LARGEST_FITTED = 4  # sequences; users can configure larger microbatches
 
 
 class ShardedModel:
-    """This rank's part of a model: pipeline stages that are sharded by tp and fsdp, with methods to train the stages.
+    """This rank's part of a model: pipeline stages, sharded over tp and fsdp, and the methods to train the stages.
 
     Attributes:
         stages: stage number -> model; {0: the whole model} without a pipeline.
@@ -97,8 +97,8 @@ class ShardedModel:
             scale: loss scale for float16, a factor on all gradients; None in other precisions.
 
         Returns:
-            This rank's part of each sum, fp64 [sums] in the objective's order. The whole sum is the sum of these parts
-            over the `loss` group.
+            This rank's part of each sum, fp64 [sums] in the objective's order. Adding up these parts over the
+            `loss` group gives the whole sums.
         """
         tally = Tally(self.objective.sums, self.world.device, counts, 1.0 if scale is None else scale)
         if scale is not None:
@@ -293,7 +293,7 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
     """The tensors that each stage but the last passes to the next stage, on the meta device.
 
     The tensors need a gradient if any parameter of their stage, or of an earlier stage, is trained. Otherwise backward
-    ends before it reaches the tensors.
+    never reaches the tensors.
     """
     family, parts = families.of(cfg.model), whole.parts()
     trained = False

@@ -37,7 +37,7 @@ class StepTimes(NamedTuple):
     Attributes:
         step_s: time from the beginning of the wait for data until the device has finished the update.
         phases: time of each phase by its key in metrics.jsonl, and `other_s`. These times add up to step_s.
-        own_s: time that this rank did not spend waiting for other ranks.
+        own_s: time that this rank spent on its own work, not waiting for other ranks.
     """
 
     step_s: float
@@ -91,7 +91,7 @@ class Phases:
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         if self._profiler.due(step):
-            # Writing a trace can take long. Thanks to the beat, a report about a hang can say what this rank is doing.
+            # Writing a trace can take long. With this beat, the watch can report what this rank is doing.
             self._watch.beat(step, "profile")
             self._profiler.switch(step)
         self._step_range = ranges.named(f"step {step}")
@@ -128,8 +128,8 @@ class Phases:
         phases["other_s"] = other_s
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
-            # The host does not wait when the device waits, so the host's busy time says nothing here. The time in which
-            # the device waits for other ranks during forward and backward is therefore counted as own time.
+            # The host does not wait when the device waits, so the host's busy time says nothing here. So the time
+            # that the device spends waiting for other ranks during forward and backward counts as own time.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)

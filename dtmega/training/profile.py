@@ -249,7 +249,7 @@ def take_request(run_dir: Path, step: int) -> int:
         with path.open("rb") as file:
             text = file.read(20).decode("ascii", "replace").strip()
         path.replace(run_dir / f"profile-taken-{step:08d}")
-    # A file that cannot be renamed is ignored, because the file would start a new profile after every step.
+    # Ignore a file that cannot be renamed, because the file would otherwise start a new profile after every step.
     except OSError:
         return 0
     n_steps = int(text) if text.isdecimal() and text.isascii() else 1

@@ -1,4 +1,4 @@
-"""Recomputation (activation checkpointing): the backward pass recomputes blocks instead of keeping activations.
+"""Recomputation (activation checkpointing): recompute activations in the backward pass instead of keeping them.
 
 Recomputation is full or selective. Selective recomputation (Korthikanti et al., arXiv:2205.05198) keeps the results of
 matrix products and attention.
@@ -34,7 +34,7 @@ EXPENSIVE = {
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Make the backward pass recompute blocks: all operations, or in selective mode all but the EXPENSIVE operations.
+    """Make the backward pass recompute blocks: all operations, or in selective mode all except EXPENSIVE ones.
 
     `how.method` is Megatron's --activations-checkpoint-method. `block` recomputes the first `layers` blocks of the
     stage. `uniform` recomputes all blocks, in units of `layers` blocks, and keeps only the input of each unit.

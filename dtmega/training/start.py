@@ -160,7 +160,7 @@ def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> R
 
 
 def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
-    """Open the checkpoints that rank 0 has found, and choose the parameters' dtype if the configuration does not."""
+    """Open the checkpoints that rank 0 has found, and choose the parameters' dtype if it is left open."""
     with startup.step("checkpoints") as step:
         candidates = found.open_candidates(settings.cfg, paths)
         if startup.rank == 0:
@@ -227,7 +227,7 @@ def write_files(
         world: the processes and the mesh. One rank writes for all ranks.
         checkpoints: writer of the run's checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
-        at: progress from which the run starts.
+        at: progress of the run at this start.
         end: configured end of the run.
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
@@ -249,7 +249,7 @@ def write_files(
 
 
 def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) -> Metrics:
-    """Open the reports about the steps, which only rank 0 writes."""
+    """Open the step reports, which only rank 0 writes."""
     return Metrics(
         settings.cfg,
         settings.pieces,

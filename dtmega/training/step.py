@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch. The training loop repeats this step and reports how long the step took."""
+"""One optimizer step on one global batch. The training loop repeats this step and reports how long each step took."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run(NamedTuple):
         metrics: reports about the steps, printed and written to files.
         watch: watchdog that receives signals and ends a run that hangs.
         phases: phase timer, which also reports each phase to the watch and the profiler.
-        health: counts of high losses, which may end the run.
+        health: counters of high losses; too many high losses end the run.
         pace: monitor of the tokens per second, and of each rank's own time.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
@@ -157,7 +157,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """The divisors of the objective's sums, by name: counts over the global batch, which may be 0."""
+    """Count the divisors of the objective's sums over the global batch, by name. A count may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():

@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 class Tracker(Protocol):
-    """An open run at one tracker. After a method has raised an exception, the tracker is not used any more.
+    """An open run at one tracker. After a method has raised an exception, the tracker is no longer used.
 
     Attributes:
         id: the tracker's id for the run. A later start uses the id to continue the same run.
@@ -213,7 +213,7 @@ class Trackers:
 
     Args:
         config: the run's configuration.
-        new: True if the run starts at step 0. Each tracker then opens a new run as well.
+        new: True if the run starts at step 0. Each tracker then also opens a new run.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
