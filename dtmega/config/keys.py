@@ -191,7 +191,7 @@ class Data(Section):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Key -> the sequence length in tokens that the key sets, for the encoder and for the decoder."""
+        """Key -> sequence length in tokens, for the encoder's key and the decoder's key."""
         return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
 
     @property

@@ -40,7 +40,7 @@ class Model(Section):
 
     @property
     def ffn(self) -> int:
-        """F: width inside the feed-forward, with the default resolved."""
+        """F: inner width of the feed-forward, with the default resolved."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 
@@ -190,7 +190,7 @@ class Llama(NativeModel):
 
     @property
     def ffn(self) -> int:
-        """F: width inside the feed-forward.
+        """F: inner width of the feed-forward.
 
         The default is 8/3 D: a gated feed-forward of width 8/3 D has as many weights as an ungated feed-forward of
         width 4 D.

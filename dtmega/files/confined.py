@@ -38,8 +38,8 @@ class Confined:
     """A child process with limits on time and memory.
 
     Args:
-        function: function to call in the child, as module:name. This function returns a function from a request to an
-            answer.
+        function: function to call in the child, as module:name. This function returns a second function, which turns
+            a request into an answer.
         arguments: arguments of `function`, sent to the child as JSON.
         where: name of the file that the child reads, for messages.
     """

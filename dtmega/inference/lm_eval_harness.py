@@ -1,4 +1,4 @@
-"""Scores a run with lm-evaluation-harness, on one process or with the model split over several processes.
+"""Score a run with lm-evaluation-harness, on one process or with the model split over several processes.
 
     tasks = ["hellaswag"]
     scores = evaluate(trained, tasks, find_tasks(tasks, None), batch_size=8)
@@ -36,10 +36,10 @@ from dtmega.inference.trained import TrainedModel, settle_as_rank_0
 from dtmega.models.generate import Sampling, generate, settle_alone
 
 DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a maximum sequence length
-N_BOOTSTRAPS = 1000  # for the standard error of metrics without a formula for it
+N_BOOTSTRAPS = 1000  # for metrics whose standard error has no formula
 REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
 
-Pair = tuple[Any, list[int], list[int]]  # a key, the tokens of a context, the tokens of its continuation
+Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of the continuation
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
@@ -181,7 +181,7 @@ class RunLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Compute each text's log-likelihood, summed over disjoint windows that each follow one context token."""
+        """Compute each text's log-likelihood as the sum over disjoint windows, each with one token of context."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -246,7 +246,7 @@ def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callab
 
 
 def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
-    """Yield `size` numbers at a time, with a progress bar on rank 0; `what` is its title."""
+    """Yield `size` numbers at a time, with a progress bar on rank 0; `what` is the bar's title."""
     with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]
