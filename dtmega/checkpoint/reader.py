@@ -126,8 +126,7 @@ class Checkpoint:
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
         with self._open(chunk.file) as file:
             file.seek(chunk.start + start)
-            # The file is unbuffered: `readinto` may read fewer bytes than requested, and returns 0 at the end of the
-            # file.
+            # The file is unbuffered: `readinto` may read fewer bytes than requested, and returns 0 at the end.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n

@@ -347,8 +347,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     if not state.identity:
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
 
-    # Changed data or a changed seed may be allowed, so data and seed are compared last. Every other change is refused
-    # here.
+    # Changed data or a changed seed may be allowed, so both are compared last. Refuse every other change here.
     refused = changes.changed(state.config, cfg, "refused")
     data_changes = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
     others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in data_changes]

@@ -289,12 +289,10 @@ class Checkpoints:
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
             # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0]; `or None` makes it [:].
             for old in others[: -keep + 1 or None]:
-                # The user's command names this checkpoint in [checkpoint] resume, and the user may run that command
-                # again.
+                # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:
                     continue
-                # On a disk, rename the folder first, so that a kill does not leave half a checkpoint under a
-                # checkpoint's name.
+                # On a disk, rename the folder first: a kill must not leave half a checkpoint under a valid name.
                 with contextlib.suppress(Exception):
                     if isinstance(files, Disk):
                         files.rename(old, f".old-{old}")

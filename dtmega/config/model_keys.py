@@ -45,7 +45,7 @@ class Model(Section):
 
 
 class NativeModel(Model):
-    """The keys of every family that dtmega implements itself, rather than taking it from transformers."""
+    """The keys shared by all families that dtmega implements itself, rather than through transformers."""
 
     pad_vocab_to_multiple: int = key(
         1, "pad the embedding's rows to a multiple of this; rows beyond V never enter the softmax", ge=1
@@ -244,8 +244,7 @@ class T5(NativeModel):
 
     @model_validator(mode="after")
     def _check(self) -> T5:
-        # In a decoder, half of the buckets hold one distance each; the other half share the distances up to the
-        # maximum.
+        # In a decoder, half of the buckets hold one distance each; the others share distances up to the maximum.
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "

@@ -52,7 +52,7 @@ class SectionClasses:
 
     @classmethod
     def of(cls, info: FieldInfo) -> SectionClasses:
-        """Find the classes of a section in the section's declaration in the configuration class."""
+        """Read a section's classes from the section's declaration in the configuration class."""
         if info.discriminator is None:
             assert isinstance(info.annotation, type)
             assert issubclass(info.annotation, Section)

@@ -49,8 +49,7 @@ class Confined:
         self._arguments = arguments
         self._where = where
         self._child: subprocess.Popen[bytes] | None = None
-        # Kill the child once this object is gone. While there is no child, the finalizer calls `int`, which does
-        # nothing.
+        # Kill the child once this object is gone. While there is no child, the finalizer calls `int`, a no-op.
         self._end = weakref.finalize(self, int)
 
     def start(self) -> None:

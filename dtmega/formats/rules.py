@@ -115,7 +115,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
         Both directions, ordered by our names, with layers sorted by number.
 
     Raises:
-        ValueError: no rule names a tensor, or the model has only some of the tensors that one rule joins.
+        ValueError: a tensor occurs in no rule, or the model has only some of the tensors that one rule joins.
     """
     table = _table(rules)
     used = dict.fromkeys(_match(table, name) for name in sorted(shapes, key=_natural))

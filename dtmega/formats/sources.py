@@ -133,8 +133,8 @@ class Combined:
 class Translated:
     """Tensors of one side of `Directions`, assembled from a source that has the other side's tensors.
 
-    A read fetches only the rows that make up the requested box, and fetches adjacent rows at once. The read needs
-    memory for the box and for one copy of these rows.
+    A read fetches only the rows that make up the requested box, and fetches adjacent rows
+    together. Memory is needed for the box and for one copy of these rows.
     """
 
     def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:
@@ -185,7 +185,7 @@ class Translated:
         shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
         # Runs may alternate, for example between each head's q, k and v. Therefore read rows that are adjacent in the
-        # source at once, then copy each row to its place.
+        # source together, then copy each row to its place.
         for stretch in _stretches(runs):
             first, last = stretch[0], stretch[-1]
             all_rows = first._replace(rows=last.start + last.rows - first.start)

@@ -1,8 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the data ranks; mixed precision with fp32 masters.
 
 FSDP2 is used if weights are sharded or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
-`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same work with fewer copies in
-memory.
+`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same work with fewer copies.
 """
 
 from __future__ import annotations
@@ -135,8 +134,7 @@ def _masters(model: nn.Module) -> Masters | None:
 def release(model: nn.Module) -> None:
     """Put the fp32 parameters back into the modules, for optimizer and checkpoints, and free gathered weights.
 
-    Call this function after the last microbatch, and after forwards without a backward, which leave the copies in
-    place.
+    Call this function after the last microbatch, and after a forward that no backward follows.
     """
     masters = _masters(model)
     if masters is not None:

@@ -5,8 +5,7 @@
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
 each batch together. The harness on each rank believes that it runs on a single process. Tokenization, truncation of
-long texts and the end of an answer follow the harness's own class for transformers models (`HFLM`), so that scores are
-comparable.
+long texts and the end of an answer follow the harness's own class `HFLM`, so that scores are comparable.
 
 Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
 """
@@ -84,8 +83,7 @@ def evaluate(
     Returns:
         The harness's scores, with checkpoint, step, date, version of the harness, and limit.
     """
-    # Stop the harness from using a process pool for its bootstraps: the pool would fork this process, which has
-    # threads.
+    # Keep the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     evaluation = simple_evaluate(
         model=RunLM(trained, batch_size),
@@ -140,8 +138,7 @@ class RunLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
         """Score each continuation given its context, as in `_score`, in batches of similar length."""
-        # Longest first: texts in a batch then have nearly equal lengths, and a batch too large for memory fails at the
-        # start.
+        # Longest first: lengths within a batch are nearly equal, and a batch too large for memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
         for batch in _batches(order, self.batch_size, "texts"):

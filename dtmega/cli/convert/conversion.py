@@ -203,7 +203,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state, with moments whose `read` refuses NaN and infinity, unless the user has allowed them."""
+    """The training state, with moments that are refused on reading if NaN or infinite, unless --allow-nonfinite."""
     if training is None:
         return None
     moments = {
