@@ -175,7 +175,7 @@ class Remote:
     def remove(self, folder: str) -> None:
         self._fs.invalidate_cache()
         if self._fs.exists(self._at(folder)):
-            # Delete the manifest first: if the removal is interrupted, the folder is then no checkpoint.
+            # Delete the manifest first: if the removal is interrupted, the folder no longer counts as a checkpoint.
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._at(folder, NAME))
             with contextlib.suppress(FileNotFoundError):

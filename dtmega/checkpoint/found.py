@@ -119,7 +119,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
 
 def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Checkpoint]:
-    """Open on this rank the checkpoints that rank 0 found, the newest first.
+    """Open rank 0's candidates on this rank, the newest first.
 
     Raises:
         ValueError: this rank does not see rank 0's files.

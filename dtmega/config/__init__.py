@@ -184,7 +184,7 @@ def load(argv: list[str]) -> Config:
 
 
 def run_dir_of(argv: Sequence[str]) -> Path | None:
-    """The `[run] dir` that these arguments result in, found even if the rest of the configuration is refused.
+    """The run directory (`[run] dir`) for these arguments, found even if the rest of the configuration is refused.
 
     A refused start still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
 

@@ -133,8 +133,8 @@ class Combined:
 class Translated:
     """Tensors of one side of `Directions`, assembled from a source that has the other side's tensors.
 
-    A read fetches only the rows that make up the requested box, and fetches adjacent rows
-    together. Memory is needed for the box and for one copy of these rows.
+    A read fetches only the rows that make up the requested box, and fetches adjacent rows together. Memory is
+    needed for the box and for one copy of these rows.
     """
 
     def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:

@@ -5,7 +5,7 @@
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
 each batch together. The harness on each rank believes that it runs on a single process. Tokenization, truncation of
-long texts and the end of an answer follow the harness's own class `HFLM`, so that scores are comparable.
+long texts and the end of an answer follow the harness's `HFLM` class for transformers models, so scores are comparable.
 
 Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
 """

@@ -39,7 +39,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature: 0, or a number in a range where fp32 logits divided by the number do not overflow."""
+    """Parse a temperature: 0, or 1e-6 to 1e6, so that dividing fp32 logits by the temperature cannot overflow."""
     try:
         value = float(text)
     except ValueError:

@@ -203,7 +203,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state, with moments that are refused on reading if NaN or infinite, unless --allow-nonfinite."""
+    """The training state. Reading a moment with NaN or infinity raises an error, unless the user has allowed it."""
     if training is None:
         return None
     moments = {
