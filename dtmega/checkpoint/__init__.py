@@ -10,7 +10,7 @@
     run.py           checkpoints that a run saves while it trains: writes and publishes them, and keeps the newest
     resume.py        the checkpoint that a run resumes from, and the check that the run may resume from it
     changes.py       configuration keys that may change when a run resumes
-    found.py         start of a run: rank 0 claims the folders and finds the checkpoints, which all ranks then open
+    found.py         start of a run: rank 0 claims the folders and finds the checkpoints, and all ranks open them
     weights.py       initial weights, from a checkpoint or from another program's files
 
 The commands that convert and inspect checkpoints are in cli/convert/.

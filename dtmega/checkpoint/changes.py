@@ -32,8 +32,8 @@ FREE: dict[str, tuple[str, ...]] = {
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
-# Keys that change the learning rate or the end of the run. If any of these keys differ, the line about the last one
-# also states the combined effect of all changes.
+# Keys that change the learning rate or the end of the run. If any of these keys differ, the line about the last
+# differing key also states the combined effect of all changes.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),
@@ -96,7 +96,7 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
     """The changes within one section, except for the keys in BY_CONTENT.
 
     Args:
-        then: the section as the checkpoint recorded it. A key that the checkpoint lacks was added to dtmega later, and
+        then: the section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, and
             counts as having its default value. A key that only the checkpoint has was removed from dtmega, and is
             ignored.
         now: the section of the present configuration.
@@ -141,7 +141,7 @@ def lines(
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
         overflowed: (steps, samples) during which the learning rate stood still because a gradient overflowed in
-            float16; `steps` and `samples` include both numbers.
+            float16; the arguments `steps` and `samples` include these steps and samples.
     """
     printed = changed(then, now, "printed")
     course_changes = [change for change in printed if change.within(COURSE)]
@@ -159,7 +159,7 @@ def _consequences(
     printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
 ) -> list[str]:
     """Phrases that describe the effects of these changes on the number of remaining steps and on the learning rate."""
-    # Put the old recipe into the present configuration, to compute the previous end of the run and learning rate.
+    # Put the old recipe into the present configuration, to compute the old end of the run and the old learning rate.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was

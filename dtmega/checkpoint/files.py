@@ -122,8 +122,7 @@ class Remote:
         fs, root = url_to_fs(url)
         assert isinstance(fs, fsspec.AbstractFileSystem)
         self._fs, self.root, self._url = fs, root, url.rstrip("/")
-        # List the folders, so that an unreachable URL fails now. Nothing is created: a mere search for checkpoints must
-        # leave no trace.
+        # Fail now if the URL is unreachable. Create nothing: a mere search for checkpoints must leave no trace.
         self.folders()
 
     def path(self, folder: str) -> str:
@@ -155,8 +154,7 @@ class Remote:
             with self._fs.open(path, "wb") as file:
                 yield file
         except BaseException:
-            # The `with` statement has closed the file, so a partial file (such as half a manifest) now exists under the
-            # file's name.
+            # The `with` statement has closed the file, so a partial file, such as half a manifest, now exists.
             with contextlib.suppress(Exception):
                 self._fs.rm(path)
             raise
@@ -177,8 +175,7 @@ class Remote:
     def remove(self, folder: str) -> None:
         self._fs.invalidate_cache()
         if self._fs.exists(self._at(folder)):
-            # Delete the manifest first, so that the folder does not count as a checkpoint if its removal is
-            # interrupted.
+            # Delete the manifest first: if the removal is interrupted, the folder no longer counts as a checkpoint.
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._at(folder, NAME))
             with contextlib.suppress(FileNotFoundError):

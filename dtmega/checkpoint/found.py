@@ -1,4 +1,4 @@
-"""The start of a run: rank 0 claims the folders and finds the checkpoints to resume from, which all ranks then open.
+"""The start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open them.
 
 Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
 resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
@@ -29,7 +29,7 @@ from dtmega.formats.sources import Source
 
 
 class CandidatePaths(NamedTuple):
-    """Results of rank 0's search for checkpoints, which it sends to the other ranks.
+    """Results of rank 0's search for checkpoints, sent to the other ranks.
 
     Attributes:
         paths: checkpoints that the run may resume from, the newest first.
@@ -44,7 +44,7 @@ class CandidatePaths(NamedTuple):
 
 
 def claims(cfg: config.Config) -> Iterator[Claim]:
-    """Claim the run directory, then the checkpoint folder if that is a different folder. The caller closes the claims.
+    """Claim the run directory, and the checkpoint folder if it is a different folder. The caller closes the claims.
 
     Raises:
         ValueError: another process has claimed one of the two folders, or one of the folders is not writable.
@@ -59,13 +59,13 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 @contextlib.contextmanager
 def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: bool) -> Iterator[None]:
-    """Record an exception of the `with` block in the run's `exit.json`, before the run directory has been claimed.
+    """Record an exception from the `with` block in `exit.json`. Meant for the time before the run directory is claimed.
 
-    Nothing is written if the directory has never held a run, or while another process has claimed it.
+    Nothing is written if the directory has never held a run, or if another process has claimed the directory.
 
     Args:
         run_dir: the run directory; None if the command line does not name it.
-        exit_status: record that takes the exit code and the reason.
+        exit_status: record that receives the exit code and the reason.
         first: True on the first rank, which writes for all ranks.
     """
     try:
@@ -107,11 +107,11 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
     Args:
         cfg: the run's configuration.
-        identity: identity of the run's data, in the form of `resume.State.identity`.
-        digest: digest of the model directory; '' if the model is not read from one.
+        identity: identity of the run's data, as in `resume.State.identity`.
+        digest: digest of the model directory; '' if there is no model directory.
 
     Raises:
-        ValueError: `resume.find_checkpoints` raises it, or the checkpoint folder is not writable.
+        ValueError: for the reasons given in `resume.find_checkpoints`, or if the checkpoint folder is not writable.
     """
     checkpoints, damage = resume.find_checkpoints(cfg, identity, digest)
     probe = _make_probe(open_root(resume.root_of(cfg)))
@@ -119,7 +119,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
 
 def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Checkpoint]:
-    """Open on this rank the checkpoints that rank 0 found, the newest first.
+    """Open rank 0's candidates on this rank, the newest first.
 
     Raises:
         ValueError: this rank does not see rank 0's files.
@@ -138,13 +138,13 @@ def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Check
 def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
     """The dtype that [precision] params stands for.
 
-    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if the device is fast in
-    bfloat16, else float32.
+    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if bfloat16 is fast on
+    the device, else float32.
 
     Args:
         cfg: the run's configuration.
         candidates: checkpoints to resume from, the newest first; empty for a new run.
-        fast_bfloat16: True if the device is fast in bfloat16.
+        fast_bfloat16: True if bfloat16 is fast on the device.
     """
     if cfg.precision.params != "auto":
         return cfg.precision.params
@@ -163,7 +163,7 @@ def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str,
 
 
 def remove_probe(cfg: config.Config, by_rank_0: CandidatePaths) -> None:
-    """Remove the probe folder. If that fails, as it may under a URL, the next start removes the folder."""
+    """Remove the probe folder. If the removal fails, as may happen under a URL, the next start removes the folder."""
     with contextlib.suppress(Exception):
         open_root(resume.root_of(cfg)).remove(by_rank_0.probe)
 

@@ -5,7 +5,7 @@
 Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per BLOCK_BYTES, so
 a rank that needs only some rows reads and verifies little more than those rows. A digest detects damage; it is not a
 signature. `parse` checks that each value has the right type, that each chunk lies within its file, and that sizes are
-plausible, so readers may trust its result when they allocate memory.
+plausible, so readers may trust the result when they allocate memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtmega.files.untrusted_json import parse_object
 FORMAT = 1
 NAME = "manifest.json"
 BLOCK_BYTES = 4 * 2**20
-MAX_BYTES = 2**30  # size of the largest manifest that is read; BLOOM-176B's has 20 MB, including the digests
+MAX_BYTES = 2**30  # larger manifests are refused; BLOOM-176B's has 20 MB, including the digests
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
 DATA_FILE = re.compile(r"data-\d{5}\.bin")
@@ -55,7 +55,7 @@ class OtherFormat(ValueError):
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, and the place of its bytes.
+    """A box of a tensor, and the location of the box's bytes.
 
     Attributes:
         offsets: place of the box within the tensor, one number per dim.
@@ -113,7 +113,7 @@ def block_digests(data: memoryview) -> tuple[str, ...]:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`: the content, followed by its own digest."""
+    """The bytes of `manifest.json`: the content, followed by the content's digest."""
     tensors = {}
     for name, entry in manifest.tensors.items():
         tensors[name] = {

@@ -47,10 +47,10 @@ class Checkpoint:
         self._held: dict[str, Any] = {}
 
     def hold(self) -> Checkpoint:
-        """Open every data file now, because a run that is still training may delete the checkpoint while it is read.
+        """Open every data file now, because a run that is still training may delete the checkpoint meanwhile.
 
-        Does nothing under a URL, where an open file loses its content when the file is deleted, or if there are more
-        data files than a process may open.
+        Does nothing if there are more data files than a process may open. Does nothing under a URL either: an open file
+        there loses its content when the file is deleted.
 
         Returns:
             This checkpoint.
@@ -77,7 +77,7 @@ class Checkpoint:
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor or a part of it, and verify every block that is read.
+        """Read a tensor or part of a tensor, and verify every block that is read.
 
         Args:
             name: name of the tensor in the checkpoint.
@@ -126,8 +126,7 @@ class Checkpoint:
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
         with self._open(chunk.file) as file:
             file.seek(chunk.start + start)
-            # The file is unbuffered: `readinto` may read fewer bytes than requested, and returns 0 at the end of the
-            # file.
+            # The file is unbuffered: `readinto` may read fewer bytes than requested, and returns 0 at the end.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n

@@ -49,10 +49,10 @@ class Progress(NamedTuple):
 
 
 class HealthState(NamedTuple):
-    """Counts of high losses in a row (`training/health.py`).
+    """Counts of consecutive high losses (`training/health.py`).
 
     Attributes:
-        losses_above: number of steps in a row, up to the last step, whose loss was above [train] stop_loss_above.
+        losses_above: number of consecutive steps, up to the last step, with a loss above [train] stop_loss_above.
         rises: number of validations since the best one.
         best_loss: smallest validation loss; None if no losses have been compared for [train] stop_validation_rises.
         best_step: step of the validation with the smallest loss.
@@ -85,8 +85,8 @@ class State(BaseModel):
             and tokenizer; empty in a checkpoint that holds weights only.
         config: the run's resolved configuration, by section.
         digest: digest of the directory that the model is read from; '' if there is no such directory.
-        layout: number of processes, and size of each mesh axis; for people to read.
-        versions: versions of dtmega, torch and Python that wrote the checkpoint; for people to read.
+        layout: number of processes, and size of each mesh axis; for human readers.
+        versions: versions of dtmega, torch and Python that wrote the checkpoint; for human readers.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -115,7 +115,7 @@ class State(BaseModel):
         digest: str = "",
         layout: Mapping[str, int] | None = None,
     ) -> State:
-        """Make a state that records the running versions of dtmega, torch and Python. The arguments are attributes."""
+        """Make a state that records the running versions. The arguments are the attributes of the same names."""
         versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return cls(
             progress=progress,
@@ -137,7 +137,7 @@ def name(step: int) -> str:
 
 
 def step_of(folder: str) -> int:
-    """The step in a checkpoint's folder name."""
+    """The step number in a checkpoint's folder name."""
     return int(folder.partition("-")[2])
 
 
@@ -164,7 +164,7 @@ def split_path(path: str) -> tuple[Disk | Remote, str]:
 def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
     """Open the checkpoint at `path`, or the newest intact checkpoint if `path` is a run or a folder of checkpoints.
 
-    If `config.toml` of a run directory sets `[checkpoint] dir`, only that folder is searched for checkpoints. On a disk
+    If a run directory's `config.toml` sets `[checkpoint] dir`, only that folder is searched for checkpoints. On a disk
     the data files are held open, because the run may still be training and delete the checkpoint.
 
     Args:
@@ -289,8 +289,8 @@ def find_checkpoints(
 
     Args:
         cfg: the run's configuration.
-        identity: identity of the run's data, in the form of `State.identity`.
-        digest: digest of the model directory; '' if the model is not read from one.
+        identity: identity of the run's data, as in `State.identity`.
+        digest: digest of the model directory; '' if there is no model directory.
 
     Returns:
         The checkpoints, newest first, and a line for each checkpoint whose manifest is damaged.
@@ -336,8 +336,8 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     Args:
         checkpoint: the checkpoint to resume from.
         cfg: the run's configuration.
-        identity: identity of the run's data, in the form of `State.identity`.
-        digest: digest of the model directory; '' if the model is not read from one.
+        identity: identity of the run's data, as in `State.identity`.
+        digest: digest of the model directory; '' if there is no model directory.
 
     Raises:
         ValueError: a run with this configuration cannot resume from the checkpoint; the message names each difference.
@@ -347,8 +347,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     if not state.identity:
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
 
-    # Changed data or a changed seed may be allowed, so data and seed are compared last. Every other change is refused
-    # here.
+    # Changed data or a changed seed may be allowed, so both are compared last. Refuse every other change here.
     refused = changes.changed(state.config, cfg, "refused")
     data_changes = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
     others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in data_changes]

@@ -51,7 +51,7 @@ class SaveOutcome(NamedTuple):
 class Checkpoints:
     """Saves the checkpoints of a run, one at a time, and loads them.
 
-    All ranks call a method at the same step, except for `purge_strays`, which only rank 0 calls.
+    All ranks call each method at the same step. Only `purge_strays` is called on rank 0 alone.
 
     With [checkpoint] mode "async", `save` copies the tensors, a thread writes the copies while training continues, and
     `poll` publishes the checkpoint between two later steps.
@@ -172,7 +172,7 @@ class Checkpoints:
         """Fill parameters and optimizer from the first intact candidate.
 
         Args:
-            candidates: checkpoints to try in this order, the same on all ranks.
+            candidates: checkpoints to try, in order; the same on all ranks.
             parameters: names and parameters of this rank. If a name appears twice, both parameters are filled.
             optimizer: optimizer of these parameters; its state is replaced.
             damage: lines about the damaged checkpoints found so far. `load` appends a line for each damaged candidate.
@@ -220,7 +220,7 @@ class Checkpoints:
 
         Raises:
             ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this error, because the
-                other ranks would otherwise wait for that rank in the collectives of the load.
+                other ranks would otherwise wait for that rank in the load's collectives.
         """
         targets = dict[str, list[Tensor]]()
         refusal = ""
@@ -238,8 +238,8 @@ class Checkpoints:
         """Delete old checkpoints that were left behind because the previous attempt was killed. Called on rank 0.
 
         Args:
-            before: configuration recorded in the newest checkpoint. If [checkpoint] keep is larger in that
-                configuration than in the present one, the larger number is kept.
+            before: configuration recorded in the newest checkpoint. If [checkpoint] keep is larger there than in the
+                present configuration, the larger value applies.
         """
         folders = finished(self._files)
         if folders:
@@ -262,7 +262,7 @@ class Checkpoints:
 
         Raises:
             Failed: the disk, or the library that serves a URL, raised an exception of any type. The caller catches only
-                `Failed`, and must go on after it, because the other ranks wait for the outcome.
+                `Failed`, and must then go on, because the other ranks wait for the outcome.
         """
         files, unpublished = self._files, self._unpublished(written.step)
         try:
@@ -289,12 +289,10 @@ class Checkpoints:
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
             # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0]; `or None` makes it [:].
             for old in others[: -keep + 1 or None]:
-                # The user's command names this checkpoint in [checkpoint] resume, and the user may run that command
-                # again.
+                # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:
                     continue
-                # On a disk, rename the folder first, so that a kill does not leave half a checkpoint under a
-                # checkpoint's name.
+                # On a disk, rename the folder first: a kill must not leave half a checkpoint under a valid name.
                 with contextlib.suppress(Exception):
                     if isinstance(files, Disk):
                         files.rename(old, f".old-{old}")
@@ -302,7 +300,7 @@ class Checkpoints:
                     files.remove(old)
 
     def _free(self) -> str:
-        """The free space, for the message of a save that failed."""
+        """The free space as text, for the message about a failed save; '' if unknown."""
         free = self._files.free_bytes()
         return "" if free is None else f" ({free:,} bytes free)"
 
@@ -336,13 +334,13 @@ def _targets(
 ) -> dict[str, list[Tensor]]:
     """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
 
-    Replaces the optimizer's state by zeros. These zero tensors are part of the result.
+    Replaces the optimizer's state with zeros. These zero tensors are part of the result.
 
     Args:
         checkpoint: the checkpoint to load.
         stored: names and parameters of this rank; a name may appear twice.
         optimizer: optimizer of these parameters.
-        n_updates: number of updates that the weights have had.
+        n_updates: number of weight updates so far.
 
     Raises:
         ValueError: the checkpoint lacks a tensor, or holds a tensor in a different shape.

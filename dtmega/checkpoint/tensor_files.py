@@ -111,7 +111,7 @@ def save(
         tensors: name in the checkpoint -> tensor, as this rank holds it.
         step: step number to record in the manifest.
         state: the run's state as a JSON object, to record in the manifest.
-        group: process group of all ranks, which nothing else may use during the save.
+        group: process group of all ranks; nothing else may use this group during the save.
 
     Returns:
         On rank 0 the manifest, which the caller still has to write; None on the other ranks.
@@ -179,7 +179,7 @@ class _Writer(StorageWriter):
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Drop empty boxes: if a dim is shorter than the mesh axis that shards it, some ranks hold none of it."""
+        """Drop empty boxes, which some ranks hold if a dim is shorter than the mesh axis that shards the dim."""
         items = []
         for item in plan.items:
             data = item.tensor_data

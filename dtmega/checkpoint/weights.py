@@ -50,7 +50,7 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
         digest: digest of the directory that the model is read from; '' if there is no such directory.
 
     Raises:
-        ValueError: there is no checkpoint, or it belongs to a different model.
+        ValueError: there is no checkpoint, or the checkpoint belongs to a different model.
         Damaged: the checkpoint is not intact.
     """
     try:
@@ -81,7 +81,7 @@ def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab
     """Fill parameters in place, casting weights to the parameters' dtypes. Each rank fills the parts that it holds.
 
     Args:
-        source: weights, under the names that they have in the whole model.
+        source: weights, under their names in the whole model.
         parameters: (name in the whole model, tensor or DTensor) pairs. If a name appears twice, both tensors are
             filled.
         vocab: `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows after the first `vocab` rows, and the
@@ -99,7 +99,7 @@ def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab
         if source_shape != shape and not differs_in_padding_only:
             raise ValueError(f"'{name}' is {list(source_shape)} there, {list(shape)} here ([model], [model] init_from)")
         for offsets, part in boxes(parameter):
-            # Number of this part's rows that the source has; the others are padding.
+            # Number of this part's rows that the source has; the remaining rows are padding.
             rows = max(0, min(part.shape[0], source_shape[0] - offsets[0]))
             part[rows:] = 0
             if rows:

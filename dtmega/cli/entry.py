@@ -9,13 +9,13 @@ from typing import NoReturn
 
 
 def tell_of_faults() -> None:
-    """Make a process that crashes in a library (SIGSEGV, SIGABRT) print where its threads were."""
+    """Make a process that crashes in a library (SIGSEGV, SIGABRT) print the stacks of its threads."""
     if sys.stderr is not None:  # None if the program was started with stderr closed
         faulthandler.enable()
 
 
 def train(argv: list[str]) -> NoReturn:
-    """Train with dtmega/train.py, and end this process with the exit code."""
+    """Train with dtmega/train.py, then exit with its exit code."""
     tell_of_faults()
     # The imports create half a million objects that stay alive. Searching these objects for garbage would take a sixth
     # of the import time.

@@ -9,9 +9,9 @@ torch's names. This file combines the sections, and finds and reads the TOML fil
 
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
-    schema.py      how a key is declared, and how `--help` shows the key
+    schema.py      declarations of keys, and their description in `--help`
     mixtures.py    the notation of mixtures in [data]
-    reading.py     turns TOML and options into sections, or reports an error in plain words
+    reading.py     conversion of TOML and options into sections, with errors in plain words
     suggestions.py  suggestions for unknown keys, from the table in synonyms.py
 """
 
@@ -69,7 +69,7 @@ section only."""
 
 
 class RunEnd(NamedTuple):
-    """The end of a run: the counts of optimizer steps and samples that the run will have done."""
+    """The end of a run: the numbers of optimizer steps and samples that the run will have done."""
 
     steps: int
     samples: int
@@ -126,11 +126,11 @@ class Config(Section):
         return self
 
     def end(self, steps: int, samples: int) -> RunEnd:
-        """The end of a run that has done `steps` and `samples` so far.
+        """The end of a run that has done `steps` steps and read `samples` samples so far.
 
         With [train] steps, the run ends after that step; with [train] samples or tokens, after the last step whose
-        whole batch still fits. The result is the same at every point of one run. The two arguments matter only if a run
-        resumes with a different batch size.
+        whole batch still fits. The result is the same at every point of a run: the two arguments matter only
+        if a run resumes with a different batch size.
         """
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
@@ -146,7 +146,7 @@ class Config(Section):
         return RunEnd(steps, samples)
 
     def progress(self, steps: int, samples: int) -> int:
-        """The progress of the schedules after `steps` and `samples`, measured in [optim] unit."""
+        """The schedules' progress after `steps` steps and `samples` samples, measured in [optim] unit."""
         if self.optim.unit == "steps":
             return steps
         return samples * (self.data.seq_len if self.optim.unit == "tokens" else 1)
@@ -184,9 +184,9 @@ def load(argv: list[str]) -> Config:
 
 
 def run_dir_of(argv: Sequence[str]) -> Path | None:
-    """The `[run] dir` of these arguments, found even if the rest of the configuration is refused.
+    """The run directory (`[run] dir`) for these arguments, found even if the rest of the configuration is refused.
 
-    A start that is refused writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
+    A refused start still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
 
     Returns:
         The directory; None if the TOML file cannot be read, or if [run] dir is not a string.
@@ -249,18 +249,18 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     """
     optim = values.get("optim")
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
-        # A warm-up on the command line replaces the file's warm-up, even if the file sets the other one of the two
-        # keys, because a configuration with both keys would be refused.
+        # A warm-up on the command line replaces the file's warm-up, even if the file sets the other key, because
+        # a configuration with both keys would be refused.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
     return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:
-    """Make a [model] section on its own, without other sections.
+    """Make a [model] section without the other sections.
 
     Args:
         keys: keys of [model] and their values.
-        source: name of the place where the keys were read, for messages.
+        source: name of the file or place that the keys come from, for messages.
 
     Raises:
         ConfigError: for the same reasons as in `load`.

@@ -148,8 +148,7 @@ class Data(Section):
                 _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
-        # The names of the run's own sets are taken. With [data] train there is no split of whole corpora, so the name
-        # 'valid' is free.
+        # The names of the run's own sets are taken. With [data] train there is no split, so 'valid' is free.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
         for written in self.validation:
@@ -191,7 +190,7 @@ class Data(Section):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Key -> the sequence length in tokens that the key sets, for the encoder and for the decoder."""
+        """Key -> sequence length in tokens, for the encoder's key and the decoder's key."""
         return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
 
     @property

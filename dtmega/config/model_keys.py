@@ -40,12 +40,12 @@ class Model(Section):
 
     @property
     def ffn(self) -> int:
-        """F: width inside the feed-forward, with the default resolved."""
+        """F: inner width of the feed-forward, with the default resolved."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 
 class NativeModel(Model):
-    """The keys of every family that dtmega implements itself, rather than taking it from transformers."""
+    """The keys shared by all families that dtmega implements itself, rather than through transformers."""
 
     pad_vocab_to_multiple: int = key(
         1, "pad the embedding's rows to a multiple of this; rows beyond V never enter the softmax", ge=1
@@ -190,7 +190,7 @@ class Llama(NativeModel):
 
     @property
     def ffn(self) -> int:
-        """F: width inside the feed-forward.
+        """F: inner width of the feed-forward.
 
         The default is 8/3 D: a gated feed-forward of width 8/3 D has as many weights as an ungated feed-forward of
         width 4 D.
@@ -244,8 +244,7 @@ class T5(NativeModel):
 
     @model_validator(mode="after")
     def _check(self) -> T5:
-        # In a decoder, half of the buckets hold one distance each; the other half share the distances up to the
-        # maximum.
+        # In a decoder, half of the buckets hold one distance each; the others share distances up to the maximum.
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "

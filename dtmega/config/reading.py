@@ -1,4 +1,4 @@
-"""Turns TOML and `--section.key value` options into typed, frozen sections, or into errors in plain words.
+"""Convert TOML and `--section.key value` options into typed, frozen sections, or into errors in plain words.
 
 This file does not depend on dtmega's keys: `keys.py` and `model_keys.py` declare the keys, and `suggestions.py` guesses
 which key an unknown key was meant to be. Reading is strict: a string is never read as a number. Each error says where
@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 from dtmega.config.schema import SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
-SHOWN = 200  # characters of a wrong value in a message
-REFUSALS = 50  # largest number of lines about a file: another program's file may have any number of unknown keys
+SHOWN = 200  # maximum number of characters of a wrong value that a message shows
+REFUSALS = 50  # maximum number of errors reported for a file: another program's may have any number of unknown keys
 
 Sections = TypeVar("Sections", bound=BaseModel)
 
@@ -129,7 +129,7 @@ def _hint(text: str, error: str) -> str:
 
 
 class ChosenClass(NamedTuple):
-    """The class that one section has in a configuration.
+    """The class that a configuration chooses for one section.
 
     Attributes:
         kinds: all classes that the section may have.
@@ -220,7 +220,7 @@ def _choose_class(
 def _known_keys(
     tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggester: Suggester, refusals: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Copy the file's tables. Messages about unknown sections and keys are appended to `refusals`."""
+    """Copy the file's tables, and append messages about unknown sections and keys to `refusals`."""
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         merged[section] = dict(table)
@@ -240,7 +240,7 @@ def _apply_overrides(
     suggester: Suggester,
     refusals: list[str],
 ) -> None:
-    """Set in `merged` the keys that options override. Messages about unknown keys are appended to `refusals`."""
+    """Set the overridden keys in `merged`, and append messages about unknown keys to `refusals`."""
     for override in overrides:
         section, k, text = override
         if unknown := _unknown(chosen, section, k, override.option, suggester, option=True):

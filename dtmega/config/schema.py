@@ -52,7 +52,7 @@ class SectionClasses:
 
     @classmethod
     def of(cls, info: FieldInfo) -> SectionClasses:
-        """Find the classes of a section in the section's declaration in the configuration class."""
+        """Read a section's classes from the section's declaration in the configuration class."""
         if info.discriminator is None:
             assert isinstance(info.annotation, type)
             assert issubclass(info.annotation, Section)
@@ -69,7 +69,7 @@ class SectionClasses:
 
 
 class Group(NamedTuple):
-    """Keys that a section's help lists together, because the same classes of the section declare them in the same way.
+    """Keys of one section that `--help` lists together: the same classes declare these keys in the same way.
 
     Attributes:
         section: the section's name.
@@ -124,7 +124,7 @@ def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str,
 
 
 def describe_keys(kind: type[BaseModel], only: str = "") -> str:
-    """The list of keys that `--help` prints, with default and description of each key, and the values of a choice.
+    """The list of keys that `--help` prints, with each key's default, description and allowed words.
 
     Args:
         kind: class of the configuration, with one field per section.
@@ -165,5 +165,5 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 
 def condition(kinds: SectionClasses, values: Sequence[str]) -> str:
-    """The condition for choosing one of these classes, for messages and headings: `name = 'bloom' or 'gpt'`."""
+    """The condition that chooses one of these classes, for messages and headings: `name = 'bloom' or 'gpt'`."""
     return f"{kinds.discriminator} = {' or '.join(repr(value) for value in values)}"

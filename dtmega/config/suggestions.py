@@ -41,7 +41,7 @@ class SimilarKeys:
         Args:
             section: the section that the user wrote, which may not exist; '' if there was no section.
             key: the key as the user wrote it.
-            families: section -> class chosen by the configuration, for each section with several classes.
+            families: section -> the discriminator's value in the configuration, for each section with several classes.
             option: True if the key comes from the command line; the suggestion is then written as an option, too.
         """
         here = self.section(section)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """Other trainers' names for one meaning, and dtmega's keys with that meaning.
+    """Other trainers' names for one setting, and dtmega's keys for the same setting.
 
     Attributes:
-        keys: dtmega's keys (`section.key`), separated by blanks; '' if no key has this meaning. There are several if
-            the meaning is spread over several keys, or if model families have different names for the key.
-        names: other trainers' names, separated by blanks. A name with a section (`eval.freq`) counts only in that
+        keys: dtmega's keys (`section.key`), separated by spaces; '' if dtmega has no key for the setting. Several keys
+            if dtmega splits the setting into several keys, or if model families name the key differently.
+        names: other trainers' names, separated by spaces. A name with a section (`eval.freq`) counts only in that
             section.
-        how: text for messages: how dtmega's keys differ, or why dtmega has no key; '' if the meaning is the same.
+        how: remark for messages: how dtmega's keys differ, or why dtmega has no key; '' if the meaning is the same.
     """
 
     keys: str

@@ -38,8 +38,8 @@ class Confined:
     """A child process with limits on time and memory.
 
     Args:
-        function: function to call in the child, as module:name. This function returns a function from a request to an
-            answer.
+        function: function to call in the child, as module:name. This function returns a second function, which turns
+            a request into an answer.
         arguments: arguments of `function`, sent to the child as JSON.
         where: name of the file that the child reads, for messages.
     """
@@ -49,8 +49,7 @@ class Confined:
         self._arguments = arguments
         self._where = where
         self._child: subprocess.Popen[bytes] | None = None
-        # Kill the child once this object is gone. While there is no child, the finalizer calls `int`, which does
-        # nothing.
+        # Kill the child once this object is gone. While there is no child, the finalizer calls `int`, a no-op.
         self._end = weakref.finalize(self, int)
 
     def start(self) -> None:

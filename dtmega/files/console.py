@@ -120,7 +120,7 @@ def _handlers() -> set[logging.Handler]:
 def say(text: str) -> None:
     """Print lines on stderr, made `printable` because the lines may quote file names and other people's text.
 
-    All lines go out in one write, so that the lines of several ranks do not mix.
+    All lines are printed in one write, so that the lines of several ranks do not mix.
     """
     stream = Guarded(sys.stderr)
     stream.write(printable(text, keep="\n") + "\n")

@@ -34,8 +34,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Python does not pass this descriptor on to child processes. A child that outlives this process would keep the
-        # lock.
+        # Child processes do not inherit this descriptor: a child that outlives its parent would keep the lock.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self, patience_s: float = math.inf) -> bool:

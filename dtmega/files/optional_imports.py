@@ -1,4 +1,4 @@
-"""Optional libraries: a missing one is reported with the command that installs it.
+"""Optional libraries: if a library is missing, the error names the command that installs the library.
 
     with optional_imports.needed("hf", "[model] name = 'hf'"):
         import transformers     # ValueError: [model] name = 'hf' needs transformers, which is not installed: ...

@@ -1,4 +1,4 @@
-"""Reads JSON and TOML that other people wrote, with limits on size and depth, and one message per fault."""
+"""Read JSON and TOML from other people, with limits on size and depth, and with one message per fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import tomli
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors has 14 MB
-MAX_DEPTH = 64  # levels of objects and lists inside each other; a config.json has 5
+MAX_DEPTH = 64  # levels of nested objects and lists; a config.json has 5
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a pointer file, up to the version
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # gpt2, meta-llama/Llama-3.2-1B
 
@@ -54,7 +54,7 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
 
 
 def dangling(path: str | Path) -> str:
-    """End of a message about a path that cannot be opened: names a broken link's target; '' for other paths."""
+    """End of a message about a path that cannot be opened: the target of a broken link; '' for other paths."""
     if os.path.islink(path) and not os.path.exists(path):
         return f" (it is a link to {os.readlink(path)}, which is not there)"
     return ""

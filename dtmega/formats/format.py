@@ -20,8 +20,8 @@ class Key(NamedTuple):
             name is written.
         default: the other program's default, used if none of the names is present. None if the key is required; its
             value must then be a positive integer.
-        free: True if the weights have the same meaning for every value, so that a run that starts from these weights
-            may choose a different value.
+        free: True if a run that starts from the weights may choose a different value, because the weights have the
+            same meaning for every value.
         resolved: name of the section's property with the effective value, if the key's value 0 stands for "the usual
             value"; '' if the key itself has the effective value.
     """
@@ -51,7 +51,7 @@ class Format:
         fixed: entries that their configuration has for every model of the family, including `model_type`. If a
             configuration has one of these keys, the value must be equal, except for the class names (`architectures`).
         base: prefix of most of their names. The names in files of a bare base model lack this prefix.
-        ignored: regular expression that matches the ends of stored names that are not weights.
+        ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
         older: ends of names in old files -> ends of the present names.
         implied: [model] values that every model in this format has. If a program stores a family in several formats,
             these values tell which format applies.
@@ -59,8 +59,8 @@ class Format:
         refuse: function that raises ValueError for a model that the format cannot express.
         to_section: function that returns keys of [model] that follow from several entries of their configuration, or
             raises ValueError.
-        section_from_tensors: function that returns keys of [model] that follow not from their configuration but from
-            the stored tensors.
+        section_from_tensors: function that returns keys of [model] that follow from the stored tensors, not from
+            their configuration.
         from_section: function that returns entries of their configuration that follow from [model], in addition to
             `fixed` and `keys`.
     """
@@ -101,8 +101,8 @@ class Format:
             stored: the tensors stored beside the configuration, under the other program's names; None if unknown.
 
         Raises:
-            ValueError: the configuration describes another family or a variant that dtmega does not have, or does not
-                give a size.
+            ValueError: the configuration describes another family or a variant that dtmega does not have, or lacks a
+                size.
         """
         for name, expected in self.fixed.items():
             value = theirs.get(name)
@@ -138,8 +138,8 @@ class Format:
             model: the [model] section that the user asks for.
 
         Raises:
-            ValueError: `section` or `to_config` raises it, or the models differ; the message then names each differing
-                key with both values.
+            ValueError: for the reasons given in `section` and `to_config`, or if the models differ; the message then
+                names each differing key with both values.
         """
         self.refuse(model)
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)

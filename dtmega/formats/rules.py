@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     """The relation between our tensors (or modules) and theirs.
 
     Attributes:
-        ours: name of our tensor or module, or several of these names.
+        ours: name of our tensor or module, or a tuple of several names.
         theirs: name of their tensor or module; several names only if `ours` is one name.
         form: words of FORM_WORDS, separated by spaces.
     """
@@ -65,7 +65,7 @@ class Heads(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """Consecutive rows of a tensor that are consecutive rows of one tensor on the other side.
+    """Consecutive rows of a tensor that are also consecutive in one tensor on the other side.
 
     Attributes:
         at: first row in the assembled tensor.
@@ -115,7 +115,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
         Both directions, ordered by our names, with layers sorted by number.
 
     Raises:
-        ValueError: no rule names a tensor, or the model has only some of the tensors that one rule joins.
+        ValueError: a tensor occurs in no rule, or the model has only some of the tensors that one rule joins.
     """
     table = _table(rules)
     used = dict.fromkeys(_match(table, name) for name in sorted(shapes, key=_natural))
@@ -165,7 +165,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Row counts of their tensors in one rule, by tensor name, counted before any transpose.
+    """Number of rows in each of their tensors in one rule, by tensor name, before any transpose.
 
     Args:
         total: number of rows in all our tensors in the rule.
@@ -257,7 +257,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Reorder per-dim values, given rows first as in rules, to match the dims of the stored tensor."""
+    """Reorder values that are given per dim, rows first as in rules, to match the dims of the stored tensor."""
     return dims[::-1] if view == "transpose" else dims
 
 
@@ -285,7 +285,7 @@ class _Place(NamedTuple):
 
 
 def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
-    """For each of our names: its pattern, and the rule that contains the name."""
+    """(pattern, rule) for each of our names: the pattern matches the name, and the rule contains the name."""
     table = []
     for rule in rules:
         assert rule.words <= {*FORM_WORDS}, rule

@@ -16,7 +16,7 @@ from torch import Tensor
 from dtmega.formats.rules import Assembly, RowRun, stored_dims
 
 Slices = tuple[slice, ...]
-# Tensors in dtmega's models with a row, or a number, for each vocabulary token. Only these tensors may have padding
+# Tensors in dtmega's models with one row, or one number, per vocabulary token. Only these tensors may have padding
 # rows after the tokens' rows.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
@@ -133,8 +133,8 @@ class Combined:
 class Translated:
     """Tensors of one side of `Directions`, assembled from a source that has the other side's tensors.
 
-    A read fetches only the rows that make up the requested box, and fetches adjacent rows at once. The read needs
-    memory for the box and for one copy of these rows.
+    A read fetches only the rows that make up the requested box, and fetches adjacent rows together. Memory is
+    needed for the box and for one copy of these rows.
     """
 
     def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:
@@ -173,7 +173,7 @@ class Translated:
         return result
 
     def _part(self, name: str, rows: slice, others: Sequence[slice]) -> Tensor:
-        """Some rows of a tensor, counted as in its assembly.
+        """Read some rows of a tensor, counted as in the tensor's assembly.
 
         Args:
             others: the part of each row to return, one slice per further dim.
@@ -184,8 +184,8 @@ class Translated:
             return self._rows(runs[0], others, assembly.source_view)
         shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
-        # Runs may alternate, as q, k and v of each head do. So read rows that are adjacent in the source at once, then
-        # copy each row to its place.
+        # Runs may alternate, for example between each head's q, k and v. Therefore read rows that are adjacent in the
+        # source together, then copy each row to its place.
         for stretch in _stretches(runs):
             first, last = stretch[0], stretch[-1]
             all_rows = first._replace(rows=last.start + last.rows - first.start)

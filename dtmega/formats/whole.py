@@ -1,4 +1,4 @@
-"""Renames a whole model's tensors to another program's names, and back, by the rules of that program's format."""
+"""Translate all tensors of a model into another program's format, and back, by the rules of that format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
-# Sizes up to this limit are not compared with the stored tensors, because a model on meta takes no memory.
+# Sizes up to this limit are not compared with the stored tensors, because a model on the meta device takes no memory.
 PLAUSIBLE_SIZE = 2**20
 # The same limit for sequence lengths. This limit is larger, because most models have no tensor as long as a sequence.
 PLAUSIBLE_LENGTH = 2**31
@@ -36,7 +36,7 @@ class TensorNames(NamedTuple):
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """True if their tensor `name` has a row for each token, and possibly padding rows after the tokens' rows."""
+        """True if the other side's tensor `name` has one row per token, possibly followed by padding rows."""
         return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 
@@ -182,13 +182,13 @@ def as_ours(source: Source, form: Format, model: config.Model, build: Build, whe
 def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -> Source:
     """The other program's tensors, assembled from a source with our names.
 
-    Tied tensors occur once, and there are no padding rows.
+    Each tied tensor occurs once, and padding rows are left out.
 
     Args:
         build: function that builds the whole model, as in `tensor_names`.
 
     Raises:
-        ValueError: the source does not have exactly the model's tensors.
+        ValueError: the source's tensors do not match the model's tensors.
     """
     (ours, theirs), parameters = tensor_names(form, model, build)
     stored = {known_as[0]: ours[known_as[0]] for known_as in parameters}
@@ -229,7 +229,7 @@ def _module(name: str) -> str:
 
 
 def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a source that does not have exactly a model's tensors.
+    """Refuse a source whose tensors do not match the model's.
 
     Args:
         shapes: name -> shape of the model's tensors; in the source, tensors in BY_TOKEN may have more rows.

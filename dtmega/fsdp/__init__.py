@@ -1,8 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the data ranks; mixed precision with fp32 masters.
 
 FSDP2 is used if weights are sharded or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
-`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same work with fewer copies in
-memory.
+`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same work with fewer copies.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dtmega.ops.shards import dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
-    """True if FSDP2 holds the weights: weights are sharded, cast or offloaded, or gradients are cast to be reduced.
+    """True if FSDP2 holds the weights: weights are sharded, cast or offloaded, or gradients are cast for the sum.
 
     Otherwise gradients are summed where the backward pass writes them (`replicas.py`), and a rank that holds the whole
     model casts its weights itself (`masters.py`).
@@ -59,9 +58,9 @@ def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
 def apply_fsdp(
     model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg: config.Config, *, reshard: bool
 ) -> None:
-    """Wrap each block, then the root, which takes all other parameters, so that tied weights are in one group.
+    """Wrap each block, then the root. The root takes all other parameters, so that tied weights are in one group.
 
-    Parameters stay fp32 shards; forward and backward use them in `precision.params`. Gradients are summed, not
+    Parameters stay fp32 shards; forward and backward use copies in `precision.params`. Gradients are summed, not
     averaged, in `precision.reduce`, because the loss is already divided by the counts of the global batch.
 
     Args:
@@ -99,7 +98,7 @@ def apply_fsdp(
             # With a single rank, torch 2.13 would divide the gradients by 1.0, and so copy the gradients once more.
             module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # If only some data ranks have used a parameter, the others contribute zeros instead of leaving it out.
+            # If only some data ranks have used a parameter, the others contribute zeros for this parameter.
             module.set_reduce_scatter_unused_params(True)
         # Otherwise FSDP asks for a sum scaled by a factor (here 1.0), which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
@@ -112,7 +111,7 @@ class _NothingToReduce:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer at FSDP's first call, for the input; return it again at the second, for the output."""
+        """Allocate a buffer for the input at FSDP's first call; return the same buffer for the output at the second."""
         buffer, self._input = self._input, None
         if buffer is None:
             buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
@@ -124,7 +123,7 @@ class _NothingToReduce:
 
 
 def keep_masters(model: nn.Module, cfg: config.Config) -> None:
-    """Let a model that this rank holds as a whole compute in `precision.params`, while its parameters stay fp32."""
+    """Make a model that this rank holds as a whole compute in `precision.params`, with fp32 parameters."""
     model.masters = Masters(model, getattr(torch, cfg.precision.params))  # pyright: ignore[reportArgumentType]
 
 
@@ -135,8 +134,7 @@ def _masters(model: nn.Module) -> Masters | None:
 def release(model: nn.Module) -> None:
     """Put the fp32 parameters back into the modules, for optimizer and checkpoints, and free gathered weights.
 
-    Call this function after the last microbatch, and after forwards without a backward, which leave the copies in
-    place.
+    Call this function after the last microbatch, and after a forward without a backward, which leaves the copies.
     """
     masters = _masters(model)
     if masters is not None:
@@ -150,7 +148,7 @@ def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) ->
     """Prepare for a microbatch's backward: only the last microbatch of a step reduces gradients over the data ranks.
 
     Until then, gradients add up on each rank, and the root's weights stay gathered. The blocks' weights stay gathered
-    too, unless `reshard` is True: this saves the memory of the blocks' weights, but causes more traffic.
+    too, unless `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
     """
     masters = _masters(model)
     if masters is not None:

@@ -21,7 +21,7 @@ from dtmega.ops.shards import local
 
 
 class Replicas:
-    """The copies of one stage on the ranks of a group; sums their gradients.
+    """Sums the gradients of one stage's copies on the ranks of a group.
 
     Sums start block by block, the last block first, as backward finishes the blocks. Each block waits for the blocks
     ahead of it, so that all ranks launch the same collectives in the same order even if different ranks use different

@@ -83,8 +83,7 @@ def _exchange(parts: Sequence[Tensor], received: Sequence[Tensor], group: dist.P
     """Send `parts[i]` to each other rank i, and receive rank i's part for this rank into `received[i]`."""
     n, rank = group.size(), group.rank()
     messages = []
-    # All ranks send to their next neighbour first, then to the second next, and so on, so that no rank gets all
-    # messages at once.
+    # All ranks send to the next rank first, then to the second next, ..., so no rank gets all messages at once.
     for distance in range(1, n):
         to, source = (rank + distance) % n, (rank - distance) % n
         messages.append(dist.P2POp(dist.isend, parts[to], group=group, group_peer=to))

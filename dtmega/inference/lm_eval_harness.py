@@ -1,12 +1,11 @@
-"""Scores a run with lm-evaluation-harness, on one process or with the model split over several processes.
+"""Score a run with lm-evaluation-harness, on one process or with the model split over several processes.
 
     tasks = ["hellaswag"]
     scores = evaluate(trained, tasks, find_tasks(tasks, None), batch_size=8)
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
 each batch together. The harness on each rank believes that it runs on a single process. Tokenization, truncation of
-long texts and the end of an answer follow the harness's own class for transformers models (`HFLM`), so that scores are
-comparable.
+long texts and the end of an answer follow the harness's `HFLM` class for transformers models, so scores are comparable.
 
 Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
 """
@@ -36,10 +35,10 @@ from dtmega.inference.trained import TrainedModel, settle_as_rank_0
 from dtmega.models.generate import Sampling, generate, settle_alone
 
 DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a maximum sequence length
-N_BOOTSTRAPS = 1000  # for the standard error of metrics without a formula for it
+N_BOOTSTRAPS = 1000  # for metrics whose standard error has no formula
 REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
 
-Pair = tuple[Any, list[int], list[int]]  # a key, the tokens of a context, the tokens of its continuation
+Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of the continuation
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
@@ -84,8 +83,7 @@ def evaluate(
     Returns:
         The harness's scores, with checkpoint, step, date, version of the harness, and limit.
     """
-    # Stop the harness from using a process pool for its bootstraps: the pool would fork this process, which has
-    # threads.
+    # Keep the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     evaluation = simple_evaluate(
         model=RunLM(trained, batch_size),
@@ -140,8 +138,7 @@ class RunLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
         """Score each continuation given its context, as in `_score`, in batches of similar length."""
-        # Longest first: texts in a batch then have nearly equal lengths, and a batch too large for memory fails at the
-        # start.
+        # Longest first: lengths within a batch are nearly equal, and a batch too large for memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
         for batch in _batches(order, self.batch_size, "texts"):
@@ -181,7 +178,7 @@ class RunLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Compute each text's log-likelihood, summed over disjoint windows that each follow one context token."""
+        """Compute each text's log-likelihood as the sum over disjoint windows, each with one token of context."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -246,7 +243,7 @@ def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callab
 
 
 def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
-    """Yield `size` numbers at a time, with a progress bar on rank 0; `what` is its title."""
+    """Yield `size` numbers at a time, with a progress bar on rank 0; `what` is the bar's title."""
     with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]

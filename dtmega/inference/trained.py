@@ -4,8 +4,8 @@
     logits = trained.model(tokens)                      # [B, S, V], the same on every rank
 
 Use several processes for a model that is too large or too slow for one process. The processes use [mesh] as in
-training, with two differences. The processes compute in fp32, and without sequence parallelism, because generation
-computes one token at a time and so has no sequence to split.
+training, except that they compute in fp32, and without sequence parallelism: generation computes one token at a time,
+so there is no sequence to split.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, 
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """A `Sampling.settle` for several processes: replace the tokens, int64 [B], by rank 0's tokens, and go on.
+    """A `Sampling.settle` for several processes: replace the tokens, int64 [B], with rank 0's, and go on.
 
     Logits may differ between ranks in the last bit, so ranks might draw different tokens.
     """

@@ -26,8 +26,7 @@ from dtmega.cli.commands.arguments import Parser, with_joined_values
 
 # Command name -> the command's line in `--help`.
 COMMANDS = {
-    # `train` is here only for the list of commands: its options are the keys in config/, and __main__.py starts
-    # training.
+    # `train` is here only for the list of commands: config/ has its options, and __main__.py starts it.
     "train": "train a model; `dtmega train --help` lists every key of a run",
     "tokenize": "turn text files into a corpus for training (.bin/.idx)",
     "merge": "join several corpora (.bin/.idx) into one",

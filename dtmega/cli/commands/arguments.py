@@ -1,6 +1,6 @@
 """Option types for `dtmega COMMAND`, and one-line error messages that name the option.
 
-An option type checks bounds, so that commands need not check the bounds again.
+An option type checks its bounds, so that commands need not check the bounds again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature: 0, or a number large and small enough that fp32 logits divided by it do not overflow."""
+    """Parse a temperature: 0, or 1e-6 to 1e6, so that dividing fp32 logits by the temperature cannot overflow."""
     try:
         value = float(text)
     except ValueError:
@@ -79,7 +79,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def prefix(text: str) -> str:
-    """Parse the prefix of a corpus, `PREFIX.bin` and `PREFIX.idx`. The name of either file is also accepted.
+    """Parse the prefix of a corpus's files, `PREFIX.bin` and `PREFIX.idx`. Either file's name is also accepted.
 
     Raises:
         argparse.ArgumentTypeError: the text names a folder.

@@ -41,8 +41,8 @@ class Conversation:
         from dtmega.models.generate import generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        # Run the template on the first process only. If every process ran the template, some might exceed its time
-        # limit while others did not.
+        # Run the template on the first process only. If every process ran the template, some processes
+        # might exceed the time limit while others did not.
         ids = _from_first(lambda: self._chat.ids(messages))
         answer_ids = generate(self._trained.model, ids, self._n_tokens, self._sampling)
         answer = self._trained.tokenizer.decode(answer_ids)

@@ -29,13 +29,13 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def startup_of(program: str) -> Startup:
-    """Make the `Startup` of a command, which prints an error in one line.
+    """Make a command's `Startup`, which prints any error in one line.
 
     Args:
         program: the command's name, printed at the beginning of the error line.
 
     Raises:
-        Refused: `Startup` raises it.
+        Refused: environment variables set by the launcher are wrong; the reason has been printed.
     """
     from dtmega.distributed.agreement import Startup
 
@@ -43,7 +43,7 @@ def startup_of(program: str) -> Startup:
 
 
 def open_run(path: str, args: argparse.Namespace, startup: Startup) -> TrainedModel:
-    """Read a run's model, from the checkpoint and on the mesh that the options name. All processes call this function.
+    """Load a run's model from the chosen checkpoint onto the chosen mesh. All processes call this function.
 
     Args:
         path: a run directory, or the folder of one checkpoint.
@@ -51,7 +51,7 @@ def open_run(path: str, args: argparse.Namespace, startup: Startup) -> TrainedMo
         startup: startup of all processes.
 
     Raises:
-        Refused: the model cannot be read. Every process raises this error, after the reason has been printed.
+        Refused: the model cannot be loaded. Every process raises this error, after the reason has been printed.
     """
     from dtmega.inference.trained import open_trained
 

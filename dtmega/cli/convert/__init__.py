@@ -1,4 +1,4 @@
-"""Converts weights from and to other programs, and inspects checkpoints.
+"""Convert weights from and to other programs' formats, and inspect checkpoints.
 
     conversion.py     `python -m dtmega convert`: reads a source and writes a target
     sources.py        a reader for each format that `--from` takes: Hugging Face directories, dtmega's runs, DCP

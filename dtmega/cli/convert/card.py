@@ -191,7 +191,7 @@ def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record in the run directory that the user named or that contains the checkpoint, if there is one."""
+    """The record in the run directory that the user named or that contains the checkpoint; None if not found."""
     for directory in (Path(path), Path(checkpoint.path).parent.parent):
         if (directory / "metrics.jsonl").is_file():
             return record.read(directory / "metrics.jsonl")

@@ -203,7 +203,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state, with moments whose `read` refuses NaN and infinity, unless the user has allowed them."""
+    """The training state. Reading a moment with NaN or infinity raises an error, unless the user has allowed it."""
     if training is None:
         return None
     moments = {

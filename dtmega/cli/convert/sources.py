@@ -23,7 +23,7 @@ class ConversionSource(NamedTuple):
     """The weights that `--from` names, and everything known about these weights.
 
     Attributes:
-        path: path of the checkpoint or directory that was found, so that the other ranks open the same one.
+        path: path of the checkpoint or directory that was found; the other ranks open the same path.
         weights: the tensors, under dtmega's names.
         model: the [model] section.
         tokenizer: path of a tokenizer.json, or a tokenizer spec; '' if there is no tokenizer, or only the tokenizer in
