@@ -36,7 +36,7 @@ from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
-from dtmega.models.family import Family, check_units, hidden_state, lengths_of
+from dtmega.models.family import Family, attends_by_heads, check_lengths, check_units, hidden_state, lengths_of
 from dtmega.models.model import Model
 from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
 from dtmega.ops.cost import Piece
@@ -109,9 +109,12 @@ class BuiltInFamily:
                 f"backward cannot run in two parts, as {whole.one_backward}: torch would give wrong gradients "
                 f"([pipeline] schedule, [model] name)"
             )
-        for key, length in lengths.items():
-            if cfg.mesh.sequence_parallel and length % tp:
-                raise ValueError(f"tp={tp} does not divide {key}={length} ([mesh] tp, [data] {key})")
+        check_lengths(cfg, whole, lengths, sizes)
+        self.attends_by_heads(cfg, sizes)
+
+    def attends_by_heads(self, cfg: config.Config, sizes: Mapping[str, int]) -> bool:
+        n_heads = cfg.model.n_heads
+        return attends_by_heads(cfg, n_heads, getattr(cfg.model, "kv_heads", n_heads), sizes)
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
         return apply_plan(stage, world.tp, self._plan(cfg)) if world.tp.size() > 1 else []
@@ -126,8 +129,8 @@ class BuiltInFamily:
             shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # With sequence parallelism, a stage passes on only this tp rank's part of the sequence.
-        parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
+        # A stage passes on this rank's part of the sequence, which cp cuts, and with sequence parallelism tp, too.
+        parts = sizes["cp"] * (sizes["tp"] if cfg.mesh.sequence_parallel else 1)
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
     def weights(self, model: config.Model) -> Source | None:

@@ -4,10 +4,10 @@ Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_repl
 communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has one name:
 
     data       dp_replicate x dp_shard: each rank takes its slice of the global batch
-    fsdp       dp_shard (with dp_replicate: HSDP): parameters are sharded over these ranks
+    fsdp       dp_shard x cp (with dp_replicate: HSDP): parameters are sharded over these ranks
     loss       pp x data x cp: token losses add up over these ranks
     shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
-    model      pp x tp: these ranks compute one microbatch together, so all must see the same microbatch
+    model      pp x cp x tp: these ranks compute one microbatch together, so all must see the same microbatch
     pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
 """
 
@@ -35,10 +35,13 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
 DERIVED = {
     "data": DATA,
+    "fsdp": ("dp_shard", "cp"),
     "loss": ("pp", *DATA, "cp"),
     "shards": ("pp", "dp_shard", "cp", "tp"),
-    "model": ("pp", "tp"),
+    "model": ("pp", "cp", "tp"),
 }
+# The dims of the mesh that parameters are laid out on: ranks that only divide sequences hold different shards, too.
+LAID_OUT = ("pp", "dp_replicate", "fsdp", "tp")
 TIMEOUT_S = 600.0
 
 
@@ -50,7 +53,7 @@ class World:
         rank, size: number of this process, counted from 0, and number of processes.
         device: the device that this process computes on.
         sizes: size of each axis.
-        mesh: the 5-axis mesh.
+        mesh: the mesh that parameters are laid out on, with the dims LAID_OUT.
         tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
         data_rank, data_size: index of this process's slice of the global batch, and number of slices.
         groups: this process's groups, by name: one group for each axis and for each set of ranks in DERIVED.
@@ -72,7 +75,7 @@ class World:
 
     def coordinate(self, axis: str) -> int:
         """This process's place along an axis, counted from 0."""
-        return self.mesh.get_local_rank(axis)
+        return self.groups[axis].rank()
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks at these places in this process's pipeline; None if this process is at another place.
@@ -215,11 +218,12 @@ def start(
         )
     me = dist.get_rank()
     groups = make_groups(sizes, device, timeout)
-    grid = torch.arange(dist.get_world_size()).view([sizes[axis] for axis in AXES])
-    mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, grid, mesh_dim_names=AXES)
+    shape = (sizes["pp"], sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"], sizes["tp"])
+    grid = torch.arange(dist.get_world_size()).view(shape)
+    mesh = DeviceMesh.from_group([groups[dim] for dim in LAID_OUT], device.type, grid, mesh_dim_names=LAID_OUT)
     data_rank, data_size = data_coordinate(sizes, me)
     # The mesh is 2-D only for HSDP: over a 1-D mesh, FSDP makes no second reduction.
-    fsdp = mesh["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else mesh["dp_shard"]
+    fsdp = mesh["dp_replicate", "fsdp"] if sizes["dp_replicate"] > 1 else mesh["fsdp"]
     return World(
         rank=me,
         size=dist.get_world_size(),

@@ -491,7 +491,12 @@ class Mesh(Section):
     )
     dp_replicate: int = key(1, "data parallel: ranks with copies of the parameters (DDP; with dp_shard, HSDP)", ge=-1)
     dp_shard: int = key(-1, "data parallel: ranks that the parameters are sharded over (FSDP)", ge=-1)
-    cp: Literal[1] = key(1, "context parallel: ranks that the sequence is divided over in attention; only 1 so far")
+    cp: int = key(1, "context parallel: ranks that each sequence is divided over", ge=-1)
+    cp_form: Literal["gather", "heads", "auto"] = key(
+        "auto",
+        "with cp, attention of a rank's tokens to all tokens (gather), or of its heads over all tokens (heads); auto: "
+        "the one that sends fewer bytes",
+    )
     tp: int = key(1, "tensor parallel: ranks that each layer's matrices are divided over", ge=-1)
     sequence_parallel: bool = key(
         True, "with tp: each rank computes norms, dropout and the residual for S / tp tokens only"

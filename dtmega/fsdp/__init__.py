@@ -38,7 +38,7 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
     if keeps_masters(cfg, sizes):
         return False
     casts = cfg.precision.params != "float32" or (cfg.precision.reduce != "float32" and sizes["dp_replicate"] > 1)
-    return sizes["dp_shard"] > 1 or casts or cfg.fsdp.cpu_offload
+    return sizes["dp_shard"] * sizes["cp"] > 1 or casts or cfg.fsdp.cpu_offload
 
 
 def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
@@ -47,11 +47,16 @@ def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
     return whole and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
 
 
-def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
-    """True if FSDP frees a block's gathered weights after its forward; `pp` and `dp_shard` are resolved sizes."""
+def reshards(cfg: config.Config, pp: int, n_shards: int) -> bool:
+    """True if FSDP frees a block's gathered weights after its forward.
+
+    Args:
+        pp: number of pipeline ranks.
+        n_shards: number of ranks that parameters are sharded over.
+    """
     if cfg.fsdp.reshard_after_forward == "auto":
         # Under pp each microbatch would gather the weights again; with one shard there is nothing to free.
-        return pp == 1 and dp_shard > 1
+        return pp == 1 and n_shards > 1
     return cfg.fsdp.reshard_after_forward
 
 
@@ -64,7 +69,7 @@ def apply_fsdp(
     averaged, in `precision.reduce`, because the loss is already divided by the counts of the global batch.
 
     Args:
-        mesh: mesh of the data ranks: 1-D (dp_shard), or for HSDP 2-D (dp_replicate, dp_shard). HSDP with dp_shard = 1
+        mesh: mesh of the data ranks: 1-D (fsdp), or for HSDP 2-D (dp_replicate, fsdp). HSDP with one shard
             is the same as DDP.
         reshard: True to free each block's gathered weights after the block's forward. The root and the last block keep
             their gathered weights, because backward begins with the root's weights and then the last block's, and ends

@@ -28,6 +28,7 @@ from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.cross_entropy import IGNORED
 
 N_TYPES = 2  # token types: 0 in segment A with its [CLS] and [SEP], and 1 in segment B
+IGNORED_SAMPLE = -100  # label of a sample whose first token is on another rank
 
 
 class Block(nn.Module):
@@ -108,6 +109,7 @@ class Bert(Model):
 
     cfg: config.Bert
     runs_layers = True
+    both_ways = frozenset({"seq_len"})
     ties = (("embed.weight", "head.output.weight"),)
     head_ids: Tensor  # [H] int32
 
@@ -172,7 +174,7 @@ class Bert(Model):
         # A fused kernel is compiled again for each length, and batches without labels come in many lengths. Attention
         # dropout needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
-        rule = attention_rule(places, document_ids=document_ids, fused=fused)
+        rule = attention_rule(places, document_ids=document_ids, fused=fused, context=self.context)
         if self.embed is not None and self.positions is not None and self.types is not None:
             types = torch.zeros_like(tokens) if token_types is None else token_types
             embedded = self.embed(tokens) + self.positions(places) + self.types(types)
@@ -191,9 +193,11 @@ class Bert(Model):
         if swapped is None:
             raise ValueError("labels need swapped [B] with them, 1 where the segments of a sample were swapped")
         order = self.order(hidden).float()
+        # The head reads the first token of a sample. If ranks share the sample, only one of them has this token.
+        swapped = swapped.masked_fill(places[:, 0] != 0, IGNORED_SAMPLE)
         return {
             "lm": self.head(hidden, labels),
-            "order": F.cross_entropy(order, swapped, reduction="sum"),
+            "order": F.cross_entropy(order, swapped, reduction="sum", ignore_index=IGNORED_SAMPLE),
             "order_right": (order.detach().argmax(-1) == swapped).sum(dtype=torch.float32),
         }
 

@@ -124,7 +124,14 @@ class Bloom(Model):
         # kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(
-            places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, cache=cache, fused=fused
+            places,
+            causal=True,
+            document_ids=document_ids,
+            prefix=prefix,
+            slopes=self.slopes,
+            cache=cache,
+            context=self.context,
+            fused=fused,
         )
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             embedded = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)

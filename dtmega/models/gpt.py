@@ -113,7 +113,15 @@ class GPT(Model):
         # token brings a new length, so such passes use no fused kernel. Nor does attention dropout, because no fused
         # kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
-        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=fused)
+        rule = attention_rule(
+            places,
+            causal=True,
+            document_ids=document_ids,
+            prefix=prefix,
+            cache=cache,
+            context=self.context,
+            fused=fused,
+        )
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
             embedded = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)

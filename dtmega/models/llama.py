@@ -148,7 +148,13 @@ class Llama(Model):
         # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
         # token brings a new length, so only batches with labels (training, evaluation) use a fused kernel.
         rule = attention_rule(
-            places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=labels is not None
+            places,
+            causal=True,
+            document_ids=document_ids,
+            prefix=prefix,
+            cache=cache,
+            context=self.context,
+            fused=labels is not None,
         )
         positions = places if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)

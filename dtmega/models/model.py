@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dtmega.ops.context_parallel import ContextParallel
+
 CONTAINERS = nn.ModuleDict, nn.ModuleList
 Per = Literal["token", "label", "decoder", "sequence"]
 
@@ -44,6 +46,9 @@ class Model(nn.Module):
             labelled token, per decoder token, or per sequence. A name also covers all nested modules; later names
             override earlier names.
         lengths: keys of [data] that hold the lengths of the model's sequences.
+        both_ways: keys of [data] for the lengths of texts whose tokens attend to the tokens before and after them.
+        decoder_rows: names of the rows of a batch that have the length of the decoder's text.
+        context: ranks that share the sequences of the batch at hand; None: this process has whole sequences.
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' if there is none.
         one_backward: reason why backward cannot run in two parts; '' if it can.
     """
@@ -57,6 +62,9 @@ class Model(nn.Module):
     experts_per_token: int | None = None
     works_per: Mapping[str, Per] = MappingProxyType({})
     lengths: tuple[str, ...] = ("seq_len",)
+    both_ways: frozenset[str] = frozenset()
+    decoder_rows: frozenset[str] = frozenset()
+    context: ContextParallel | None = None
     decoder_begins: str = ""
     one_backward: str = ""
 
@@ -64,6 +72,18 @@ class Model(nn.Module):
         if places is None:
             places = consecutive(tokens)
         return super().__call__(tokens, *args, places=places, **kwargs)
+
+    def part_of(self, rows: Mapping[str, Tensor], context: ContextParallel) -> dict[str, Tensor]:
+        """This rank's part of the rows of a batch, with the places of its tokens."""
+        whole = {"places": consecutive(rows["tokens"]), **rows}
+        if "decoder_tokens" in rows:
+            whole.setdefault("decoder_places", consecutive(rows["decoder_tokens"]))
+        parts: dict[str, Tensor] = {}
+        for name, row in whole.items():
+            length = "decoder_seq_len" if name in self.decoder_rows else "seq_len"
+            # A row [B] has one number per sample, which every rank needs.
+            parts[name] = row if row.ndim < 2 else context.slice(row, balanced=length not in self.both_ways)
+        return parts
 
     def stored_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers that checkpoints store, with their names. Training does not change these buffers."""

@@ -170,6 +170,8 @@ class T5(Model):
     runs_layers = True
     has_cache = True
     lengths = ("seq_len", "decoder_seq_len")
+    both_ways = frozenset({"seq_len"})
+    decoder_rows = frozenset({"decoder_tokens", "decoder_places", "decoder_document_ids", "labels"})
     decoder_begins = "decoder_embed"
     head_ids: Tensor  # [H] int32
     channel_ids: Tensor  # [F] int32
@@ -338,7 +340,9 @@ class T5(Model):
             hidden = self.embed_dropout(hidden, sample_ids, source.places)
         if self.encoder:
             table = self._table(self.encoder_bias, bidirectional=True)
-            rule = attention_rule(source.places, document_ids=source.document_ids, table=table, fused=fused)
+            rule = attention_rule(
+                source.places, document_ids=source.document_ids, table=table, fused=fused, context=self.context
+            )
             assert hidden is not None
             layers = list(self.encoder.values())
             hidden = self.run_layers(layers, hidden, rule, self.head_ids, sample_ids, source.places, self.channel_ids)
@@ -377,7 +381,13 @@ class T5(Model):
         assert self.memory is not None
         table = self._table(self.decoder_bias, bidirectional=False)
         rule = attention_rule(
-            target.places, causal=True, document_ids=target.document_ids, table=table, cache=cache, fused=fused
+            target.places,
+            causal=True,
+            document_ids=target.document_ids,
+            table=table,
+            cache=cache,
+            fused=fused,
+            context=self.context,
         )
         # Cross-attention ignores positions: it adds no table, and only documents restrict it.
         cross_rule = attention_rule(
@@ -386,6 +396,7 @@ class T5(Model):
             key_places=source.places,
             key_document_ids=source.document_ids,
             fused=fused,
+            context=self.context,
         )
         assert hidden is not None
         layers = list(self.decoder.values())

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from dtmega.ops import keyed
-from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
+from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk, SharedRule
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
 
@@ -69,6 +69,8 @@ def attention(
     Returns:
         Output [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
     """
+    if rule.shared is not None:
+        return _over_ranks(q, k, v, rule.shared, dropout, scale)
     if rule.cache is not None:
         k, v = rule.cache.append(k, v)
     lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
@@ -98,6 +100,28 @@ def attention(
             *_slice(chunk, q, k, v), attn_mask=bias, scale=scale, enable_gqa=shared_keys
         )
         outs.append(out)
+    return torch.cat(outs, dim=2)
+
+
+def _over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, shared: SharedRule, dropout: Dropout | None, scale: float | None
+) -> Tensor:
+    """Compute the attention of this rank's tokens, [B, H, S / cp, K], if ranks share the sequences."""
+    context = shared.context
+    if context.by_heads:
+        if dropout is not None:
+            dropout = dropout._replace(head_ids=context.own_heads(dropout.head_ids))
+        q = context.to_heads(q, shared.queries_balanced)
+        k, v = (context.to_heads(x, shared.keys_balanced) for x in (k, v))
+        out = attention(q, k, v, shared.runs[0].rule, dropout, scale)
+        return context.to_tokens(out, shared.queries_balanced)
+    # One message for both.
+    joined = context.gather(torch.cat([k, v], dim=-1), shared.keys_balanced)
+    k, v = joined.split([k.shape[-1], v.shape[-1]], dim=-1)
+    outs: list[Tensor] = []
+    for run in shared.runs:
+        queries = q[:, :, run.start : run.stop]
+        outs.append(attention(queries, k[:, :, : run.n_keys], v[:, :, : run.n_keys], run.rule, dropout, scale))
     return torch.cat(outs, dim=2)
 
 

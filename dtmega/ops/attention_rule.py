@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
 
 BLOCK = 128  # queries and keys in one block of FlexAttention's masks
@@ -44,6 +45,36 @@ class Chunk(NamedTuple):
     last: int
 
 
+class RunRule(NamedTuple):
+    """The rule of a run of consecutive queries.
+
+    Attributes:
+        start, stop: indices of the queries among those that the rank computes.
+        n_keys: number of keys, from the start of the sequence, that the queries may see.
+        rule: rule of these queries and keys.
+    """
+
+    start: int
+    stop: int
+    n_keys: int
+    rule: AttentionRule
+
+
+class SharedRule(NamedTuple):
+    """The rule of sequences that several ranks share.
+
+    Attributes:
+        context: ranks that share the sequences.
+        runs: rules of the queries that this rank computes.
+        queries_balanced, keys_balanced: True if a rank holds two slices of the queries, or of the keys.
+    """
+
+    context: ContextParallel
+    runs: tuple[RunRule, ...]
+    queries_balanced: bool
+    keys_balanced: bool
+
+
 class AttentionRule(NamedTuple):
     """The attention rule of a batch as tensors, built by `attention_rule`.
 
@@ -59,6 +90,7 @@ class AttentionRule(NamedTuple):
         causal, window: arguments of `attention_rule`.
         block_mask: FlexAttention's mask; None if the kernels work on chunks of queries.
         cache: cache of keys and values; the first columns of `key_places` belong to the cached tokens.
+        shared: the rules of the attention of several ranks, if ranks share the sequences.
     """
 
     query_places: Tensor
@@ -73,6 +105,7 @@ class AttentionRule(NamedTuple):
     window: int
     block_mask: BlockMask | None = None
     cache: KeyValueCache | None = None
+    shared: SharedRule | None = None
 
     def allowed(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """True if the i-th query of row b attends to the j-th key. The indices may have any shapes that broadcast."""
@@ -229,6 +262,7 @@ def attention_rule(
     key_document_ids: Tensor | None = None,
     cache: KeyValueCache | None = None,
     fused: bool = True,
+    context: ContextParallel | None = None,
 ) -> AttentionRule:
     """Build the attention rule of a batch, which all layers share.
 
@@ -254,7 +288,16 @@ def attention_rule(
             so a rule with a cache serves one forward pass only.
         fused: False to avoid fused kernels on CUDA, for attention dropout or for lengths that occur only once. The
             host then waits for the device once, to learn whether places are consecutive.
+        context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None: this process
+            has whole sequences.
     """
+    if context is not None and cache is None:
+        key_documents = document_ids if key_places is None else key_document_ids
+        given = AttentionRule(
+            *(places, places if key_places is None else key_places, document_ids, key_documents),
+            *(prefix, slopes, table, None, causal, window),
+        )
+        return _shared(given, context, key_places is not None, fused)
     if cache is not None:
         assert key_places is None, "a cache is of the same tokens"
         assert prefix is None or cache.length == 0, "what was computed before has not seen a later prefix"
@@ -270,13 +313,62 @@ def attention_rule(
     rule = AttentionRule(
         query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window, cache=cache
     )
-    if places.device.type == "cuda" and fused:
+    return _with_kernel(rule, attends_to_itself or cache is not None, fused)
+
+
+def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) -> AttentionRule:
+    """Add what saves a kernel work: a block mask on CUDA, or a strip if places are consecutive."""
+    if rule.query_places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))
-    depends_on_distance = rule.adds or causal or window > 0
-    keys_end_with_queries = attends_to_itself or cache is not None
-    if keys_end_with_queries and depends_on_distance and prefix is None and _consecutive(keys):
+    depends_on_distance = rule.adds or rule.causal or rule.window > 0
+    has_strip = keys_end_with_queries and depends_on_distance and rule.prefix is None
+    if has_strip and _consecutive(rule.key_places):
         return rule._replace(strip=_strip(rule))
     return rule
+
+
+def _shared(part: AttentionRule, context: ContextParallel, crosses: bool, fused: bool) -> AttentionRule:
+    """The rule of sequences that several ranks share.
+
+    Args:
+        part: the rule with this rank's parts of the tensors of queries and of keys.
+        context: ranks that share the sequences.
+        crosses: True if the keys belong to other tokens than the queries.
+        fused: as in `attention_rule`.
+    """
+    # Tokens under a causal mask are balanced over the ranks, and so are a decoder's, which attend to an encoder's.
+    keys_balanced, queries_balanced = part.causal, part.causal or crosses
+    keys = context.whole(part.key_places.to(torch.int32), keys_balanced)
+    documents = None if part.key_documents is None else context.whole(part.key_documents, keys_balanced)
+    prefix = None if part.prefix is None else context.whole(part.prefix, keys_balanced)
+    part = part._replace(
+        query_places=part.query_places.to(torch.int32), key_places=keys, key_documents=documents, prefix=prefix
+    )
+    runs: list[RunRule] = []
+    if context.by_heads:
+        of_heads = part._replace(
+            query_places=context.whole(part.query_places, queries_balanced),
+            query_documents=None
+            if part.query_documents is None
+            else context.whole(part.query_documents, queries_balanced),
+            slopes=None if part.slopes is None else context.own_heads(part.slopes),
+            table=None if part.table is None else context.own_heads(part.table),
+        )
+        n_queries, n_keys = of_heads.query_places.shape[1], keys.shape[1]
+        runs.append(RunRule(0, n_queries, n_keys, _with_kernel(of_heads, not crosses, fused)))
+    else:
+        for run in context.runs(part.query_places.shape[1], queries_balanced):
+            # A causal query sees no key behind it, unless the key is part of a prefix.
+            ends = part.causal and prefix is None
+            n_keys = run.place + run.stop - run.start if ends else keys.shape[1]
+            of_run = part._replace(
+                query_places=part.query_places[:, run.start : run.stop],
+                query_documents=None if part.query_documents is None else part.query_documents[:, run.start : run.stop],
+                key_places=keys[:, :n_keys].contiguous(),
+                key_documents=None if documents is None else documents[:, :n_keys].contiguous(),
+            )
+            runs.append(RunRule(run.start, run.stop, n_keys, _with_kernel(of_run, ends, fused)))
+    return part._replace(shared=SharedRule(context, tuple(runs), queries_balanced, keys_balanced))
 
 
 def alibi_slopes(n_heads: int) -> Tensor:

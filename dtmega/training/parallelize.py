@@ -14,6 +14,7 @@ anything starts, `check` refuses combinations that cannot work.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
 from dtmega.ops import optim, ranges, softmax
+from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
 from dtmega.ops.shards import boxes, local
@@ -57,6 +59,7 @@ class ShardedModel:
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
         replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
+        context: ranks that share the sequences of each microbatch; None if cp is 1.
         on_reduce: function that is called after backward, before the remaining gradients are summed over ranks.
     """
 
@@ -74,6 +77,7 @@ class ShardedModel:
         self.tied: list[Tied] = []
         self.replicas: list[Replicas] = []
         self.on_reduce: Callable[[], object] = _do_nothing
+        self.context: ContextParallel | None = None
 
     def draw(self, seed: int) -> None:
         """Draw the initial values of all parameters.
@@ -92,7 +96,7 @@ class ShardedModel:
         and stage adds its part with the same divisor, and the layout does not change the loss.
 
         Args:
-            microbatches: this rank's rows of the global batch.
+            microbatches: rows of the global batch that this rank, and the others of its `model` group, compute.
             counts: divisors of the sums, counted over the global batch, by name.
             scale: loss scale for float16, a factor on all gradients; None in other precisions.
 
@@ -104,10 +108,11 @@ class ShardedModel:
         if scale is not None:
             for model in self.stages.values():
                 model.expect(tally.factors())
-        if self.pipeline is not None:
-            self.pipeline.step(microbatches, tally)
-        else:
-            self._run_microbatches(microbatches, tally)
+        with self._shared(microbatches) as parts:
+            if self.pipeline is not None:
+                self.pipeline.step(parts, tally)
+            else:
+                self._run_microbatches(parts, tally)
         self.on_reduce()
         # Fill in zeros first, because the sums below expect a gradient for every trained parameter on every rank.
         self._fill_missing_gradients()
@@ -122,6 +127,25 @@ class ShardedModel:
             if parameter.grad is not None:
                 local(parameter.grad).masked_fill_(mask, 0.0)
         return tally.totals
+
+    @contextlib.contextmanager
+    def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
+        """Let the models compute this rank's part of each sequence, inside the `with` block only.
+
+        A sample that the trained model generates afterwards is whole on every rank.
+        """
+        if self.context is None:
+            yield microbatches
+            return
+        first, *_ = self.stages.values()
+        parts = [first.part_of(rows, self.context) for rows in microbatches]
+        for model in self.stages.values():
+            model.context = self.context
+        try:
+            yield parts
+        finally:
+            for model in self.stages.values():
+                model.context = None
 
     def _run_microbatches(self, microbatches: Sequence[dict[str, Tensor]], tally: Tally) -> None:
         """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
@@ -170,12 +194,13 @@ class ShardedModel:
         for model in self.stages.values():
             model.eval()
         tally = Tally(self.objective.sums, self.world.device)
-        if self.pipeline is not None:
-            self.pipeline.evaluate(microbatches, tally)
-        else:
-            (model,) = self.stages.values()
-            for microbatch in microbatches:
-                tally.add_all(model(**microbatch))
+        with self._shared(microbatches) as parts:
+            if self.pipeline is not None:
+                self.pipeline.evaluate(parts, tally)
+            else:
+                (model,) = self.stages.values()
+                for part in parts:
+                    tally.add_all(model(**part))
         for model in self.stages.values():
             release(model)
             model.train()
@@ -266,10 +291,13 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     if world.sizes["pp"] > 1:
         cut = plan_stages(cfg, families.of(cfg.model).pieces(whole), world.sizes["pp"])
         stages = _split(cut, whole, cut.ranks[world.coordinate("pp")])
-    reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
+    reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"] * world.sizes["cp"])
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
+    if world.sizes["cp"] > 1:
+        by_heads = families.of(cfg.model).attends_by_heads(cfg, world.sizes)
+        model.context = ContextParallel(world.groups["cp"], by_heads)
     # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
     if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]

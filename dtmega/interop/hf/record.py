@@ -82,6 +82,10 @@ class Transformers:
                 f"'{whole.full_name(rounded[0])}' of '{kind}' is a stored buffer, with which transformers computes in "
                 f"the dtype of the parameters; here it stays as it is: expected float32 ([precision] params)"
             )
+        if sizes["cp"] > 1:
+            raise ValueError(
+                f"a model of transformers has whole sequences: expected cp=1, got {sizes['cp']} ([mesh] cp)"
+            )
         if sizes["tp"] > 1:
             try:
                 plan_for(whole.hf, sizes["tp"])
@@ -93,6 +97,9 @@ class Transformers:
                 f"a pipeline needs to know the ends of a model, and '{kind}' is none of {', '.join(in_stages)} "
                 f"([mesh] pp)"
             )
+
+    def attends_by_heads(self, cfg: config.Config, sizes: Mapping[str, int]) -> bool:
+        return False
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)

@@ -1,0 +1,183 @@
+"""Context parallelism: the ranks of an axis share a sequence, and each layer's attention joins their parts.
+
+Each rank holds S / cp tokens of each row. Under a causal mask, rank r holds slices r and 2 cp - 1 - r of 2 cp slices,
+so that all ranks have the same number of pairs to compute (Llama 3, arXiv:2407.21783, section 3.3.2); if attention sees
+both ways, rank r holds one slice of cp. Everything outside attention works on single tokens and needs no other rank,
+because places are global and come with the batch.
+
+Attention has two forms:
+
+    gather   each rank has the keys and values of all tokens    [B, G, S/cp, K] -> [B, G, S, K]
+    heads    each rank has all tokens, for a part of the heads  [B, H, S/cp, K] -> [B, H/cp, S, K]
+
+In backward, the gradients of the keys and values that a rank has gathered are sums over all ranks' queries. They are
+added in rank order, so that the bits do not depend on the order in which messages arrive.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+# torch 2.13 renamed this function and warns about the old name. torch 2.11 does not know the new name.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ContextParallel(NamedTuple):
+    """The ranks that share sequences.
+
+    Attributes:
+        group: the cp group.
+        by_heads: True for the form `heads`, False for `gather`.
+    """
+
+    group: dist.ProcessGroup
+    by_heads: bool = False
+
+    def slice(self, row: Tensor, balanced: bool) -> Tensor:
+        """This rank's part [B, S / cp, ...] of a row tensor [B, S, ...].
+
+        Args:
+            row: tensor of all tokens.
+            balanced: True for two slices, from both ends of the sequence; False for one slice.
+        """
+        n, rank = self.group.size(), self.group.rank()
+        if not balanced:
+            return row.chunk(n, dim=1)[rank].contiguous()
+        slices = row.chunk(2 * n, dim=1)
+        return torch.cat([slices[rank], slices[2 * n - 1 - rank]], dim=1)
+
+    def whole(self, part: Tensor, balanced: bool) -> Tensor:
+        """The row tensor [B, S, ...] whose parts the ranks hold, without a gradient."""
+        # gloo does not gather bools.
+        numbers = part.to(torch.uint8) if part.dtype == torch.bool else part
+        return _in_order(_all_gather(numbers, self.group), dim=1, balanced=balanced).to(part.dtype)
+
+    def runs(self, length: int, balanced: bool) -> list[Run]:
+        """The runs of consecutive tokens that this rank holds.
+
+        Args:
+            length: S / cp, the number of tokens that this rank holds.
+            balanced: as in `slice`.
+        """
+        n, rank = self.group.size(), self.group.rank()
+        if not balanced:
+            return [Run(0, length, rank * length)]
+        half = length // 2
+        return [Run(0, half, rank * half), Run(half, length, (2 * n - 1 - rank) * half)]
+
+    def gather(self, keys: Tensor, balanced: bool) -> Tensor:
+        """Keys or values of all tokens, [B, G, S, K] in the order of the sequence, from those of this rank's tokens."""
+        return cast(Tensor, _Gather.apply(keys, self.group, balanced))
+
+    def to_heads(self, x: Tensor, balanced: bool) -> Tensor:
+        """Exchange this rank's tokens, [B, H, S / cp, K], for a part of the heads of all tokens, [B, H / cp, S, K]."""
+        return cast(Tensor, _ToHeads.apply(x, self.group, balanced))
+
+    def to_tokens(self, x: Tensor, balanced: bool) -> Tensor:
+        """Undo `to_heads`."""
+        return cast(Tensor, _ToTokens.apply(x, self.group, balanced))
+
+    def own_heads(self, per_head: Tensor) -> Tensor:
+        """The rows of a tensor [H, ...] that belong to this rank's heads in the form `heads`."""
+        return per_head.chunk(self.group.size())[self.group.rank()]
+
+
+class Run(NamedTuple):
+    """A run of consecutive tokens.
+
+    Attributes:
+        start, stop: indices of its tokens among the tokens that the rank holds.
+        place: index of its first token in the whole sequence.
+    """
+
+    start: int
+    stop: int
+    place: int
+
+
+def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
+    """Join the ranks' parts [cp, ...] along `dim` of a part, in the order of the sequence."""
+    pieces = list(parts.unbind())
+    if balanced:
+        halves = [part.chunk(2, dim) for part in pieces]
+        # The second halves come from the end of the sequence, the first rank's last.
+        pieces = [first for first, _ in halves] + [second for _, second in reversed(halves)]
+    return torch.cat(pieces, dim)
+
+
+def _by_rank(x: Tensor, n: int, dim: int, balanced: bool) -> Tensor:
+    """The inverse of `_in_order`: [n, ...], the part of each rank."""
+    if not balanced:
+        return torch.stack(x.chunk(n, dim))
+    slices = x.chunk(2 * n, dim)
+    return torch.stack([torch.cat([slices[r], slices[2 * n - 1 - r]], dim) for r in range(n)])
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, [cp, ...]."""
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(x[None], 0, group)
+    parts = x.new_empty(group.size(), *x.shape)
+    _all_gather_into(parts.flatten(0, 1) if x.ndim else parts, x, group=group)
+    return parts
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send parts[r] to rank r: [cp, ...] -> [cp, ...], the parts that the ranks have sent here."""
+    parts = parts.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.all_to_all_single(parts, None, None, group)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+        ctx.group, ctx.balanced = group, balanced
+        return _in_order(_all_gather(x, group), dim=2, balanced=balanced)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        parts = _exchange(_by_rank(grad_outputs[0], ctx.group.size(), 2, ctx.balanced), ctx.group)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total, None, None
+
+
+def _to_heads(x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+    return _in_order(_exchange(torch.stack(x.chunk(group.size(), dim=1)), group), dim=2, balanced=balanced)
+
+
+def _to_tokens(x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+    return torch.cat(_exchange(_by_rank(x, group.size(), 2, balanced), group).unbind(), dim=1)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+        ctx.group, ctx.balanced = group, balanced
+        return _to_heads(x, group, balanced)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _to_tokens(grad_outputs[0], ctx.group, ctx.balanced), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
+        ctx.group, ctx.balanced = group, balanced
+        return _to_tokens(x, group, balanced)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(grad_outputs[0], ctx.group, ctx.balanced), None, None
