@@ -312,6 +312,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Layout": (
         _same("tensor-model-parallel-size|model-parallel-size", "mesh.tp", "1"),
+        _same("context-parallel-size|ds-sequence-parallel-size", "mesh.cp", "1"),
         _same("pipeline-model-parallel-size|pipe-parallel-size", "mesh.pp", "1"),
         _same(
             "pipeline-model-parallel-split-rank",
@@ -376,7 +377,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "FSDP2 cuts parameters, gradients and moments over [mesh] dp_shard, and overlaps communication",
         ),
         _gone(
-            "context-parallel-size ds-sequence-parallel-size expert-model-parallel-size moe-expert-parallel-size",
+            "expert-model-parallel-size moe-expert-parallel-size",
             1,
             "an axis that dtmega's mesh does not have; the layout does not change what a run computes",
         ),
