@@ -36,7 +36,8 @@ from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
-from dtmega.models.family import Family, attends_by_heads, check_lengths, check_units, hidden_state, lengths_of
+from dtmega.models.family import Family, check_units, hidden_state
+from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
 from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
 from dtmega.ops.cost import Piece

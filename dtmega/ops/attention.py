@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from dtmega.ops import keyed
-from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk, SharedRule
+from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
+from dtmega.ops.shared_rule import SharedRule
 
 FEW_QUERIES = 64  # with fewer queries, calling the batched products would take longer than computing them
 

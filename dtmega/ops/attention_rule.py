@@ -9,10 +9,11 @@ Documents and padding are given as document numbers [B, S], and a query attends 
 full mask [B, S, S] of all pairs is never built.
 
 Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
-both methods in its kernel; the other kernels evaluate both for one chunk of queries at a time. The rest of this file
-saves work where the result for many pairs is known without looking at each pair:
+both methods in its kernel; the other kernels evaluate both for one chunk of queries at a time. Work is saved where the
+result for many pairs is known without looking at each pair:
 
-- On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden.
+- On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden
+  (`block_mask.py`).
 - Elsewhere, if places are consecutive, one strip of biases serves all chunks of queries, because causality, windows,
   ALiBi and tables depend on the distance alone.
 """
@@ -21,16 +22,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dtmega.ops.block_mask import block_mask
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
+from dtmega.ops.shared_rule import SharedRule, shared_rule
 
-BLOCK = 128  # queries and keys in one block of FlexAttention's masks
 # Approximate number of queries in a chunk. With fewer than 192, torch's kernel for CPUs works in its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
 N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the fields after them are settings
@@ -43,36 +46,6 @@ class Chunk(NamedTuple):
     stop: int
     first: int
     last: int
-
-
-class RunRule(NamedTuple):
-    """The rule of a run of consecutive queries.
-
-    Attributes:
-        start, stop: indices of the queries among those that the rank computes.
-        n_keys: number of keys, from the start of the sequence, that the queries may see.
-        rule: rule of these queries and keys.
-    """
-
-    start: int
-    stop: int
-    n_keys: int
-    rule: AttentionRule
-
-
-class SharedRule(NamedTuple):
-    """The rule of sequences that several ranks share.
-
-    Attributes:
-        context: ranks that share the sequences.
-        runs: rules of the queries that this rank computes.
-        queries_balanced, keys_balanced: True if a rank holds two slices of the queries, or of the keys.
-    """
-
-    context: ContextParallel
-    runs: tuple[RunRule, ...]
-    queries_balanced: bool
-    keys_balanced: bool
 
 
 class AttentionRule(NamedTuple):
@@ -297,7 +270,7 @@ def attention_rule(
             *(places, places if key_places is None else key_places, document_ids, key_documents),
             *(prefix, slopes, table, None, causal, window),
         )
-        return _shared(given, context, key_places is not None, fused)
+        return shared_rule(given, context, key_places is not None, partial(_with_kernel, fused=fused))
     if cache is not None:
         assert key_places is None, "a cache is of the same tokens"
         assert prefix is None or cache.length == 0, "what was computed before has not seen a later prefix"
@@ -325,50 +298,6 @@ def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) 
     if has_strip and _consecutive(rule.key_places):
         return rule._replace(strip=_strip(rule))
     return rule
-
-
-def _shared(part: AttentionRule, context: ContextParallel, crosses: bool, fused: bool) -> AttentionRule:
-    """The rule of sequences that several ranks share.
-
-    Args:
-        part: the rule with this rank's parts of the tensors of queries and of keys.
-        context: ranks that share the sequences.
-        crosses: True if the keys belong to other tokens than the queries.
-        fused: as in `attention_rule`.
-    """
-    # Tokens under a causal mask are balanced over the ranks, and so are a decoder's, which attend to an encoder's.
-    keys_balanced, queries_balanced = part.causal, part.causal or crosses
-    keys = context.whole(part.key_places.to(torch.int32), keys_balanced)
-    documents = None if part.key_documents is None else context.whole(part.key_documents, keys_balanced)
-    prefix = None if part.prefix is None else context.whole(part.prefix, keys_balanced)
-    part = part._replace(
-        query_places=part.query_places.to(torch.int32), key_places=keys, key_documents=documents, prefix=prefix
-    )
-    runs: list[RunRule] = []
-    if context.by_heads:
-        of_heads = part._replace(
-            query_places=context.whole(part.query_places, queries_balanced),
-            query_documents=None
-            if part.query_documents is None
-            else context.whole(part.query_documents, queries_balanced),
-            slopes=None if part.slopes is None else context.own_heads(part.slopes),
-            table=None if part.table is None else context.own_heads(part.table),
-        )
-        n_queries, n_keys = of_heads.query_places.shape[1], keys.shape[1]
-        runs.append(RunRule(0, n_queries, n_keys, _with_kernel(of_heads, not crosses, fused)))
-    else:
-        for run in context.runs(part.query_places.shape[1], queries_balanced):
-            # A causal query sees no key behind it, unless the key is part of a prefix.
-            ends = part.causal and prefix is None
-            n_keys = run.place + run.stop - run.start if ends else keys.shape[1]
-            of_run = part._replace(
-                query_places=part.query_places[:, run.start : run.stop],
-                query_documents=None if part.query_documents is None else part.query_documents[:, run.start : run.stop],
-                key_places=keys[:, :n_keys].contiguous(),
-                key_documents=None if documents is None else documents[:, :n_keys].contiguous(),
-            )
-            runs.append(RunRule(run.start, run.stop, n_keys, _with_kernel(of_run, ends, fused)))
-    return part._replace(shared=SharedRule(context, tuple(runs), queries_balanced, keys_balanced))
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
@@ -446,65 +375,3 @@ def _strip(rule: AttentionRule) -> Tensor | None:
         key_documents=None,
     )
     return one_row.bias(Chunk(0, size, 0, n_columns))
-
-
-def block_mask(rule: AttentionRule) -> BlockMask:
-    """Build FlexAttention's mask from the bounds of places and document numbers in each block of queries or keys.
-
-    A block of pairs is marked as full (all pairs allowed) or empty if the bounds prove it, and as partial otherwise. In
-    a partial block the kernel checks each pair, so marking a full block as partial costs time but is not wrong.
-    `create_block_mask` would check all B S^2 pairs and take 12 bytes for each (torch 2.13).
-    """
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return rule.allowed(b, i, j)
-
-    q_low, q_high = (bound[:, :, None] for bound in _bounds(rule.query_places))
-    k_low, k_high = (bound[:, None, :] for bound in _bounds(rule.key_places))
-    some = torch.ones_like(q_low >= k_low)
-    every = some
-    if rule.causal:
-        some = q_high >= k_low
-        every = q_low >= k_high
-    if rule.prefix is not None:
-        all_of_it, some_of_it = (bound[:, None, :].bool() for bound in _bounds(rule.prefix.to(torch.int32)))
-        some = some | some_of_it
-        every = every | all_of_it
-    if rule.window:
-        some = some & (q_low - k_high < rule.window) & (k_low - q_high < rule.window)
-        every = every & (q_high - k_low < rule.window) & (k_high - q_low < rule.window)
-    if rule.query_documents is not None and rule.key_documents is not None:
-        q_low, q_high = (bound[:, :, None] for bound in _bounds(rule.query_documents))
-        k_low, k_high = (bound[:, None, :] for bound in _bounds(rule.key_documents))
-        some = some & (q_low <= k_high) & (k_low <= q_high)
-        every = every & (q_low == k_high) & (k_low == q_high)
-    every = every & _has_full_size(rule.query_places)[:, None] & _has_full_size(rule.key_places)
-    partial = some & ~every
-    lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
-    return BlockMask.from_kv_blocks(*_key_blocks(partial), *_key_blocks(every), BLOCK, mask_mod, seq_lengths=lengths)
-
-
-def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of x [B, S] in each block, two tensors [B, blocks]."""
-    n_blocks = -(-x.shape[1] // BLOCK)
-    index = torch.arange(n_blocks * BLOCK, device=x.device).clamp(max=x.shape[1] - 1)
-    low, high = x[:, index].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=-1)
-    return low, high
-
-
-def _has_full_size(places: Tensor) -> Tensor:
-    """A mask [blocks] that is False only for a shorter last block, where the kernel has to check the end."""
-    n_blocks = -(-places.shape[1] // BLOCK)
-    return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
-
-
-def _key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn bools [B, query blocks, key blocks] into FlexAttention's form, with a dim of 1 for the heads.
-
-    Returns:
-        For each query block, the number of key blocks that are True, [B, 1, query blocks], and the indices of all key
-        blocks, with the True ones first, [B, 1, query blocks, key blocks].
-    """
-    count = blocks.sum(-1, dtype=torch.int32)
-    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
-    return count[:, None], order.to(torch.int32)[:, None].contiguous()
