@@ -45,6 +45,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "pp 2 x tp 2": (4, {"mesh.pp": 2, "mesh.tp": 2} | PAIRS),
 }
+# Not in that table. By 'auto' the first one gathers keys and the second one exchanges heads.
+WITH_CP: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp 2": (2, {"mesh.cp": 2} | PAIRS),
+    "cp 4": (4, {"mesh.cp": 4} | PAIRS),
+}
 TIMEOUT_S = 600.0  # of a message, and of a few trainings
 EACH_S = 30.0  # of a training among many, on a machine that is busy
 
@@ -79,15 +84,21 @@ class Record:
 
 def whole(layout: str, folder: Path, keys: Mapping[str, Any]) -> Training:
     """The run that is never stopped; its first checkpoint is what others go on from."""
-    n, mesh = LAYOUTS[layout]
+    n, mesh = (LAYOUTS | WITH_CP)[layout]
     return Training(n, {**keys, **mesh, "checkpoint.keep": 9}, folder)
 
 
 def rest(layout: str, writer: Path, folder: Path, keys: Mapping[str, Any]) -> Training:
     """Train from the first checkpoint of the training in `writer` to the end."""
-    n, mesh = LAYOUTS[layout]
+    n, mesh = (LAYOUTS | WITH_CP)[layout]
     named = str(writer / "checkpoints" / resume.name(keys["checkpoint.interval"]))
     return Training(n, {**keys, **mesh, "checkpoint.resume": named}, folder)
+
+
+def next_step(layout: str, folder: Path, keys: Mapping[str, Any]) -> Training:
+    """Train one more step of the run in `folder`."""
+    n, mesh = (LAYOUTS | WITH_CP)[layout]
+    return Training(n, {**keys, **mesh, "train.exit_interval": 1}, folder)
 
 
 def train_all(trainings: Sequence[Training]) -> list[list[list[list[int]]]]:

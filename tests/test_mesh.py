@@ -54,9 +54,10 @@ VARYING = {
     "cp": {"cp"},
     "tp": {"tp"},
     "data": {"dp_replicate", "dp_shard"},
+    "fsdp": {"dp_shard", "cp"},
     "loss": {"pp", "dp_replicate", "dp_shard", "cp"},
     "shards": {"pp", "dp_shard", "cp", "tp"},
-    "model": {"pp", "tp"},
+    "model": {"pp", "cp", "tp"},
 }
 FIVE = {"pp": 3, "dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 2}
 # Ranks count through the axes, the last one fastest.
@@ -220,7 +221,7 @@ def pretended():
     dist.destroy_process_group()
 
 
-MANY = mesh.resolve(config.Mesh(pp=8, dp_replicate=4, tp=8), 16384)
+MANY = mesh.resolve(config.Mesh(pp=8, dp_replicate=4, cp=2, tp=8), 16384)
 
 
 @pytest.mark.parametrize("rank", [0, 9000, 16383])
@@ -232,7 +233,8 @@ def test_each_of_16384_ranks_makes_one_group_of_a_kind_and_none_that_it_is_not_i
     assert calls.new == [*mine.values()]
     assert calls.split == []
     assert {name: dist.get_process_group_ranks(group) for name, group in world.groups.items()} == mine
-    assert [world.mesh.get_group(axis) for axis in mesh.AXES] == [world.groups[axis] for axis in mesh.AXES]
+    assert world.mesh.mesh_dim_names == ("pp", "dp_replicate", "fsdp", "tp")
+    assert [world.mesh.get_group(dim) for dim in mesh.LAID_OUT] == [world.groups[dim] for dim in mesh.LAID_OUT]
 
 
 @pytest.mark.parametrize("rank", [0, 50, 71])
@@ -245,12 +247,13 @@ def test_a_rank_knows_its_place(pretended, rank):
     assert {axis: world.coordinate(axis) for axis in mesh.AXES} == place
     assert (world.data_rank, world.data_size) == (place["dp_replicate"] * 3 + place["dp_shard"], 6)
     assert (world.tp.mesh_dim_names, world.tp.size(), world.tp.get_local_rank()) == (("tp",), 2, place["tp"])
-    assert world.fsdp.mesh_dim_names == ("dp_replicate", "dp_shard")  # HSDP
+    assert world.fsdp.mesh_dim_names == ("dp_replicate", "fsdp")  # HSDP
+    assert (world.fsdp.shape, world.fsdp.get_local_rank("fsdp")) == ((2, 3 * 2), place["dp_shard"] * 2 + place["cp"])
 
 
 def test_without_replicas_parameters_are_cut_over_one_axis(pretended):
     pretended(4, 3)
-    assert mesh.start(CPU, mesh.resolve(config.Mesh(tp=2), 4)).fsdp.mesh_dim_names == ("dp_shard",)
+    assert mesh.start(CPU, mesh.resolve(config.Mesh(tp=2), 4)).fsdp.mesh_dim_names == ("fsdp",)
 
 
 def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_rank(monkeypatch, pretended):
@@ -276,8 +279,9 @@ def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_
 @pytest.mark.parametrize(
     ("sizes", "shared"),
     [
-        ({}, [{"pp", "dp_replicate", "cp", "tp"}, {"dp_shard", "data", "loss", "shards"}]),
-        ({"pp": 2, "dp_shard": 4}, [{"pp", "model"}, {"loss", "shards"}, {"dp_shard", "data"}]),
+        ({}, [{"pp", "dp_replicate", "cp", "tp"}, {"dp_shard", "data", "fsdp", "loss", "shards"}]),
+        ({"pp": 2, "dp_shard": 4}, [{"pp", "model"}, {"loss", "shards"}, {"dp_shard", "data", "fsdp"}]),
+        ({"cp": 2, "dp_replicate": 4}, [{"cp", "fsdp", "model", "shards"}, {"dp_replicate", "data"}]),
     ],
 )
 def test_names_with_the_same_ranks_share_one_group(pretended, sizes, shared):

@@ -63,7 +63,8 @@ TORCH = {
     "torch.cpu._is_amx_tile_supported": Private(("ops/cpu/features.py",), "does the CPU have AMX"),
     "torch.cpu._is_avx512_bf16_supported": Private(("ops/cpu/features.py",), "does the CPU have bfloat16 products"),
     "torch.distributed._functional_collectives": Private(
-        ("plans/mappings.py",), "collectives that torch.compile can trace; dist.* breaks the graph"
+        ("ops/context_parallel.py", "plans/mappings.py"),
+        "collectives that torch.compile can trace; dist.* breaks the graph",
     ),
     "torch.distributed.distributed_c10d._get_default_store": Private(
         ("mesh.py",), "the store of the process group, for the watchdog's own connection"

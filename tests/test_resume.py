@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.layouts import DEBUG, debug_keys, family, write_data
-from tests.resumed import LAYOUTS, RAMPING, Record, deviation, rest, train_all, whole
+from tests.resumed import LAYOUTS, RAMPING, Record, deviation, next_step, rest, train_all, whole
 
 
 class Pair(NamedTuple):
@@ -41,7 +41,7 @@ BERT = {"model.name": "bert", "model.pad_vocab_to_multiple": 48}
 T5 = {"model.name": "t5"}
 # The others repeat these: two schedules, two ways to cut data.
 RING = [name for name in LAYOUTS if name not in ("pp 2, 1F1B", "HSDP 2 x 2")]
-SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2")}
+SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2", "cp 2", "cp 4")}
 SAME |= {"bert, pp 2, ZBV, again": Pair("pp 2, ZBV", "pp 2, ZBV", BERT, {})}
 OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]])} | {
     # Also the bias of the vocabulary is padded here, and both heads go to another rank.
@@ -51,6 +51,7 @@ OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]]
     "dp 2 -> 1 with microbatches of 4": Pair("dp 2", "1", {}, {"batch.micro_batch_size": 4}),
 }
 PAIRS = SAME | OTHER
+CHAIN = ["cp 2", "1", "cp 4", "tp 2"]
 
 
 class Resumed(NamedTuple):
@@ -109,3 +110,12 @@ def test_the_next_sample_is_the_next_one_in_the_middle_of_the_ramp_and_none_come
         assert given == set(range(done, done + size))
         done += size
         assert resumed[name].record.steps[CUT + i + 1]["tokens"] == done * DEBUG["data.seq_len"]
+
+
+def test_a_run_whose_steps_are_on_layouts_with_and_without_cp_has_the_numbers_of_one_process(tmp_path):
+    keys = debug_keys(RAMPING | SHORT | write_data(tmp_path)["bloom"])
+    assert len(CHAIN) == STEPS
+    train_all([whole("1", tmp_path / "1", keys), *(next_step(layout, tmp_path / "chain", keys) for layout in CHAIN)])
+    found = deviation(Record(tmp_path / "chain"), Record(tmp_path / "1"), first=1)
+    assert found.within_bounds(), found
+    assert max(found.loss, found.grad_norm) <= 1e-6, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,9 @@ from dtmega.distributed import exit_codes
 from dtmega.fsdp import wraps
 from dtmega.mesh import World
 from dtmega.ops import cross_entropy
+from dtmega.ops.attention import attention
+from dtmega.ops.attention_rule import attention_rule
+from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.pipelining.split import plan_stages
@@ -31,7 +35,7 @@ from dtmega.training.pace import Pace
 from dtmega.training.parallelize import parallelize
 from dtmega.training.phases import StepTimes
 from tests import ranks
-from tests.traffic import Traffic, traffic_of_a_step
+from tests.traffic import Traffic, attention_over_ranks, sent_bytes, traffic_of_a_step
 
 # torch's operations, in place and functional. One that is not here ends the test with a KeyError.
 KINDS = {
@@ -39,11 +43,13 @@ KINDS = {
     "c10d::allgather_": "all-gather",
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::alltoall_base_": "all-to-all",
     "c10d::send": "send",
     "c10d::recv_": "receive",
     "_c10d_functional::all_reduce": "all-reduce",
     "_c10d_functional::all_gather_into_tensor": "all-gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional::all_to_all_single": "all-to-all",
 }
 CHUNK_TOKENS = 16  # of the loss; a microbatch has 3 x 8 tokens, so a full chunk and a smaller one
 MODEL = {"vocab_size": 31, "hidden_size": 16, "n_heads": 4}
@@ -63,6 +69,8 @@ AXES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "dp_replicate 2": (2, 1, {"mesh": {"dp_replicate": 2}}),
     "dp_shard 2 x tp 2": (4, 1, {"mesh": {"dp_shard": 2, "tp": 2}}),
     "pp 2, 1F1B": (2, 2, {"mesh": {"pp": 2}}),
+    "cp 2, gather": (2, 1, {"mesh": {"cp": 2, "cp_form": "gather"}}),
+    "cp 2, heads": (2, 1, {"mesh": {"cp": 2, "cp_form": "heads"}}),
 }
 TP2: dict[str, Any] = {"mesh": {"tp": 2}}
 TP2_ALONE: dict[str, Any] = {"mesh": {"tp": 2, "sequence_parallel": False}}
@@ -85,6 +93,17 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pp 2 x dp_shard 2": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32}),
     "pp 2 x tp 2, bf16": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "precision": {"params": "bfloat16"}, **V32}),
     "pp 2, bf16, fp32 stream": (2, 2, {"mesh": {"pp": 2}, "precision": {"params": "bfloat16"}, **FP32_STREAM}),
+    "cp 2, gather, recompute": (2, 1, {"mesh": {"cp": 2, "cp_form": "gather"}, "recompute": {"mode": "full"}}),
+    "cp 2, heads, recompute": (2, 1, {"mesh": {"cp": 2, "cp_form": "heads"}, "recompute": {"mode": "selective"}}),
+    "cp 2 x tp 2": (4, 1, {"mesh": {"cp": 2, "cp_form": "gather", "tp": 2}, **V32}),
+    "cp 2 x tp 2, heads, bf16": (
+        4,
+        1,
+        {"mesh": {"cp": 2, "cp_form": "heads", "tp": 2}, "precision": {"params": "bfloat16"}, **V32},
+    ),
+    "cp 2 x dp_shard 2": (4, 1, {"mesh": {"cp": 2, "cp_form": "heads", "dp_shard": 2}}),
+    "cp 2 x dp_replicate 2": (4, 1, {"mesh": {"cp": 2, "cp_form": "gather", "dp_replicate": 2}}),
+    "cp 2 x pp 2": (4, 2, {"mesh": {"cp": 2, "cp_form": "gather", "pp": 2}, **V32}),
     "dp_shard 2, more metrics": (2, 1, {"mesh": {"dp_shard": 2}, "log": {"num_zeros": True, "params_norm": True}}),
 }
 
@@ -183,8 +202,8 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
 
 def handed_to_gloo(traffic: Traffic, sizes: dict[str, int]) -> list[Traffic]:
     """The operations on a CPU, where FSDP's two collectives are a message to, and one from, each other rank."""
-    n = sizes["dp_shard"]
-    if traffic.axis != "dp_shard":
+    n = sizes["dp_shard"] * sizes["cp"]
+    if traffic.axis != "fsdp":
         return [traffic]
     ops, payload_bytes = (n - 1) * traffic.ops, traffic.payload_bytes // n
     return [traffic._replace(kind=kind, ops=ops, payload_bytes=payload_bytes) for kind in ("send", "receive")]
@@ -237,6 +256,7 @@ def settings(keys: dict[str, Any], n_layers: int, sequences: int) -> dict[str, A
 
 # Each combines what other cases have one by one.
 REPEATS = {"pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
+REPEATS |= {"cp 2 x tp 2", "cp 2 x dp_shard 2", "cp 2 x dp_replicate 2"}
 
 
 @functools.cache
@@ -278,6 +298,58 @@ def test_a_step_is_what_the_formula_says_per_layer_and_per_microbatch(name: str)
 )
 def test_a_step_is_what_the_formula_says_with_more_to_it(name: str):
     check(name)
+
+
+def attended(cases: list[tuple[int, int]]) -> list[Counted]:
+    """The operations over cp of one attention, forward and backward, in both forms, and by the formula."""
+    n = dist.get_world_size()
+    _, groups = start(config.validate({**ONLY_STEPS, "mesh": {"cp": n}}, "test"))
+    of_rank, head_size = 4, 8
+    places = torch.arange(n * of_rank).view(1, -1)
+    found = []
+    for n_heads, n_kv_heads in cases:
+        both: Counted = []
+        for by_heads in (False, True):
+            context = ContextParallel(groups["cp"], by_heads)
+            shapes = [(1, heads, of_rank, head_size) for heads in (n_heads, n_kv_heads, n_kv_heads)]
+            q, k, v = (torch.ones(shape, requires_grad=True) for shape in shapes)
+            rule = attention_rule(context.slice(places, True), causal=True, context=context)
+            with Wire(groups) as wire:
+                attention(q, k, v, rule).sum().backward()
+            expected: Counter[tuple[str, str, int]] = Counter()
+            for one in attention_over_ranks(by_heads, 1, 1, n_heads, n_kv_heads, of_rank * head_size * 4, n):
+                expected[wire.names[groups["cp"].group_name], one.kind, one.payload_bytes] += one.ops
+            both.append((wire.seen, expected))
+        found.append(both)
+    return found
+
+
+SHARED_KEYS = [(6, 6), (12, 6), (24, 6)]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_attention_over_ranks_sends_what_the_formula_says_where_heads_share_keys(n: int):
+    for both in itertools.chain.from_iterable(ranks.run(n, attended, SHARED_KEYS)):
+        for counted, expected in both:
+            assert counted == expected
+
+
+# Heads of queries, heads of keys, cp, tp. Of two equals gathering is chosen, which any number of heads allows.
+WHERE = [(12, 12, cp, tp) for cp in (2, 3, 4) for tp in (1, 2)] + [(32, 32, 2, 4), (32, 32, 8, 4), (64, 8, 2, 1)]
+WHERE += [(64, 8, 8, 1), (64, 8, 4, 2), (32, 8, 4, 1), (32, 8, 8, 1), (16, 8, 4, 1), (16, 8, 2, 4), (24, 12, 3, 1)]
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads", "cp", "tp"), WHERE)
+def test_the_form_that_is_chosen_is_the_one_that_sends_fewer_bytes(n_heads: int, n_kv_heads: int, cp: int, tp: int):
+    model = {"name": "llama", "hidden_size": 4 * n_heads, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    cfg = config.validate({**ONLY_STEPS, "mesh": {"cp": cp, "tp": tp}, "model": model}, "test")
+    heads, kv_heads = n_heads // tp, n_kv_heads // tp
+    gather, exchange = (
+        sent_bytes(attention_over_ranks(by_heads, 1, 1, heads, kv_heads, 2**10, cp), cp) for by_heads in (False, True)
+    )
+    divides = heads % cp == 0 and kv_heads % cp == 0
+    sizes = mesh.resolve(cfg.mesh, cp * tp)
+    assert families.of(cfg.model).attends_by_heads(cfg, sizes) is (divides and exchange < gather)
 
 
 def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():

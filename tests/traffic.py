@@ -18,8 +18,9 @@ class Traffic(NamedTuple):
     """Operations of one rank that are alike: `ops` of `kind`, in its group along `axis`, of `payload_bytes` each.
 
     The payload is the larger of what goes in and what comes out: the output of an all-gather, the input of a
-    reduce-scatter, the tensor of an all-reduce, the message of a send or a receive. In a ring of n ranks each sends
-    (n - 1) / n of the first two, and twice that of an all-reduce (Patarasuk and Yuan 2009, JPDC 69).
+    reduce-scatter, the tensor of an all-reduce, the message of a send or a receive, all parts of an all-to-all. In a
+    ring of n ranks each sends (n - 1) / n of the first two, and twice that of an all-reduce (Patarasuk and Yuan 2009,
+    JPDC 69). Of an all-to-all each sends (n - 1) / n, too.
     """
 
     what: str
@@ -60,20 +61,23 @@ def traffic_of_a_step(
     stages = stages or [[piece.name for piece in pieces]]
     _check_formulas_hold(cfg, pieces, sizes, held)
     layer_names = {piece.name for piece in pieces if piece.is_layer}
-    pp, shard, tp = sizes["pp"], sizes["dp_shard"], sizes["tp"]
-    data = sizes["dp_replicate"] * shard
+    pp, cp, tp = sizes["pp"], sizes["cp"], sizes["tp"]
+    data, shard = sizes["dp_replicate"] * sizes["dp_shard"], sizes["dp_shard"] * cp
     n_microbatches = cfg.batch.global_batch_size // (data * cfg.batch.micro_batch_size)
-    tokens = cfg.batch.micro_batch_size * cfg.data.seq_len
+    tokens = cfg.batch.micro_batch_size * cfg.data.seq_len // cp
     hidden_bytes = tokens * cfg.model.hidden_size * BYTES[cfg.precision.params]
     first_and_last = f"pp 0+{pp - 1}"
     group_sizes = {
         **sizes,
         "data": data,
-        "loss": pp * data,
+        "fsdp": shard,
+        "loss": pp * data * cp,
         "shards": pp * shard * tp,
         first_and_last: min(pp, 2),
-        "world": pp * data * tp,
+        "world": pp * data * cp * tp,
     }
+    by_heads = cfg.mesh.cp_form == "heads"
+    n_heads, head_size = cfg.model.n_heads // tp, cfg.model.hidden_size // cfg.model.n_heads
 
     step = _once_a_step(cfg, group_sizes["world"])
     for number in held:
@@ -81,7 +85,12 @@ def traffic_of_a_step(
         ends = len(stages[number]) - layers
         step += _tp_traffic(cfg, n_microbatches, layers, ends, hidden_bytes, tp, shard, splits_backward)
         step += _fsdp_traffic(cfg, n_microbatches, layers, ends, pp, tp, shard, wrapped)
-        step += _pipeline_traffic(cfg, n_microbatches, number, len(stages), held, tp)
+        step += _pipeline_traffic(cfg, n_microbatches, number, len(stages), held, tokens, tp)
+        head_bytes = tokens * head_size * BYTES[cfg.precision.params]
+        n_forwards = n_microbatches * (layers + _recomputed(cfg, layers))
+        step += attention_over_ranks(by_heads, n_forwards, n_microbatches * layers, n_heads, n_heads, head_bytes, cp)
+        # Each stage makes the rule of a microbatch's attention: all ranks' places of keys, for heads of queries, too.
+        step.append(Traffic("places", "cp", "all-gather", n_microbatches * (1 + by_heads), cp * tokens * 4))
     holds_first, holds_last = 0 in held, len(stages) - 1 in held
     if holds_last:
         step += _loss_traffic(cfg, n_microbatches, tokens, loss_chunk_tokens, tp)
@@ -117,7 +126,7 @@ def _check_formulas_hold(cfg: Config, pieces: Sequence[Piece], sizes: Mapping[st
             f"'block' ([recompute] layers, [recompute] method)"
         )
     gathers_several_times = cfg.fsdp.reshard_after_forward is True or len(held) > 3
-    if sizes["pp"] > 1 and sizes["dp_shard"] > 1 and gathers_several_times:
+    if sizes["pp"] > 1 and sizes["dp_shard"] * sizes["cp"] > 1 and gathers_several_times:
         raise ValueError(
             f"no formula for a pipeline with reshard_after_forward={cfg.fsdp.reshard_after_forward} and {len(held)} "
             f"stages per rank; expected 'auto' or false, and at most 3 ([fsdp] reshard_after_forward, [pipeline] "
@@ -159,9 +168,8 @@ def _tp_traffic(
     gathered_once_more = 0 if splits_backward else 2 * layers
     left_once_more = 0
     if cfg.recompute.mode != "none":
-        recomputed = min(cfg.recompute.layers, layers) if cfg.recompute.method == "block" else layers
         regions_left = 2 if getattr(cfg.model, "hidden_dropout", 0) else 1
-        left_once_more = regions_left * recomputed
+        left_once_more = regions_left * _recomputed(cfg, layers)
     n = n_microbatches
     if not cfg.mesh.sequence_parallel:
         return [Traffic("hidden state", "tp", "all-reduce", n * (passes + left_once_more), hidden_bytes)]
@@ -173,6 +181,44 @@ def _tp_traffic(
         Traffic("hidden state", "tp", "reduce-scatter", n * (passes + left_once_more), hidden_bytes),
         Traffic("gradients of replicated weights", "tp", "all-reduce", 1, replicated_bytes),
     ]
+
+
+def _recomputed(cfg: Config, layers: int) -> int:
+    """The number of a stage's layers whose forward is repeated in backward."""
+    if cfg.recompute.mode == "none":
+        return 0
+    return min(cfg.recompute.layers, layers) if cfg.recompute.method == "block" else layers
+
+
+def attention_over_ranks(
+    by_heads: bool, n_forwards: int, n_backwards: int, n_heads: int, n_kv_heads: int, head_bytes: int, cp: int
+) -> list[Traffic]:
+    """The traffic over cp of so many passes through a layer's attention.
+
+    The form `gather` gathers keys and values in one message, [B, G, S, 2 K], and sends each rank the gradients of its
+    tokens (Llama 3, arXiv:2407.21783, section 3.3.2). The form `heads` exchanges tokens for heads, of queries, keys,
+    values and outputs, and each in backward (DeepSpeed-Ulysses, arXiv:2309.14509, section 3).
+
+    Args:
+        n_heads, n_kv_heads: H and G, a rank's heads of queries, and of keys and values.
+        head_bytes: bytes of one head of this rank's tokens, B x S / cp x K numbers.
+    """
+    if not by_heads:
+        gathered = cp * 2 * n_kv_heads * head_bytes
+        return [
+            Traffic("keys and values", "cp", "all-gather", n_forwards, gathered),
+            Traffic("gradients of keys and values", "cp", "all-to-all", n_backwards, gathered),
+        ]
+    n = n_forwards + n_backwards
+    return [
+        Traffic("queries and outputs", "cp", "all-to-all", 2 * n, n_heads * head_bytes),
+        Traffic("keys and values", "cp", "all-to-all", 2 * n, n_kv_heads * head_bytes),
+    ]
+
+
+def sent_bytes(traffic: Sequence[Traffic], n: int) -> int:
+    """The bytes that each of n ranks sends in all-gathers and all-to-alls."""
+    return sum(one.ops * one.payload_bytes for one in traffic) * (n - 1) // n
 
 
 def _fsdp_traffic(
@@ -207,8 +253,8 @@ def _fsdp_traffic(
         weight_bytes = elements * BYTES[cfg.precision.params]
         gradient_bytes = elements * BYTES[cfg.precision.reduce]
         traffic += [
-            Traffic(f"weights, {what}", "dp_shard", "all-gather", gathers, shard * weight_bytes),
-            Traffic(f"gradients, {what}", "dp_shard", "reduce-scatter", units, shard * gradient_bytes),
+            Traffic(f"weights, {what}", "fsdp", "all-gather", gathers, shard * weight_bytes),
+            Traffic(f"gradients, {what}", "fsdp", "reduce-scatter", units, shard * gradient_bytes),
             Traffic(f"gradients, {what}", "dp_replicate", "all-reduce", units, gradient_bytes),
         ]
     return traffic
@@ -233,16 +279,15 @@ def _unwrapped_gradients(cfg: Config, layers: int, ends: int, tp: int) -> list[T
 
 
 def _pipeline_traffic(
-    cfg: Config, n_microbatches: int, number: int, n_stages: int, held: Sequence[int], tp: int
+    cfg: Config, n_microbatches: int, number: int, n_stages: int, held: Sequence[int], tokens: int, tp: int
 ) -> list[Traffic]:
     """The hidden states and their gradients that stage `number` exchanges with its neighbours.
 
     One message each way per boundary and microbatch (arXiv:2104.04473, section 3.2). With sequence parallelism it holds
-    S/tp of the tokens. A neighbour on the same rank takes it from memory.
+    1/tp of the rank's tokens. A neighbour on the same rank takes it from memory.
     """
     neighbours = [i for i in (number - 1, number + 1) if 0 <= i < n_stages and i not in held]
     dtype = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
-    tokens = cfg.batch.micro_batch_size * cfg.data.seq_len
     message_bytes = tokens * cfg.model.hidden_size * BYTES[dtype] // (tp if cfg.mesh.sequence_parallel else 1)
     n_messages = n_microbatches * len(neighbours)
     return [Traffic("hidden state", "pp", kind, n_messages, message_bytes) for kind in ("send", "receive")]

@@ -225,7 +225,8 @@ class _ByChunks(torch.autograd.Function):
                 attn_mask=_in_dtype(rule.bias(chunk), q),
                 scale=ctx.scale,
             )
-            if len(chunks) == 1:
+            # A single chunk of queries may still leave out keys that a window hides from all of them.
+            if len(chunks) == 1 and chunk_dk.shape == k.shape:
                 dq, dk, dv = chunk_dq, chunk_dk, chunk_dv
             else:
                 dq[:, :, queries] = chunk_dq

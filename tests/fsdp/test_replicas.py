@@ -145,19 +145,22 @@ def test_messages_bring_what_the_collectives_would_and_add_up_in_the_order_of_ra
 
 
 def test_fsdp2_is_left_out_where_nothing_is_cut_cast_or_offloaded():
-    def asked(replicas: int = 1, shards: int = 1, tp: int = 1, splits_backward: bool = False, **sections: Any) -> bool:
-        cfg = config.validate({"train": {"steps": 1}, **sections}, "test")
-        return wraps(cfg, {"dp_replicate": replicas, "dp_shard": shards, "tp": tp}, splits_backward)
+    def asked(replicas: int = 1, splits_backward: bool = False, **cut_or_section: Any) -> bool:
+        sizes = {axis: cut_or_section.pop(axis, 1) for axis in ("dp_shard", "cp", "tp")}
+        cfg = config.validate({"train": {"steps": 1}, **cut_or_section}, "test")
+        return wraps(cfg, {"dp_replicate": replicas, **sizes}, splits_backward)
 
     assert not asked()
     assert not asked(replicas=2)
-    assert asked(shards=2)
+    assert asked(dp_shard=2)
+    assert asked(cp=2)
     assert asked(tp=2, precision={"params": "bfloat16"})
     assert asked(splits_backward=True)
     # What is whole on each rank is cast by it.
     assert not asked(precision={"params": "bfloat16"})
     assert not asked(replicas=2, precision={"params": "bfloat16"})
-    assert asked(replicas=2, shards=2, precision={"params": "bfloat16"})
+    assert asked(replicas=2, dp_shard=2, precision={"params": "bfloat16"})
+    assert asked(cp=2, precision={"params": "bfloat16"})
     assert asked(precision={"params": "bfloat16", "reduce": "bfloat16"})
     assert asked(replicas=2, precision={"reduce": "bfloat16"})
     assert not asked(precision={"reduce": "bfloat16"})

@@ -29,6 +29,8 @@ from tests.operations import Operations
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
+T5 = {"model__name": "t5"}
+HEADS = {"mesh__cp_form": "heads"}
 SIX_HEADS = {"model__name": "llama", "model__hidden_size": 48, "model__n_heads": 6, "model__n_kv_heads": 2}
 
 
@@ -68,6 +70,39 @@ def sections(**overrides: object) -> config.Config:
             {"mesh__pp": 2, "mesh__dp_replicate": 2, "mesh__dp_shard": 2, "batch__global_batch_size": 4},
             r"4 sequences / \(4 data ranks x micro_batch_size=1\) = 1 microbatches",
         ),
+        # Under a causal mask a rank holds two slices.
+        (
+            2,
+            {"mesh__cp": 2, "data__seq_len": 254},
+            r"^2 x cp = 4 does not divide seq_len=254 \(\[mesh\] cp, \[data\] s",
+        ),
+        (
+            2,
+            {"mesh__cp": 2, "data__seq_len": 254, "data__objective": "prefix-lm"},
+            "2 x cp = 4 does not divide seq_len",
+        ),
+        (
+            3,
+            {"mesh__cp": 3, "model__name": "bert"},
+            r"^cp=3 does not divide seq_len=256 \(\[mesh\] cp, \[data\] seq_len",
+        ),
+        (3, {"mesh__cp": 3, **T5}, "^cp=3 does not divide seq_len=256"),
+        (2, {"mesh__cp": 2, **T5, "data__decoder_seq_len": 66}, "^2 x cp = 4 does not divide decoder_seq_len=66"),
+        (
+            8,
+            {"mesh__cp": 2, "mesh__tp": 4, "data__seq_len": 252},
+            r"tp=4 does not divide seq_len / cp = 252 / 2 = 126 \(\[mesh\] tp, \[mesh\] cp, \[mesh\] sequence_parallel",
+        ),
+        (
+            6,
+            {"mesh__cp": 3, "mesh__tp": 2, "data__seq_len": 252, **HEADS},
+            r"expected tp x cp = 6 to divide n_heads=8, .* \(\[mesh\] cp_form, cp, tp\)",
+        ),
+        (
+            3,
+            {"mesh__cp": 3, "data__seq_len": 252, **SIX_HEADS, **HEADS},
+            "and cp=3 the 2 heads of keys and values of a tp rank",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused(world, overrides, message):
@@ -90,6 +125,13 @@ def test_a_combination_that_cannot_work_is_refused(world, overrides, message):
         (4, {"mesh__pp": 4, "batch__global_batch_size": 4}),
         (8, {"mesh__pp": 2, "mesh__tp": 2}),
         (8, {"mesh__tp": 8}),
+        (2, {"mesh__cp": 2, "model__name": "bert", "data__seq_len": 254}),
+        (2, {"mesh__cp": 2, **T5, "data__seq_len": 254, "data__decoder_seq_len": 68}),
+        (8, {"mesh__cp": 2, "mesh__tp": 4, "data__seq_len": 252, "mesh__sequence_parallel": False}),
+        (2, {"mesh__cp": 2, **SIX_HEADS, **HEADS}),
+        # What can exchange heads may also gather keys, and does where heads cannot be divided.
+        (3, {"mesh__cp": 3, "data__seq_len": 252, **SIX_HEADS, "mesh__cp_form": "gather"}),
+        (3, {"mesh__cp": 3, "data__seq_len": 252, **SIX_HEADS, "mesh__cp_form": "auto"}),
     ],
 )
 def test_what_works_is_let_through(world, overrides):
