@@ -175,7 +175,7 @@ def forms(seq_len: int, place: Place, dtype: torch.dtype) -> tuple[dict[str, Cal
     timed: dict[str, Callable[[], object]] = {}
     outputs: dict[str, Tensor] = {}
     for name, (rule, inputs, up) in given.items():
-        timed[name], forward = both_ways(lambda *x, rule=rule: attention(*x, rule), inputs, up)
+        timed[name], forward = both_ways(lambda q, k, v, rule=rule: attention(q, k, v, rule), inputs, up)
         outputs[name] = forward()
     whole = outputs["one process"]
     check_tensors(outputs["gather"], whole[:, :, mine], WITHIN[dtype])
@@ -214,9 +214,9 @@ def main() -> int:
         ratio = ms["gather"] / ms["products alone"]
         worst = max(worst, ratio)
         print(
-            f"S {arguments.seq_len}, {arguments.dtype}, rank {number} of cp {arguments.cp}: {ratio:.2f} of its products "
-            f"alone (rounds {min(of_rounds):.2f} to {max(of_rounds):.2f}); {allowed:.0%} of the computed pairs are "
-            f"allowed; {time.process_time() - started_s:.0f} CPU s",
+            f"S {arguments.seq_len}, {arguments.dtype}, rank {number} of cp {arguments.cp}: {ratio:.2f} of its "
+            f"products alone (rounds {min(of_rounds):.2f} to {max(of_rounds):.2f}); {allowed:.0%} of the computed "
+            f"pairs are allowed; {time.process_time() - started_s:.0f} CPU s",
             flush=True,
         )
         print(table(ms, arguments.cp), flush=True)
