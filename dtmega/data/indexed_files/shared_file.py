@@ -28,7 +28,7 @@ DIGEST_BYTES = 16
 
 
 def index_state(dataset: IndexedDataset) -> str:
-    """Path, size and modification time of a data set's index; if one of these changes, the data set may have too."""
+    """Path, size and modification time of a data set's index; any change means that the data set may have changed."""
     index = index_path(dataset)
     stat = os.stat(index)
     return f"{index} {stat.st_size} {stat.st_mtime_ns}"

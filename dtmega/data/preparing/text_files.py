@@ -39,7 +39,7 @@ class RecordBatch:
         first: line number (in parquet: row number) of the first record, counted from 1.
         data: whole lines of JSON; a whole .txt, or some of its parts; or rows of a parquet file, with None for a null.
             The text is UTF-8 unless the file is faulty.
-        is_cut: True if blank lines end documents, which only a .txt can have.
+        is_cut: True if blank lines separate documents, which is possible only in a .txt.
         position_bytes: number of stored bytes read from all input files by the time this batch was complete.
     """
 
@@ -270,7 +270,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
                     values = values.dictionary_decode()
                 if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
                     raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # Read strings as bytes. So a row that is not UTF-8 is reported, and the other rows are still read.
+                # Read strings as bytes: then a row that is not UTF-8 is reported, and the other rows are still read.
                 data = values.cast(pa.large_binary()).to_pylist()
                 row += len(data)
                 # The position in the file is not known; estimate it from the share of rows read so far.

@@ -164,7 +164,7 @@ class Result:
     """The documents of one batch of records.
 
     Attributes:
-        ids: [sum(sizes)] token ids, one document after the other, in the dtype of the output.
+        ids: token ids of all documents, one after the other, [sum(sizes)] in the output's dtype.
         sizes: number of tokens in each sequence, as one list per document.
         n_empty: number of records whose text has no tokens.
         malformed: "file:line: why" for each record that could not be read.
@@ -179,7 +179,7 @@ class Result:
 
 
 class Worker:
-    """A tokenizer of batches: it loads the vocabulary once, and turns each batch of records into documents."""
+    """A callable that turns a batch of records into documents. The vocabulary is loaded once, when it is created."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
@@ -269,7 +269,7 @@ def _receive(pipe: Connection) -> Result:
 
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return it and this process's end of the pipe to it."""
+    """Start a worker process; return the worker and this process's end of the pipe to it."""
     # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()
