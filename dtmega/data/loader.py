@@ -208,7 +208,7 @@ class _WorkerStartup:
     """Start a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
 
     Args:
-        loader: loader whose workers the thread starts.
+        loader: loader with the workers to start.
 
     Attributes:
         feeders: multiprocessing's threads that feed the queues to the workers.

@@ -7,12 +7,12 @@ c_j the number of samples taken from corpus j so far (`build_blending_indices` i
 Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
 The rule works sample by sample, which is slow in numpy. So the run is cut into at most STRETCHES stretches, and all
-stretches are computed side by side, each from guessed counts at its beginning. If the previous stretch ends with
-different counts, a stretch is repaired: its samples are computed again from those counts, until the new counts equal
+stretches are computed side by side, each from guessed counts at its beginning. A stretch is repaired if the previous
+stretch ends with different counts: its samples are computed again from the different counts, until the new counts equal
 the counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two
 sets of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each
-stretch begins with the counts at the end of the previous stretch. So the result equals Megatron's for any
-guess, including rounding.
+stretch begins with the counts at the end of the previous stretch. So the result equals Megatron's for any guess, including
+rounding.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Fork(NamedTuple):
 
     @property
     def rule(self) -> SplitRule:
-        """The fork's rule for splits, which deals out sequences, not documents."""
+        """The fork's split rule, which counts sequences instead of documents."""
         return SplitRule(len, self.split)
 
 

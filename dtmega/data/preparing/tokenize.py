@@ -3,7 +3,7 @@
     python -m dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer gpt2 --output data/mine --append-eod
     python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
 
-This process reads and writes; workers parse and tokenize. Results are written in the order of the input, so the output
+This process reads and writes; workers parse and tokenize. Results are written in input order, so the output
 is the same for any number of workers. Only a few batches are in flight, so memory use does not grow with the input.
 """
 
@@ -275,8 +275,8 @@ def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
     pipe, workers_end = context.Pipe()
     process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
     # A terminal sends Ctrl-C to all processes, but only the parent should react. So SIGINT is blocked while the worker
-    # starts, and the worker inherits the block. Spawn needs the resource tracker, whose start unblocks SIGINT in this
-    # process, so the tracker is started first.
+    # starts, and the worker inherits the block. Spawning needs the resource tracker, and the tracker's start unblocks
+    # SIGINT in this process, so the tracker is started first.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

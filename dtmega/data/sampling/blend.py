@@ -142,7 +142,7 @@ class CorpusPart(NamedTuple):
     Attributes:
         corpus: position among the corpora of the split, which gives each corpus its own shuffle.
         dataset: the corpus.
-        documents: (start, stop), in the units of `SplitRule`.
+        documents: range (start, stop), in the units of `SplitRule`.
         weight: weight of this part in its split; None to weigh the parts by their number of tokens.
     """
 
@@ -209,7 +209,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
         seed: the run's seed.
 
     Raises:
-        ValueError: a corpus of "train" is too short for a single sample, or all corpora of another split are.
+        ValueError: a corpus of "train" is too short for a single sample, or all corpora of another split are too short.
     """
     built = Splits(dict.fromkeys(SPLITS), [])
     for split, parts in splits.items():

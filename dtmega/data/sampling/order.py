@@ -56,7 +56,7 @@ def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: 
 
     Args:
         dataset: the data set.
-        documents: (start, stop) in the data set's document index.
+        documents: range (start, stop) in the data set's document index.
         stream: name of the random stream.
         epoch: number of the epoch, from 0.
     """

@@ -117,7 +117,7 @@ def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Target
 
 
 def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -> NDArray[np.int64]:
-    """Cut consecutive documents into samples; return their rows of the table, [n, 3].
+    """Cut consecutive documents into samples; return the samples' table rows, [n, 3].
 
     Args:
         dataset: data set that holds the documents.

@@ -21,11 +21,11 @@ SHORTEST = 2  # tokens of the shortest sample
 
 
 class CutSamples(ABC):
-    """An endless sequence of samples from one part of a corpus whose sequences are sentences.
+    """An endless sequence of samples from one part of a corpus that is split into sentences.
 
     Args:
         dataset: the corpus.
-        documents: (start, stop) in the corpus's document index.
+        documents: range (start, stop) in the corpus's document index.
         seq_len: S, length of a sample with its special tokens.
         short_seq_prob: share of short samples, see `Targets`.
         seed: the run's seed.
