@@ -11,8 +11,8 @@ stretches are computed side by side, each from guessed counts at its beginning. 
 stretch ends with different counts: its samples are computed again from the different counts, until the new counts equal
 the counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two
 sets of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each
-stretch begins with the counts at the end of the previous stretch. So the result equals Megatron's for any guess, including
-rounding.
+stretch begins with the counts at the end of the previous stretch. So the result equals Megatron's for any guess,
+including rounding.
 """
 
 from __future__ import annotations
