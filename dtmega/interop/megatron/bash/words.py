@@ -49,7 +49,9 @@ class Undecided(ValueError):
     """A condition decides about the command, and its value is not known."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
-        options = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(names) if name)
+        # All arguments are known if their number is. A shell takes an unquoted # for a comment.
+        known_by = ["'#=VALUE'" if name in ("#", "@", "*") else f"{name}=VALUE" for name in names if name]
+        options = " ".join(f"--set {option}" for option in dict.fromkeys(known_by))
         cure = f"give it with {options}" if options else "write the script without it"
         super().__init__(f"{condition} is not known, and the command depends on it: {cure}")
 
