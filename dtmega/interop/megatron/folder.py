@@ -35,9 +35,9 @@ class Contents(NamedTuple):
         path: the checkpoint's folder.
         args: the run's arguments as plain values; empty if the files have none.
         weights: tensors of the whole model, under Megatron's names.
-        moments: exp_avg and exp_avg_sq, both under the same names; empty if they are incomplete.
+        moments: exp_avg and exp_avg_sq, each with the names of the weights; empty if the moments are incomplete.
         progress: the run's progress; meaningful only if there are moments.
-        updates: number of updates that the weights have had; meaningful only if there are moments.
+        updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
         order: Megatron fork that decided the run's sample order, as a value of [data] order.
         vocab_size: number of the tokenizer's ids, without padding; 0 if the files do not say.
@@ -57,7 +57,7 @@ class Contents(NamedTuple):
 
     @property
     def embedding_rows(self) -> int:
-        """The number of rows of the embedding, including rows of padding.
+        """The number of rows in the embedding, including padding rows.
 
         Raises:
             ValueError: the checkpoint has no embedding.

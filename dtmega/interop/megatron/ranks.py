@@ -45,7 +45,7 @@ class Rank(NamedTuple):
     """The contents of one rank's file.
 
     Attributes:
-        args: the run's arguments as plain values (numbers, strings, lists of these); empty in files of 2019.
+        args: the run's arguments as plain values (numbers, strings, lists of both); empty in files from 2019.
         version: checkpoint version; 0 if the file does not say.
         chunks: one dict per virtual stage, name within the stage -> tensor, in the file's order.
         content: everything in the file, as decoded.

@@ -144,7 +144,7 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
         file: the data rank's file.
         tp: number of the tensor-parallel rank.
         n_layers: number of the model's layers.
-        n_data: number of data ranks, counted from their files.
+        n_data: number of data ranks, from the names of the files.
     """
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")
     counts = content.get("partition_count")

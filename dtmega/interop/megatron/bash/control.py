@@ -253,5 +253,5 @@ def _variables(nodes: Sequence[Node]) -> list[str]:
 
 
 def in_field(node: Node, name: str) -> list[Node]:
-    """The children in one field of a node."""
+    """The children of a node that belong to the field `name`."""
     return [child for i, child in enumerate(node.children) if node.field_name_for_child(i) == name]
