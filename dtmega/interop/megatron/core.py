@@ -176,8 +176,7 @@ def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assemb
     """
     match = LAYER.fullmatch(name)
     # An unknown name is kept. No model has a tensor with that name, so the name is refused later.
-    is_stack = match is not None and not match["number"] and match["inner"] in TENSORS_IN_LAYER
-    if not is_stack:
+    if match is None or match["number"] or match["inner"] not in TENSORS_IN_LAYER:
         return {name: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
     n_layers, *layer_shape = shape
     if n_layers > MAX_LAYERS or not layer_shape:
