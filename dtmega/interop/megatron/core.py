@@ -41,6 +41,7 @@ LAYER = re.compile(rf"{re.escape(LAYERS)}(?P<number>\d{{1,6}}\.)?(?P<inner>.+)")
 MAX_LAYERS = 100_000
 STATE = "optimizer.state."  # followed by the kind of state and the name of a tensor of the model
 MASTER = f"{STATE}fp32_param."
+BUCKETS = "optimizer.distributed."  # of a distributed optimizer whose moments have no names
 # Entries that do not belong to the model: the optimizer, the random generators, the state of a rerun.
 NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
 
@@ -118,6 +119,11 @@ def _run_state(
     try:
         if content.get("optimizer") is None:
             raise IncompleteMoments("the files have no optimizer's state")
+        if any(name.startswith(BUCKETS) for name in stored.tensors):
+            raise IncompleteMoments(
+                "the moments are cut into buckets of that run's layout; megatron-core can load the checkpoint and save "
+                "it with --dist-ckpt-optim-fully-reshardable"
+            )
         optimizer = entries(content["optimizer"], "the optimizer")
         inner = entries(optimizer.get("optimizer", optimizer), "the optimizer")
         steps = _steps(common, inner)

@@ -107,6 +107,7 @@ def translate_known_model(
         for key in [key for key in keys if key.partition(".")[0] in ("model", *LAYOUT)]:
             del keys[key]
     draft.keys |= known
+    draft.family = known["model.name"]  # pretrain_gpt.py trains Llamas, too
     return draft.text(title), _by_section(draft.keys)
 
 
