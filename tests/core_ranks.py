@@ -5,7 +5,7 @@
 
 FOLDER is a `release` folder. `load` reads it strictly and writes to the file OUT which entries were missing or not
 asked for, and the logits of `tokens`. `save` reads it, updates the weights three times with gradients that are half of
-the first weights, and saves all with the optimizer to OUT. The model is made from the arguments in the checkpoint alone.
+the first weights, and saves all with the optimizer to OUT. The model is made from the checkpoint's arguments alone.
 """
 
 from __future__ import annotations

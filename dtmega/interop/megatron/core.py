@@ -40,7 +40,8 @@ NAMES = {
 LAYER = re.compile(rf"{re.escape(LAYERS)}(?P<number>\d{{1,6}}\.)?(?P<inner>.+)")
 MAX_LAYERS = 100_000
 STATE = "optimizer.state."  # followed by the kind of state and the name of a tensor of the model
-MASTER = f"{STATE}fp32_param."
+# Prefixes of the fp32 masters: of an optimizer for 16 bits, and of a distributed one.
+MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 BUCKETS = "optimizer.distributed."  # of a distributed optimizer whose moments have no names
 # Entries that do not belong to the model: the optimizer, the random generators, the state of a rerun.
 NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
@@ -96,9 +97,9 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
             raise ValueError(f"{folder}: '{name}' is {list(shape)}, expected a tensor with elements and dims")
     keys = {}
     for name, shape in shapes.items():
-        master = MASTER + name
-        has_master = master in stored.tensors and stored.tensors[master][1] == shape
-        keys[name] = master if has_master else name
+        masters = [prefix + name for prefix in MASTERS]
+        same_shape = (key for key in masters if key in stored.tensors and stored.tensors[key][1] == shape)
+        keys[name] = next(same_shape, name)
     weights = _translated(stored, shapes, keys)
     return arguments(content), weights, _run_state(common, content, stored, shapes)
 

@@ -77,11 +77,12 @@ def test_layers_stacked_or_one_by_one_are_megatrons_model(
     assert_same_logits(tmp_path / "out", "gpt")
 
 
-def test_weights_are_the_fp32_masters_where_these_are(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["fp32_param", "param"])
+def test_weights_are_the_fp32_masters_where_these_are(tmp_path: Path, kind: str):
     name = "decoder.final_layernorm.weight"
     master = drawn("gpt")["encoder.final_layernorm.weight"] + 1
     moments = {f"optimizer.state.exp_avg.{name}": master + 1}
-    written(tmp_path / "in", more={f"optimizer.state.fp32_param.{name}": master, **moments})
+    written(tmp_path / "in", more={f"optimizer.state.{kind}.{name}": master, **moments})
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
     assert torch.equal(read(tmp_path / "out")[1]["norm.weight"], master)
 
@@ -126,6 +127,7 @@ def test_adams_moments_are_those_of_their_weights(tmp_path: Path, optimizer: str
             "there is no exp_avg_sq of 'decoder.layers.mlp.linear_fc2.bias'",
         ),
         ("common_step", "the files do not say how many updates Adam has made"),
+        ("nothing", "the moments are cut into buckets of that run's layout"),
     ],
 )
 def test_moments_that_are_not_whole_are_left_out_with_the_reason(
@@ -134,6 +136,8 @@ def test_moments_that_are_not_whole_are_left_out_with_the_reason(
     _, stored = adams(stacked=True)
     optimizer = {"state": {} if lost == "common_step" else {"common_step": 6}, "param_groups": GROUPS}
     more = {name: tensor for name, tensor in stored.items() if not name.endswith(lost)}
+    if lost == "nothing":
+        more["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"] = torch.ones(3)
     written(tmp_path / "in", more=more, optimizer=optimizer)
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
     assert f"weights only: {why}" in capsys.readouterr().out
