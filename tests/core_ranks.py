@@ -177,6 +177,7 @@ def on_a_cpu() -> Iterator[None]:
         patch.object(CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         patch.object(torch.cuda, "synchronize", lambda *args: None),
+        patch.object(torch.Tensor, "cuda", lambda self, *args, **options: self),
         patch.object(filesystem_async, "_process_memory", lambda: 0),
         OnCPU(),
     ):
