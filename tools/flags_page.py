@@ -64,21 +64,23 @@ To convert in the other direction:
 Each command writes weights in a folder `release` for `--load`, from which Megatron's loader starts at iteration 0 with
 a new optimizer. Two formats exist, because Megatron-LM has had two implementations of its models:
 
-| `--format` | models | for | layout |
-| --- | --- | --- | --- |
-| `core`, the default for these | GPT, Llama | Megatron-LM from core 0.8 (2024) on, with or without Transformer Engine | any |
-| `legacy` | GPT, BERT (with LayerNorms first), Megatron's own T5 | Megatron-LM from v2.1 (2021) on; from core 0.8 to 0.17 with `--use-legacy-models` and `--ckpt-format torch` | `--tp` x `--pp` |
-| `legacy` | BLOOM | BigScience's Megatron-DeepSpeed, without `--deepspeed` | `--tp` x `--pp` |
+- **`--format core`**, the default for GPT and Llama: for the models of megatron-core, which are Megatron-LM's own since
+  core 0.8 (2024) and its only ones since core 0.18. The files are a distributed checkpoint, today's default of
+  `--ckpt-format`; core 0.8 needs `--use-dist-ckpt`. megatron-core 0.16.1 itself loads them strictly and computes the
+  logits of transformers. The empty states that modules of Transformer Engine ask for are included.
+- **`--format legacy`** for GPT, BERT (with LayerNorms first) and Megatron's own T5: for Megatron-LM from v2.1 (2021)
+  on; from core 0.8 to 0.17 with `--use-legacy-models` (and from 0.9 on `--ckpt-format torch`). Later versions do not
+  refuse such files: they start from random weights.
+- **`--format legacy`** for BLOOM: for BigScience's Megatron-DeepSpeed without `--deepspeed`. megatron-core has no
+  ALiBi, so it cannot hold a BLOOM. Its own BERT and T5 are not written.
 
-- **Versions:** core 0.18 has dropped the legacy models. It does not refuse their files, but starts from random weights.
-  megatron-core has no ALiBi, so no BLOOM; its BERT and T5 are not written. megatron-core 0.16.1 itself loads what is
-  written in `core`, strictly, and computes the logits of transformers. Core 0.8 needs `--use-dist-ckpt`; later versions
-  have that format as their default (`--ckpt-format torch_dist`).
+What to know about both:
+
 - **Layout:** `core` takes no `--tp` and `--pp`: Megatron-LM loads the same files on any number of ranks. `legacy` needs
   those of the run, `--tensor-model-parallel-size` and `--pipeline-model-parallel-size`.
 - **Vocabulary:** it is padded with rows of zeros to a multiple of 128, Megatron's default of
-  `--make-vocab-size-divisible-by`; in `legacy`, for each tensor-parallel rank. A run that pads `core` to another multiple
-  gets further rows of zeros. In Megatron these rows take part in the softmax.
+  `--make-vocab-size-divisible-by`; in `legacy`, for each tensor-parallel rank. A run that pads `core` to another
+  multiple gets further rows of zeros. In Megatron these rows take part in the softmax.
 - **Tokenizer:** Megatron's loader compares `--tokenizer-type` if the run has a `--vocab-file`. Use `GPT2BPETokenizer`
   for GPT, `HuggingFaceTokenizer` for Llama, `PretrainedFromHF` for BLOOM, and `BertWordPieceLowerCase` for BERT and T5,
   or `BertWordPieceCase` with `--tokenizer bert-cased:VOCAB`.
