@@ -1,7 +1,8 @@
-"""`dtmega {train, tokenize, generate, convert, ...}`: a run, and what is done before and after it.
+"""The command line `dtmega {train, tokenize, generate, convert, ...}`.
 
-Also `python -m dtmega COMMAND`, and on several processes `torchrun --nproc-per-node N -m dtmega train ...`. All
-commands but `train` are modules of `commands/`. Whatever ends one early is one line on stderr and an exit code.
+`python -m dtmega COMMAND` does the same. To train with several processes, use `torchrun --nproc-per-node N -m dtmega
+train ...`. Each command except `train` is a module in `commands/`. If an error ends a command, the command prints the
+error as one line on stderr and exits with a code other than 0.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from dtmega.files import console
 
 
 def run() -> NoReturn:
-    """Do what the command line says, and end this process with the exit code."""
+    """Run the command given on the command line, then exit with its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a sample in letters that the terminal does not have
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show
     if sys.argv[1:2] == ["train"]:
         entry.train(sys.argv[2:])
     entry.tell_of_faults()
-    process.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
+    process.leave(main(sys.argv[1:]))  # Python's own exit would try to flush a broken stdout again
 
 
 def main(argv: list[str]) -> int:
-    """The exit code of a command other than `train`."""
+    """Run a command other than `train`. Returns the exit code."""
     args = commands.parse(argv)
     try:
         code = commands.module_of(args.command).command(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever reads our output has left, as `| head` does
+    except BrokenPipeError:  # the reader of our output has exited, as `| head` does
         return endings.BROKEN
     except endings.NothingWritten as stopped:
         message, code = endings.explained(stopped.error)

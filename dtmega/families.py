@@ -1,7 +1,7 @@
-"""The families that can be trained, one record each: the only file that joins a model with its plan and its formats.
+"""The model families that can be trained. Only this file knows which plan and which formats belong to a model.
 
-All other code calls `of(cfg.model)` and knows no family by name. A new model is a file in `models/`, a table in
-`plans/`, and a line in FAMILIES (docs/adding-a-model.md).
+Each family is one record. All other code calls `of(cfg.model)` and knows no family by name. To add a model, write a
+file in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtmega.interop.hf.names import gpt as gpt_names
 from dtmega.interop.hf.names import llama as llama_names
 from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.interop.hf.record import Transformers
-from dtmega.interop.megatron import core_forms as megatron_core
+from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
@@ -59,8 +59,8 @@ class BuiltInFamily:
 
     Attributes:
         model: class of the model, called with the [model] section.
-        plan: function that makes the plan, called with the [model] section and whether sequence parallelism is on.
-        vocabulary_of: function behind the method `vocabulary`.
+        plan: function that makes the plan, called with the [model] section and [mesh] sequence_parallel.
+        vocabulary_of: function that implements the method `vocabulary`.
     """
 
     model: Callable[[Any], Model]
@@ -121,13 +121,13 @@ class BuiltInFamily:
         stage.to_empty(device=device)
         # `to_empty` has given separate memory to each module that shares a tied parameter.
         stage.tie()
-        # Buffers are filled whole and cut afterwards, because a slope or an id depends on the head's global number.
+        # Fill the whole buffers before sharding, because a slope or an id depends on the head's global number.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # With sequence parallelism, a stage hands on only this tp rank's part of the sequence.
+        # With sequence parallelism, a stage passes on only this tp rank's part of the sequence.
         parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -156,10 +156,10 @@ class BuiltInFamily:
         return form.to_config(model), as_theirs(source, form, model, self.model)
 
     def form(self, model: config.Model, program: str) -> Format:
-        """The format in which another program stores a model with these values of [model].
+        """The format in which another program stores a model with this [model] section.
 
         Raises:
-            ValueError: the program has no such model.
+            ValueError: the program has no model with the values in this section.
         """
         forms = self.formats.get(program, ())
         fitting = next((form for form in forms if form.fits(model)), None)
@@ -178,13 +178,8 @@ class BuiltInFamily:
 
 FAMILIES: dict[str, Family] = {
     "bloom": BuiltInFamily(bloom.Bloom, bloom_plan, {"hf": [bloom_names.HF], "megatron": [megatron.BLOOM_FORM]}),
-    "gpt": BuiltInFamily(
-        *(gpt.GPT, gpt_plan),
-        {"hf": [gpt_names.HF], "megatron": [megatron.GPT_FORM], "megatron-core": [megatron_core.GPT_CORE]},
-    ),
-    "llama": BuiltInFamily(
-        llama.Llama, llama_plan, {"hf": [llama_names.HF], "megatron-core": [megatron_core.LLAMA_CORE]}
-    ),
+    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], **core.GPT_FORMS}),
+    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama_names.HF], **core.LLAMA_FORMS}),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},
@@ -206,19 +201,19 @@ def of(model: config.Model) -> Family:
 
 
 def resolve(cfg: config.Config) -> config.Config:
-    """The configuration, completed with the values that only its family knows, such as the sizes of an `hf` model.
+    """Complete the configuration with values that only the model's family knows, such as the sizes of an `hf` model.
 
     Raises:
-        ValueError: keys that the family ignores or cannot honour.
+        ValueError: the configuration has keys that the family ignores or cannot honour.
     """
     return of(cfg.model).resolve(cfg)
 
 
 def objective(cfg: config.Config) -> Objective:
-    """The objective that a run is trained for.
+    """The training objective of a run.
 
     Raises:
-        ValueError: the family has no such objective.
+        ValueError: the family has no objective of this name.
     """
     known = of(cfg.model).objectives
     if cfg.data.objective not in known:
@@ -230,7 +225,7 @@ def objective(cfg: config.Config) -> Objective:
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:
-    """The options of `Show.text` that follow from how a run was trained, by name.
+    """The options for `Show.text`, by name, that depend on how the run was trained.
 
     Raises:
         ValueError: the family does not have the run's objective.
@@ -242,12 +237,12 @@ def sample_options(cfg: config.Config) -> dict[str, Any]:
 
 
 def build(cfg: config.Config) -> Model:
-    """The whole model on the default device, which may be meta; its values are not initialised yet."""
+    """Build the whole model on the default device, which may be meta. Parameter values are not initialised yet."""
     return of(cfg.model).build(cfg.model)
 
 
 def pieces(model: config.Model) -> list[Piece]:
-    """The pieces of the whole model in the pipeline's order, each with its costs."""
+    """The pieces of the whole model, in pipeline order, each with its costs."""
     family = of(model)
     with torch.device("meta"):
         whole = family.build(model)
@@ -255,31 +250,34 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of the whole model's tensors by their names in checkpoints, in order; tied tensors come once."""
+    """The shapes of the whole model's tensors, in order, keyed by name in checkpoints. Tied tensors are listed once."""
     with torch.device("meta"):
         built = of(model).build(model)
     return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}
 
 
 def stored_buffers(model: config.Model) -> frozenset[str]:
-    """The names of the whole model's stored buffers: training leaves their values, and conversion their dtype."""
+    """The names of the whole model's stored buffers.
+
+    Training does not change the values of these buffers, and conversion does not change their dtype.
+    """
     with torch.device("meta"):
         built = of(model).build(model)
     return frozenset(built.full_name(name) for name, _ in built.stored_buffers())
 
 
 def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.Model]:
-    """Open a directory of transformers whose model one of the built-in families computes.
+    """Open a directory saved by transformers, if its model belongs to a built-in family.
 
     Args:
         path: the directory, with config.json and safetensors.
-        model: the [model] section that config.json must agree with; None: make one from config.json.
+        model: the [model] section that config.json must agree with; None to make one from config.json.
 
     Returns:
-        The weights by our names, and the [model] section.
+        The weights, keyed by our names, and the [model] section.
 
     Raises:
-        ValueError: a model of no built-in family, or one that does not agree with the section.
+        ValueError: no built-in family has the model, or config.json does not agree with the section.
     """
     if model is None:
         file = f"{path}/{config_json.NAME}"
@@ -310,13 +308,13 @@ def section_of(
 
     Args:
         program: a key of `Family.formats`.
-        names: names of the stored tensors, from which the family is recognised.
-        theirs: the configuration stored with them.
-        where: their path, for messages.
-        expected: the section that the configuration has to agree with; None: make one from it.
+        names: names of the stored tensors, used to recognise the family.
+        theirs: configuration stored with the tensors.
+        where: path of the tensors, for messages.
+        expected: the section that the configuration must agree with; None to make one from the configuration.
 
     Raises:
-        ValueError: no family has such a model, or the configuration does not agree.
+        ValueError: no family has the model, or the configuration does not agree with `expected`.
     """
     if expected is not None:
         family = of(expected)

@@ -1,14 +1,14 @@
-"""The processes of a job: their ranks, devices and 5-axis mesh, and every group over which they communicate.
+"""The processes of a job: their ranks, their devices, the 5-axis mesh, and all process groups.
 
 Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
-communicates most, joins neighbours on one machine. Every set of ranks that sums or copies something has one name:
+communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has one name:
 
-    data       dp_replicate x dp_shard: each takes its slice of the global batch
-    fsdp       dp_shard (with dp_replicate: HSDP): parameters are cut over it
-    loss       pp x data x cp: token losses add up over it
-    shards     pp x dp_shard x cp x tp: together they hold every parameter once
-    model      pp x tp: they compute one microbatch together and must see the same one
-    pp 0+2     places of a pipeline whose stages share a parameter (`World.between`); only for models that need it
+    data       dp_replicate x dp_shard: each rank takes its slice of the global batch
+    fsdp       dp_shard (with dp_replicate: HSDP): parameters are sharded over these ranks
+    loss       pp x data x cp: token losses add up over these ranks
+    shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
+    model      pp x tp: these ranks compute one microbatch together, so all must see the same microbatch
+    pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """This process's place in the job: rank, device, mesh and process groups.
 
     Attributes:
-        rank, size: number of this process, from 0, and number of processes.
+        rank, size: number of this process, counted from 0, and number of processes.
         device: the device that this process computes on.
         sizes: size of each axis.
         mesh: the 5-axis mesh.
         tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
-        data_rank, data_size: number of this process's slice of the global batch, and number of slices.
-        groups: the groups that this process is in, by name: one for each axis, and the derived ones named above.
+        data_rank, data_size: index of this process's slice of the global batch, and number of slices.
+        groups: this process's groups, by name: one group for each axis and for each set of ranks in DERIVED.
         timeout: timeout of the collectives of every group.
     """
 
@@ -71,14 +71,14 @@ class World:
     _between: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def coordinate(self, axis: str) -> int:
-        """This process's place along an axis, from 0."""
+        """This process's place along an axis, counted from 0."""
         return self.mesh.get_local_rank(axis)
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks at these places of this process's pipeline, made at the first call for them.
+        """The group of the ranks at these places in this process's pipeline; None if this process is at another place.
 
-        It is also in `groups` from then on, as "pp 0+2". Every process calls this, for the same places in the same
-        order, and gets None if it is at none of them.
+        The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". Every
+        process must call this method for the same places in the same order.
         """
         key, name = tuple(places), f"pp {'+'.join(map(str, places))}"
         if key not in self._between:
@@ -95,7 +95,7 @@ class World:
 
 
 def world_size() -> int:
-    """The number of processes: those of the process group, else those that the launcher started, else 1.
+    """Size of the process group. Before the group exists: the launcher's number of processes, or 1 without a launcher.
 
     Raises:
         ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
@@ -104,7 +104,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The number of this process, from 0; raises errors like `world_size`."""
+    """Number of this process, counted from 0. Raises the same errors as `world_size`."""
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 
@@ -112,7 +112,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
     """The size of each axis. An axis of size -1 gets the number of processes divided by all other sizes.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of processes.
+        ValueError: the product of the sizes is not the number of processes.
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -136,7 +136,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
 def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
     """The groups of ranks that differ only along these axes, in Megatron's order (`mpu/initialize.py`)."""
     axes = tuple(axes)
-    # All ranks as a box, the given axes moved last: each row of the last dim is one group.
+    # Lay out all ranks as a grid with the given axes last, so that each row of the flattened grid is one group.
     grid = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in AXES])
     others = [axis for axis in AXES if axis not in axes]
     order = [AXES.index(axis) for axis in (*others, *axes)]
@@ -144,13 +144,13 @@ def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
 
 
 def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
-    """The ranks of every group, by the name of the axis or of the derived set."""
+    """The ranks of every group, by the name of the axis or derived set."""
     named = {axis: (axis,) for axis in AXES} | DERIVED
     return {name: rank_groups(sizes, axes) for name, axes in named.items()}
 
 
 def describe_groups(sizes: dict[str, int]) -> str:
-    """Every group of the mesh with its ranks, one name a line."""
+    """Format every group of the mesh with its ranks, one line per name."""
     lines = []
     for name, lists in group_lists(sizes).items():
         lines.append(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in lists))
@@ -158,7 +158,7 @@ def describe_groups(sizes: dict[str, int]) -> str:
 
 
 def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
-    """(data_rank, data_size) of a rank."""
+    """The pair (data_rank, data_size) of a rank, as in `World`."""
     (column,) = (ranks for ranks in rank_groups(sizes, DATA) if rank in ranks)
     return column.index(rank), len(column)
 
@@ -167,7 +167,7 @@ def pick_device(configured: str) -> torch.device:
     """The device for [run] device: 'auto' takes cuda:LOCAL_RANK if there is a GPU, else the CPU.
 
     Raises:
-        ValueError: fewer GPUs on this machine than local processes.
+        ValueError: this machine has fewer GPUs than local processes.
     """
     if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -182,7 +182,7 @@ def pick_device(configured: str) -> torch.device:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """True if this device multiplies bfloat16 faster than float32, with instructions or units made for it."""
+    """True if this device multiplies bfloat16 faster than float32, with dedicated instructions or units."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return features.HAS_FAST_BFLOAT16
@@ -194,11 +194,11 @@ def start(
     """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
 
     Args:
-        timeout_s: timeout of the rendezvous and of every collective. A process group that exists already keeps its own.
-        store: the result of `rendezvous`, if it was called before.
+        timeout_s: timeout of the rendezvous and of every collective. An existing process group keeps its own timeout.
+        store: result of an earlier call to `rendezvous`; None if there was no earlier call.
 
     Raises:
-        ValueError: an error of `rendezvous.meet`, or ranks that made different numbers of groups before this call.
+        ValueError: `rendezvous.meet` failed, or the ranks made different numbers of groups before this call.
     """
     on_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     if on_gpu:
@@ -218,7 +218,7 @@ def start(
     grid = torch.arange(dist.get_world_size()).view([sizes[axis] for axis in AXES])
     mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, grid, mesh_dim_names=AXES)
     data_rank, data_size = data_coordinate(sizes, me)
-    # 2-D only for HSDP: over a 1-D mesh FSDP has no second reduction.
+    # The mesh is 2-D only for HSDP: over a 1-D mesh, FSDP makes no second reduction.
     fsdp = mesh["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else mesh["dp_shard"]
     return World(
         rank=me,
@@ -236,14 +236,14 @@ def start(
 
 
 def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """The groups that this process is in, by name. Names whose groups have the same ranks share one group.
+    """Make the groups that this process is in, by name. Names with the same ranks share one group.
 
-    Each process makes only the groups that it is in, one per kind of group, whatever the number of processes. All make
-    the kinds in the same order. So overlapping groups cannot wait for each other in a circle, and torch, which names a
-    group by the number of groups that the process made before, gives it the same name on all its members.
+    Each process makes only its own groups, one of each kind, regardless of the number of processes. All processes make
+    the kinds in the same order, so overlapping groups cannot wait for each other in a cycle. torch derives a
+    group's name from the number of groups that the process made before, so a group has the same name on all members.
 
     Raises:
-        ValueError: ranks that made different numbers of groups before this call.
+        ValueError: the ranks made different numbers of groups before this call.
     """
     # One all-reduce gives the largest and (negated) the smallest number of groups on any rank.
     made = len(distributed_c10d._world.pg_names)
@@ -264,17 +264,20 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make this process's group among `lists`; a process in none of them gets a group of its own. All must call it."""
+    """Make this process's group among `lists`. A process in no list gets a group of its own.
+
+    All processes must call this function.
+    """
     everyone = dist.group.WORLD
     assert everyone is not None
     members = set(itertools.chain.from_iterable(lists))
-    # torch names a group by the number of groups that the process made before. So every process makes the same number
-    # of groups; otherwise later groups would have different names on different processes.
+    # torch derives a group's name from the number of groups that the process made before. So every process must make
+    # the same number of groups; otherwise later groups would have different names on different processes.
     lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:
         return everyone
     if everyone.bound_device_id is not None:
-        # nccl splits a communicator, in which all its processes take part: one call makes all groups of a kind.
+        # All processes of an nccl communicator take part in splitting it, so one call makes all groups of a kind.
         group = dist.split_group(split_ranks=[list(ranks) for ranks in lists], timeout=timeout, group_desc=names)
     else:
         (mine,) = (ranks for ranks in lists if dist.get_rank() in ranks)
@@ -284,10 +287,10 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 
 
 def rendezvous(timeout_s: float) -> Store:
-    """The store of the process group, else a new one that only the processes of this attempt of the job use.
+    """Store of the process group. Before the group exists: a new store for this attempt of the job only.
 
     Raises:
-        ValueError: an error of `rendezvous.meet`.
+        ValueError: `rendezvous.meet` failed.
     """
     return store() if dist.is_initialized() else meet(rank(), world_size(), timedelta(seconds=timeout_s))
 
@@ -304,7 +307,7 @@ def store() -> Store:
 
 
 def stop() -> None:
-    """Leave the process group, all ranks together."""
+    """Leave the process group. All ranks must call this function together."""
     # Free tensors with pending work first, or gloo aborts at exit.
     gc.collect()
     dist.barrier()

@@ -1,10 +1,12 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
-The story, top to bottom: `begin` reads the configuration and the data (a fault in them ends the run here, with exit
-code 2), then makes the process group and the model, and resumes; `train` is the loop, the last evaluation and a sample.
-`--help` lists every key. On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and
-leaves with exit code 75; the same command goes on from there, with the numbers it would have had anyway. All exit codes
-are in `dtmega/distributed/exit_codes.py`.
+From top to bottom: `begin` reads the configuration and the data (an error in either ends the run with exit code 2),
+makes the process group and the model, and resumes from a checkpoint. `train` runs the loop, the last evaluation and a
+sample. `--help` lists every key.
+
+On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. The
+same command then continues the run, with the same numbers as without the interruption. All exit codes are in
+`dtmega/distributed/exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ GO_ON = "to go on all the same: --train.past_stop true"
 
 @console.guarded()
 def main(argv: list[str]) -> int:
-    """Train or evaluate. The process group is left to the caller.
+    """Train or evaluate a model. The caller must leave the process group.
 
     Returns:
         The exit code.
@@ -83,20 +85,20 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     """Start a run, in steps that all ranks take together.
 
     Args:
-        argv: the command line.
-        startup: meeting of the ranks, at the end of each step.
-        closing: stack that closes whatever is opened here.
+        argv: arguments of the command line.
+        startup: meeting point of the ranks at the end of each step.
+        closing: exit stack that closes everything opened here.
         exit_status: record of how the run ends.
 
     Returns:
-        The run, and its progress: of the checkpoint that it resumes from, or of a new run.
+        The run, and its progress at the start: the checkpoint's progress, or no progress for a new run.
     """
-    # Nothing is claimed yet: a refusal here is recorded in a run directory only if it holds a run already.
+    # The run directory is not claimed yet, so an error is recorded there only if the directory already holds a run.
     with found.early_end_recorded(config.run_dir_of(argv), exit_status, first=startup.rank == 0):
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Before whatever takes time to close, and so closed after it.
+    # Open the log early, so that the log closes only after everything that takes time to close.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -105,14 +107,14 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     watch = start_watch(cfg, world, startup, closing, exit_status)
     closing.callback(batches.close)
     if not origin.candidates and not cfg.eval.only:
-        # A new run knows its first sample: the workers come up while the model is built.
+        # The first sample of a new run is known, so the workers can start while the model is built.
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
     at = loaded.progress if loaded else resume.START
     end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})
-    # An evaluation leaves the run where it is, and writes nothing into its files.
+    # An evaluation neither changes the run's progress nor writes to the run's files.
     if not cfg.eval.only:
         exit_status.step = at.step
         exit_status.checkpoint = checkpoints.newest
@@ -152,7 +154,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
 
 
 def leave_traces(log: RankLog, metrics: Metrics) -> None:
-    """Finish the outputs of a rank that the watch is about to end."""
+    """Write the last log lines and tracker rows of a rank that the watch is about to end."""
     log.write_stacks()
     metrics.abandon()
 
@@ -160,10 +162,11 @@ def leave_traces(log: RankLog, metrics: Metrics) -> None:
 def start_watch(
     cfg: config.Config, world: World, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> Watch:
-    """Start the watchdog, which from here on hears signals and ends a rank that hangs."""
+    """Start the watchdog, which from then on catches signals and ends a rank that hangs."""
     records = Path(cfg.run.dir, flight_recorder.FOLDER)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status, records)
-    # Registered before whatever takes time to close, and so closed after it: until then it hears a second signal.
+    # Register the watch before anything that takes time to close. The watch then closes last, and catches a second
+    # signal in the meantime.
     closing.callback(watch.close)
     watch.share(mesh.store(), world.size)
     startup.on_heartbeat = partial(watch.beat, 0, "load")
@@ -171,14 +174,14 @@ def start_watch(
 
 
 def loss_scale_of(cfg: config.Config, loaded: State | None) -> LossScale | None:
-    """The loss scale of float16, resumed where it was; None in other precisions."""
+    """The loss scale for float16, continued from the checkpoint if there is one; None for other precisions."""
     if cfg.precision.params != "float16":
         return None
     return LossScale(cfg.precision, loaded and loaded.loss_scale)
 
 
 def train(run: Run, at: Progress) -> int:
-    """Run the loop, from `at` to the last step or to a reason to stop.
+    """Run the training loop from `at` until the last step, or until there is a reason to stop.
 
     Returns:
         The exit code.
@@ -207,7 +210,7 @@ def train(run: Run, at: Progress) -> int:
             run.metrics.message(advice)
         if due(at.step, cfg.train.drift_interval):
             run.model.check_copies()
-        # The last validation comes after the last save, unless it decides which checkpoint is the best.
+        # The last validation comes after the last save, unless validation decides which checkpoint is the best.
         validating = due(at.step, cfg.eval.interval) or at.step == end.steps
         validating &= at.step < end.steps or cfg.train.stop_validation_rises > 0
         validated = validating and evaluate_validation(run, at.step)
@@ -227,10 +230,10 @@ def train(run: Run, at: Progress) -> int:
 
 
 def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
-    """Evaluate a new run before its first step, if that is wanted.
+    """Decide whether to train, and evaluate a new run before its first step if [eval] interval is set.
 
     Returns:
-        The reason not to take a step, such as that the run was ended by its losses before; '' if there is none.
+        The reason not to train, such as high losses that stopped the run earlier; '' if there is no reason.
     """
     cfg = run.cfg
     if at.step >= end.steps:
@@ -245,11 +248,7 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
 
 
 def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at: Progress) -> None:
-    """Check that not too many steps in a row left the weights as they were.
-
-    Raises:
-        RuntimeError: more than [train] max_skipped did.
-    """
+    """Raise a RuntimeError if more than [train] max_skipped steps in a row have left the weights unchanged."""
     if skipped_in_a_row > cfg.train.max_skipped:
         raise RuntimeError(
             f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
@@ -259,21 +258,21 @@ def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at
 
 
 def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOutcome]:
-    """Begin a save if this is the step for one.
+    """Begin a save if this step should be saved.
 
     Args:
         run: the run.
-        at: its progress after the step.
-        wanted: True if this step is to be saved whatever the interval, because the run stops here or was validated.
-        last: True if no step follows, so that every save is waited for.
+        at: progress of the run after the step.
+        wanted: True to save this step regardless of the interval, because the run stops here or was validated.
+        last: True if no step follows. The function then waits for all saves to end.
 
     Returns:
-        The saves that have ended: this one, or earlier ones that a thread has written meanwhile.
+        The outcomes of the saves that have ended: this save, or earlier saves that a thread has written meanwhile.
     """
     cfg = run.cfg.checkpoint
     if due(at.step, cfg.interval) or wanted or (last and cfg.final):
         run.phases.enter(SAVING)
-        # The lines of the steps come to the disk before the checkpoint: a run that resumes from it counts on them.
+        # Write the metrics to disk before the checkpoint: a run that resumes from the checkpoint needs these metrics.
         run.metrics.sync()
         state = State.of(
             run.saved_cfg.model_dump(),
@@ -295,14 +294,14 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
 
 
 def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> int:
-    """Say how the run has ended and what it leaves.
+    """Report how the run has ended and which files it leaves.
 
     Args:
         run: the run.
-        at: its progress.
-        end: the place where the run ends.
-        stopping: reason why it stopped before; '' if it did not.
-        unsaved: reason why the last save failed; '' if it did not.
+        at: progress of the run.
+        end: configured end of the run.
+        stopping: reason why the run stopped before its end; '' if it did not stop early.
+        unsaved: reason why the last save failed; '' if it did not fail.
 
     Returns:
         The exit code.
@@ -322,17 +321,17 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
 
 
 def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Progress, bool | None]:
-    """Train on a batch, or pass it over, and report it.
+    """Train on a batch, or pass it over, and report the step.
 
     Args:
         run: the run.
         batch: this rank's part of the step's batch.
         at: progress before the step.
-        end: the place where the run ends, on which the learning rate depends.
+        end: configured end of the run, which affects the learning rate.
 
     Returns:
-        Progress after the step; and True if the step was faulty, False if it was not. None if the step says nothing
-        about that: it was passed over, or it only found float16's scale too large.
+        The progress after the step, and True if the step was faulty. Instead of True or False, the second value is None
+        if the step was passed over, or was skipped only because float16's loss scale is too large and can be halved.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
@@ -368,7 +367,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
 
 
 def evaluate_only(run: Run, at: Progress) -> int:
-    """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with.
+    """Report the validation and test losses of the newest checkpoint, or of a new run's initial weights.
 
     Returns:
         The exit code.
@@ -380,18 +379,18 @@ def evaluate_only(run: Run, at: Progress) -> int:
 
 
 def meet_after_step(run: Run, step: int, minutes: float) -> str:
-    """Tell all ranks what any of them has seen: a reason to stop, or a request for a profile of the next steps.
+    """Exchange reasons to stop, and requests to profile the next steps, between all ranks.
 
     Args:
         run: the run.
         step: number of the step that has just ended.
-        minutes: minutes since this start.
+        minutes: minutes since training started in this process.
 
     Returns:
         The reason to save and exit before the last step, the same on all ranks; '' if there is none.
     """
     cfg = run.cfg.train
-    # Of several reasons that hold, on one rank or on different ones, the last in this list counts.
+    # If several reasons hold, on one rank or on different ranks, the last reason in this dict counts.
     reasons = {
         "": True,
         "[train] exit_interval": due(step, cfg.exit_interval),
@@ -410,24 +409,24 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
 
 def killed(run: Run) -> bool:
-    """True on rank 0 if the file [train] kill_switch exists. Only rank 0 looks: a thousand ranks would load a disk."""
+    """True on rank 0 if the file [train] kill_switch exists. The other ranks do not check, to spare the disk."""
     return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
 
 
 def killed_before_it_began(run: Run) -> bool:
-    """True on all ranks if the file [train] kill_switch exists at the start: one file empties a whole queue of jobs."""
+    """True on all ranks if the file [train] kill_switch exists at the start. One file can end a whole queue of jobs."""
     seen = torch.tensor(int(killed(run)), device=run.world.device)
     dist.broadcast(seen, src=0)
     return bool(seen.item())
 
 
 def due(step: int, interval: int) -> bool:
-    """True at every `interval`-th step; an interval of 0 is off."""
+    """True at every `interval`-th step; never if the interval is 0."""
     return interval > 0 and step % interval == 0
 
 
 def run_and_leave(argv: list[str]) -> NoReturn:
-    """Train, print the traceback of an unexpected error, and end this process with the exit code."""
+    """Train, then exit with the exit code. If there is an unexpected error, print its traceback first."""
     with console.guarded():
         try:
             code = main(argv)

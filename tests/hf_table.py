@@ -39,8 +39,8 @@ OPENING = """\
 
 <!-- Written by tests/hf_table.py. -->
 
-Which parallel axes `[model] name = "hf"` supports for each model type that transformers {version} maps to a causal
-class, as measured by
+This page lists the parallel axes that `[model] name = "hf"` supports for each model type that transformers {version}
+maps to a causal class, as measured by
 
     python tests/hf_table.py
 

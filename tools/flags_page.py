@@ -6,20 +6,41 @@ from pathlib import Path
 
 from dtmega import config
 from dtmega.config.schema import SectionClasses
-from dtmega.interop.megatron.flags import FLAGS, Flag
+from dtmega.interop.megatron.launch.flags import FLAGS, Flag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-megatron.md"
 OPENING = """\
 # Coming from Megatron
 
-<!-- Written by tools/flags_page.py from dtmega/interop/megatron/flags.py. -->
+<!-- Written by tools/flags_page.py from dtmega/interop/megatron/launch/flags.py. -->
 
-`dtmega from-megatron` translates a launch script, or a command in quotes, into a TOML file. The script is read as
-text and never run. Flags that are not carried over are listed on stderr with the reason; settings that the TOML still
-needs are comments in it:
+`dtmega from-megatron` translates a launch script, or a command in quotes, into a TOML file. The script is followed as
+text, with bash's grammar, and never run. It needs the extra `megatron`.
 
     python -m dtmega from-megatron examples/pretrain_bert_distributed.sh > bert.toml
     python -m dtmega from-megatron 'pretrain_gpt.py --num-layers 24 --hidden-size 1024 ...' > gpt.toml
+
+The exit code is 0 if the translation is whole, and 1 if it leaves something open. It is 2, and nothing is written, if
+the text is not bash, has no command, or depends on a condition that only a running shell would know.
+
+- **What is open:** a flag that changes the model, the optimizer, the schedule, the data or the precision and has no key
+  here, an unknown flag, a flag whose value is not known, and a setting that no flag gives. Each is a line of
+  `[run] untranslated` with its line in the script and the reason, and on stderr. A run refuses the configuration and
+  prints these lines until they are settled and deleted. `--allow-missing FLAG` (or `SECTION.KEY`) settles one at once.
+- **What is not known:** variables of the environment, arguments of the script, the output of other programs, files
+  outside the script's folder. `--set NAME=VALUE` gives a variable, `--set 1=VALUE` an argument, and `--set '#=0'` says
+  that there are none. Both branches of a condition that is not known are followed; what differs afterwards depends on
+  it. If the command does, too, the condition is named with its line and its variables.
+- **Several commands:** if they differ, `--command N` chooses one.
+- **Query-key layer scaling**, which changes float16 only, was Megatron-LM's default until November 2023. If no flag
+  tells the version, `--original megatron-lm`, `megatron-deepspeed` or `megatron-core` does.
+- **Llama:** a GPT with rotary positions, SwiGLU, RMSNorm, no biases and no dropout is our `llama`, with grouped queries
+  and tied or untied weights. What differs from it is refused by name: partial or interleaved rotary positions,
+  `--qk-layernorm`, `--apply-layernorm-1p`, `--squared-relu`, experts.
+- **DeepSpeed's JSON** is read if the script writes it, or if it lies in the script's folder. It sets the loss scale and
+  the limit of the gradient's norm, as DeepSpeed reads them.
+
+Public scripts were compared with bash: [the table](#scripts-that-were-compared).
 
 ## Checkpoints
 
@@ -43,17 +64,17 @@ duplicated or contradictory are refused by name, and a refusal leaves no output.
 - **To continue the run:** with `--to dtmega`, Adam's moments, step and samples are converted too if they are complete
   (all files of ZeRO's partitions, bf16 only; of megatron-core's distributed optimizer those saved with
   `--dist-ckpt-optim-fully-reshardable`). The command then prints the line that continues the run, with
-  `--checkpoint.resume OUT --checkpoint.allow_changed_data true`, because the files do not say which data they saw. To
-  start a new run with the weights instead, use `[model] init_from`.
-- **`OUT/config.toml`** is made from the arguments in the files, without their layout. For a GPT or BLOOM that
-  continues, it has Megatron's order of samples. Files without arguments need `--config NAME.toml`, of which [model]
-  is read.
-- **Vocabulary:** only BLOOM's files have its size without padding. For others give `--vocab-size N` or
-  `--tokenizer SPEC`, or the padded size is kept. For a T5, `--tokenizer bert:VOCAB` counts `[BOS]`, `[EOS]` and the
-  sentinels, as Megatron does.
-- **Copies:** each tensor rank has copies of LayerNorms and some biases, which can drift apart. This is reported. From
-  1e-3 of a tensor's largest value on it is refused, unless `--average-copies` takes the mean.
-- **To hf** there is no class for Megatron's T5, nor for a BERT with Megatron's default GELUs (tanh in the
+  `--checkpoint.resume OUT --checkpoint.allow_changed_data true`, because the files do not say which data the run has
+  read. To start a new run with the weights instead, use `[model] init_from`.
+- **`OUT/config.toml`** is made from the arguments in the files, without their layout. To continue a GPT or BLOOM, it
+  also sets Megatron's order of samples. If the files have no arguments, give `--config NAME.toml`; only its [model]
+  section is read.
+- **Vocabulary:** only BLOOM's files have its size without padding. For other files give `--vocab-size N` or
+  `--tokenizer SPEC`; otherwise the padded size is kept. For a T5, `--tokenizer bert:VOCAB` counts `[BOS]`, `[EOS]` and
+  the sentinels, as Megatron does.
+- **Copies:** each tensor rank has copies of LayerNorms and some biases, which can drift apart. Such drift is reported.
+  If it reaches 1e-3 of a tensor's largest value, the checkpoint is refused, unless `--average-copies` takes the mean.
+- **To hf:** transformers has no class for Megatron's T5, nor for a BERT with Megatron's default GELUs (tanh in the
   feed-forward, erf in the head).
 
 To convert in the other direction:
@@ -111,17 +132,17 @@ With these orders a document is a sequence of the `.idx`, as in Megatron. The th
 
 - the rounding of `split`: of 200 documents, "333,333,334" gives 66, 67 and 67 to train, valid and test, or 67, 66 and
   67 with megatron-core;
-- the share of the last epoch below which it is shuffled separately: 0.80, or 0.95 with BigScience's;
+- the share of the last epoch below which that epoch is shuffled separately: 0.80, or 0.95 with BigScience's;
 - the number of samples that each corpus of a blend provides.
 
 A longer run has a different order from its first sample on. So `order_samples` is the number of samples that the
 Megatron run was started for. The names of its index caches contain it
-(`data/a_train_indexmap_220000000ns_2048sl_1234s_doc_idx.npy`; for the corpora of a blend it is their share plus 0.5
-%). These caches, and those of megatron-core with a description, are used if they fit. If there are only others, one
-line says so, and the order is computed: 10^8 samples take a minute or two, once per node. A checkpoint that was
-converted with its moments continues after the samples that it has seen.
+(`data/a_train_indexmap_220000000ns_2048sl_1234s_doc_idx.npy`; for each corpus of a blend, its share plus 0.5 %). These
+caches, and those of megatron-core with a description, are used if they fit. If there are caches but none fits, one line
+says so, and the order is computed: 10^8 samples take a minute or two, once per node. A checkpoint that was converted
+with its moments continues after the samples that it has seen.
 
-Each validation here reads the first samples of the validation order; in Megatron it continues where the last one ended.
+Here each validation reads the first samples of the validation order; in Megatron it continues where the last one ended.
 BERT's and T5's order comes from a compiled generator, and is refused.
 
 ## Groups and flags
@@ -129,10 +150,23 @@ BERT's and T5's order comes from a compiled generator, and is refused.
 `python -m dtmega groups --world 16 --mesh.tp 2 --mesh.pp 4` lists the ranks of every group as Megatron's
 `initialize_model_parallel` does.
 
-The tables list every flag of a pre-training with Megatron's default, the key here and its default. If a script leaves
-a flag out, Megatron's default counts: the TOML sets the key if its default here differs. A flag without a key has the
-reason.
+The tables list every flag of a pre-training script with Megatron's default, the key here, and the key's default. If a
+script leaves a flag out, Megatron's default counts: the TOML sets the key if its default here differs. For a flag
+without a key, the remark gives the reason.
 """
+
+
+SCRIPTS = """
+## Scripts that were compared
+
+The flags and values that `from-megatron` finds were compared with those that bash gives the same script, in an empty
+environment. *right*: they are the same, and the last column has what the translation leaves open. *refused*: with the
+reason. *not comparable*: bash itself runs no command without the machine of the script. The command is
+
+    sudo python benchmarks/scripts.py --index scripts.tsv --folder scripts > benchmarks/scripts.md
+
+"""
+OUTCOMES = Path(__file__).resolve().parent.parent / "benchmarks" / "scripts.md"
 
 
 def page() -> str:
@@ -141,6 +175,7 @@ def page() -> str:
     for title, flags in FLAGS.items():
         rows = ["| flag | default | key | default here | remark |", "| --- | --- | --- | --- | --- |"]
         parts.append("\n".join([f"\n## {title}\n", *rows, *map(_row, flags)]) + "\n")
+    parts += [SCRIPTS, OUTCOMES.read_text(encoding="utf-8")]
     return "".join(parts)
 
 

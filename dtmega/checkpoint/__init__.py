@@ -6,11 +6,11 @@
     reader.py        a finished checkpoint, verified while it is read
     tensor_files.py  tensors of any layout, written and read through torch.distributed.checkpoint
     pieces.py        tensors held as several boxes on one rank, for tensor_files.py
-    staging.py       copies in host memory, which an asynchronous save writes
-    run.py           the checkpoints that a run saves while it trains: write, publish, keep the newest
-    resume.py        the checkpoint that a run resumes from, and the check that it may do so
+    staging.py       host-memory copies of tensors, which an asynchronous save writes
+    run.py           checkpoints that a run saves while it trains: writes and publishes them, and keeps the newest
+    resume.py        the checkpoint that a run resumes from, and the check that the run may resume from it
     changes.py       configuration keys that may change when a run resumes
-    found.py         start of a run: rank 0 claims the folders and finds the checkpoints, all ranks open them
+    found.py         start of a run: rank 0 claims the folders and finds the checkpoints, and all ranks open them
     weights.py       initial weights, from a checkpoint or from another program's files
 
 The commands that convert and inspect checkpoints are in cli/convert/.

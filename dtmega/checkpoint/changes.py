@@ -2,8 +2,8 @@
 
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
-refused   every other key: with another model, data or seed it would be a different run. A new key
-          is refused until somebody adds it to one of the tables below.
+refused   every other key: with another model, data or seed, the run would be a different one. A new key
+          is refused until somebody adds the key to one of the tables below.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FREE: dict[str, tuple[str, ...]] = {
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
-# Keys that change the learning rate or the end of the run. If some of them differ, the line about the last one
-# also says what all changes do together.
+# Keys that change the learning rate or the end of the run. If any of these keys differ, the line about the last
+# differing key also states the combined effect of all changes.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),
@@ -59,13 +59,13 @@ PRINTED: dict[str, tuple[str, ...]] = {
         *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
 }
-# Keys whose values are not compared: files may move, and order_samples = 0 stands for a number that follows from other
-# keys. `resume.check_same` compares the identity of the data and the digest of the model directory instead.
+# Keys whose values are not compared: files may move, and order_samples = 0 stands for a number derived from other keys.
+# `resume.check_same` compares the identity of the data and the digest of the model directory instead.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_samples", "tokenizer"), "model": ("path",)}
 
 
 class Change(NamedTuple):
-    """A key whose value differs from the one in the checkpoint.
+    """A key whose present value differs from the value in the checkpoint.
 
     Attributes:
         was: value in the checkpoint.
@@ -93,11 +93,12 @@ def kind_of(section: str, key: str) -> Treatment:
 
 
 def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[Change]:
-    """The changes within one section, without the keys of BY_CONTENT.
+    """The changes within one section, except for the keys in BY_CONTENT.
 
     Args:
-        then: the section as the checkpoint recorded it. A key that is missing there was added to dtmega later and
-            counts as its default; a key that exists only there has been removed from dtmega and is ignored.
+        then: the section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, and
+            counts as having its default value. A key that only the checkpoint has was removed from dtmega, and is
+            ignored.
         now: the section of the present configuration.
     """
     for key, field in type(now).model_fields.items():
@@ -107,12 +108,12 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
 
 def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
-    """The changes in all sections that get the treatment `kind`.
+    """The changed keys, from all sections, that get the treatment `kind`.
 
     Args:
         then: the configuration recorded in the checkpoint, by section.
         now: the present configuration.
-        kind: treatment of the changed keys.
+        kind: treatment of the keys to return.
     """
     changes: list[Change] = []
     for section in Config.model_fields:
@@ -129,18 +130,18 @@ def lines(
     samples: int,
     overflowed: tuple[int, int] = (0, 0),
 ) -> list[str]:
-    """Lines that a resumed run prints about its changed recipe, one per key.
+    """Lines that a resumed run prints about its changed recipe, one per changed key.
 
-    The line of the last key in COURSE ends with what all changes together do to the remaining steps and to the
-    learning rate.
+    The line of the last changed key in COURSE ends with the combined effect of all changes on the remaining steps and
+    on the learning rate.
 
     Args:
         then: the configuration recorded in the checkpoint, by section.
         now: the present configuration.
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
-        overflowed: (steps, samples), the part of these two numbers during which the learning rate stood still, because
-            float16 could not hold a gradient.
+        overflowed: (steps, samples) during which the learning rate stood still because a gradient overflowed in
+            float16; the arguments `steps` and `samples` include these steps and samples.
     """
     printed = changed(then, now, "printed")
     course_changes = [change for change in printed if change.within(COURSE)]
@@ -157,8 +158,8 @@ def lines(
 def _consequences(
     printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
 ) -> list[str]:
-    """The effects of these changes on the number of remaining steps and on the learning rate, in words."""
-    # The present configuration with the old recipe, for the end and the learning rate that the run had before.
+    """Phrases that describe the effects of these changes on the number of remaining steps and on the learning rate."""
+    # Put the old recipe into the present configuration, to compute the old end of the run and the old learning rate.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was

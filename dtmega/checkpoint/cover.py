@@ -1,4 +1,4 @@
-"""Check that the stored boxes of a tensor cover it exactly, each element once."""
+"""Check that the stored boxes of a tensor cover each element exactly once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     Each corner of a box gets a sign: the product, over the cut dims, of +1 at the lower end and -1 at the upper end.
     Let c be the number of boxes that hold an element, as a function of the element's place. The signed corners of all
     boxes together are the mixed difference of c, and therefore determine c. So the boxes cover the tensor exactly once
-    if and only if their signed corners add up to those of the whole tensor.
+    if and only if their signed corners add up to the signed corners of the whole tensor.
 
     Args:
         shape: shape of the tensor.
         boxes: (offsets, sizes) of each box, one number per dim of the tensor. No box is empty.
 
     Raises:
-        ValueError: the tensor is cut along more than MAX_CUT_DIMS dims, each of which doubles the work.
+        ValueError: the tensor is cut along more than MAX_CUT_DIMS dims; each cut dim doubles the work.
     """
     cut = []
     for d, n in enumerate(shape):
@@ -33,7 +33,8 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"expected a tensor cut along at most {MAX_CUT_DIMS} dims, got {len(cut)}")
     whole_tensor = ((0,) * len(shape), shape)
-    # The corners of the boxes are added, and those of the whole tensor subtracted. All cancel if the boxes cover it.
+    # Add the corners of the boxes, and subtract the corners of the whole tensor. All corners cancel if the boxes cover
+    # the tensor exactly once.
     signed_boxes = [*((1, box) for box in boxes), (-1, whole_tensor)]
     corners: Counter[Sizes] = Counter()
     for sign, (offsets, sizes) in signed_boxes:

@@ -1,8 +1,9 @@
 """File operations that checkpoints need: on a disk (`Disk`), or under an fsspec URL (`Remote`).
 
-Each change of the file system is one method call here, so that a test can kill the process at each of them. On a
-disk a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores have no
-atomic rename of a folder, so under a URL a folder counts as a checkpoint once its manifest is there, written last.
+Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk a
+checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores cannot rename a
+folder atomically, so under a URL the manifest is written last, and a folder counts as a checkpoint once it has a
+manifest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dtmega.files import atomic, optional_imports
 
 
 def open_root(root: str) -> Disk | Remote:
-    """Open the place that holds the checkpoints of a run: a folder, or a URL such as s3://bucket/run.
+    """Open the place that holds a run's checkpoints: a folder, or a URL such as s3://bucket/run.
 
     Raises:
         ValueError: the library for this URL is not installed, or the place cannot be reached.
@@ -40,7 +41,7 @@ def open_root(root: str) -> Disk | Remote:
 
 
 class Disk:
-    """The folders in `root`, on a local or shared file system. The methods take the names of folders."""
+    """The folders in `root`, on a local or shared file system. The methods take folder names."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -52,7 +53,7 @@ class Disk:
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """File name -> size in bytes, for the regular files of a folder. Symbolic links are left out.
+        """File name -> size in bytes, for the regular files in a folder. Symbolic links are left out.
 
         Raises:
             Damaged: the folder cannot be listed.
@@ -64,11 +65,11 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def make(self, folder: str) -> None:
-        """Make an empty folder. Whatever a killed save left under this name is deleted."""
+        """Make an empty folder. Leftovers of a killed save under the same name are deleted."""
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
-        """A new binary file to write to. When the block ends, its bytes are on the disk and not only in a cache."""
+        """A new binary file to write to. After the `with` block, the file's bytes are on disk, not just in a cache."""
         return atomic.created(self.root / folder / name)
 
     @contextlib.contextmanager
@@ -86,7 +87,7 @@ class Disk:
             yield file
 
     def sync(self, folder: str) -> None:
-        """Make the names in a folder survive a power cut; "" stands for `root`."""
+        """Make the names of a folder's entries survive a power cut; "" stands for `root`."""
         atomic.sync_folder(self.root / folder)
 
     def rename(self, folder: str, to: str) -> None:
@@ -104,7 +105,7 @@ class Disk:
         atomic.remove_folder(self.root / folder)
 
     def free_bytes(self) -> int | None:
-        """Free space of the file system in bytes; None if it is not known."""
+        """Free space on the file system in bytes; None if unknown."""
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
         return None
@@ -113,15 +114,15 @@ class Disk:
 class Remote:
     """The folders under a URL, with the methods of `Disk` except `sync` and `rename`.
 
-    These two are not needed: a file is durable once it is closed, and a folder is a checkpoint once it has a manifest.
+    `sync` and `rename` are not needed: a file is durable once it is closed, and a folder is a checkpoint once it has a
+    manifest.
     """
 
     def __init__(self, url: str) -> None:
         fs, root = url_to_fs(url)
         assert isinstance(fs, fsspec.AbstractFileSystem)
         self._fs, self.root, self._url = fs, root, url.rstrip("/")
-        # List the folders, so that a place that cannot be reached fails now. Nothing is created: a mere search for
-        # checkpoints must leave no trace.
+        # Fail now if the URL is unreachable. Create nothing: a mere search for checkpoints must leave no trace.
         self.folders()
 
     def path(self, folder: str) -> str:
@@ -153,8 +154,7 @@ class Remote:
             with self._fs.open(path, "wb") as file:
                 yield file
         except BaseException:
-            # The `with` has closed the file, so the part written so far, such as half a manifest, now exists under the
-            # file's name.
+            # The `with` statement has closed the file, so a partial file, such as half a manifest, now exists.
             with contextlib.suppress(Exception):
                 self._fs.rm(path)
             raise
@@ -175,7 +175,7 @@ class Remote:
     def remove(self, folder: str) -> None:
         self._fs.invalidate_cache()
         if self._fs.exists(self._at(folder)):
-            # Delete the manifest first, so that the folder does not count as a checkpoint if its removal is cut off.
+            # Delete the manifest first: if the removal is interrupted, the folder no longer counts as a checkpoint.
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._at(folder, NAME))
             with contextlib.suppress(FileNotFoundError):
@@ -185,7 +185,7 @@ class Remote:
         return None
 
     def _ls(self, folder: str) -> list[dict[str, Any]]:
-        # Drop the listings that fsspec has cached: they lack what other ranks have written since.
+        # Drop fsspec's cached listings, which lack the files that other ranks have written since.
         self._fs.invalidate_cache()
         return self._fs.ls(self._at(folder), detail=True)
 

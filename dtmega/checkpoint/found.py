@@ -1,8 +1,8 @@
-"""The start of a run: rank 0 claims its folders and finds the checkpoints to resume from; all ranks open the same ones.
+"""The start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open them.
 
-Rank 0 claims the folders before it looks into them, because another process may still be writing the checkpoint to
+Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
 resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
-also checks that it sees the files of rank 0.
+rank also checks that it sees rank 0's files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from dtmega.formats.sources import Source
 
 
 class CandidatePaths(NamedTuple):
-    """Results of rank 0's search for checkpoints, which it sends to the other ranks.
+    """Results of rank 0's search for checkpoints, sent to the other ranks.
 
     Attributes:
         paths: checkpoints that the run may resume from, the newest first.
-        damage: a line for each checkpoint that is damaged.
-        probe: name of a folder that rank 0 has made among the checkpoints, to see whether the other ranks see it.
+        damage: one line for each damaged checkpoint.
+        probe: name of a folder that rank 0 has made next to the checkpoints. A rank that does not see this folder is on
+            a different file system.
     """
 
     paths: list[str]
@@ -43,10 +44,10 @@ class CandidatePaths(NamedTuple):
 
 
 def claims(cfg: config.Config) -> Iterator[Claim]:
-    """Claim the run directory, then the checkpoints' folder if it is a different one. The caller closes the claims.
+    """Claim the run directory, and the checkpoint folder if it is a different folder. The caller closes the claims.
 
     Raises:
-        ValueError: another process has claimed one of the two folders, or one is not writable.
+        ValueError: another process has claimed one of the two folders, or one of the folders is not writable.
     """
     run_dir, root = Path(cfg.run.dir), resume.root_of(cfg)
     yield Claim(run_dir)
@@ -58,13 +59,13 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 @contextlib.contextmanager
 def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: bool) -> Iterator[None]:
-    """Record an exception of this block in the run's `exit.json`, although the run directory is not claimed yet.
+    """Record an exception from the `with` block in `exit.json`. Meant for the time before the run directory is claimed.
 
-    Nothing is written if the directory has never held a run, or while another process has claimed it.
+    Nothing is written if the directory has never held a run, or if another process has claimed the directory.
 
     Args:
         run_dir: the run directory; None if the command line does not name it.
-        exit_status: record that takes the exit code and the reason.
+        exit_status: record that receives the exit code and the reason.
         first: True on the first rank, which writes for all ranks.
     """
     try:
@@ -74,8 +75,8 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
             exit_status.set(error.exit_code, error.reason)
         else:
             exit_status.set(exit_codes.FAILED, exit_codes.error_summary(error))
-        # The file is written only into a directory that has held a run, which its lock file shows. If another process
-        # runs there now, `Claim` raises ValueError, and nothing is written.
+        # Write the file only if the directory has a lock file, which shows that a run has used the directory. If
+        # another process is running there now, `Claim` raises ValueError and nothing is written.
         if first and run_dir is not None and (run_dir / process.LOCK).exists():
             with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
                 exit_status.attach(run_dir, partial(resume.newest_of_run, run_dir))
@@ -88,10 +89,10 @@ def check_is_trained(cfg: config.Config, init: Source | None) -> None:
 
     Args:
         cfg: the run's configuration.
-        init: weights that a new run would start with; None if it would draw them from the seed.
+        init: weights that a new run would start with; None if a new run would draw its weights from the seed.
 
     Raises:
-        ValueError: there is neither a checkpoint nor such weights.
+        ValueError: there is no checkpoint, and `init` is None.
     """
     own_checkpoints = resume.finished(open_root(resume.root_of(cfg))) if cfg.checkpoint.resume == "auto" else []
     if not own_checkpoints and not resume.named_checkpoints(cfg) and init is None:
@@ -106,11 +107,11 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
     Args:
         cfg: the run's configuration.
-        identity: identity of the run's data, as `resume.State.identity`.
-        digest: digest of the model directory; '' if the model is not read from one.
+        identity: identity of the run's data, as in `resume.State.identity`.
+        digest: digest of the model directory; '' if there is no model directory.
 
     Raises:
-        ValueError: an error of `resume.find_checkpoints`, or the folder of the checkpoints is not writable.
+        ValueError: for the reasons given in `resume.find_checkpoints`, or if the checkpoint folder is not writable.
     """
     checkpoints, damage = resume.find_checkpoints(cfg, identity, digest)
     probe = _make_probe(open_root(resume.root_of(cfg)))
@@ -118,10 +119,10 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
 
 def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Checkpoint]:
-    """Open on this rank the checkpoints that rank 0 found, the newest first.
+    """Open rank 0's candidates on this rank, the newest first.
 
     Raises:
-        ValueError: this rank does not see the files of rank 0.
+        ValueError: this rank does not see rank 0's files.
     """
     files = open_root(resume.root_of(cfg))
     advice = "all ranks need one file system there ([run] dir, [checkpoint] dir)"
@@ -137,13 +138,13 @@ def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Check
 def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
     """The dtype that [precision] params stands for.
 
-    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if the device computes fast
-    in it, else float32.
+    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if bfloat16 is fast on
+    the device, else float32.
 
     Args:
         cfg: the run's configuration.
         candidates: checkpoints to resume from, the newest first; empty for a new run.
-        fast_bfloat16: True if the device computes fast in bfloat16.
+        fast_bfloat16: True if bfloat16 is fast on the device.
     """
     if cfg.precision.params != "auto":
         return cfg.precision.params
@@ -162,20 +163,20 @@ def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str,
 
 
 def remove_probe(cfg: config.Config, by_rank_0: CandidatePaths) -> None:
-    """Remove the probe folder. If that fails, as it may under a URL, the next start removes the folder."""
+    """Remove the probe folder. If the removal fails, as may happen under a URL, the next start removes the folder."""
     with contextlib.suppress(Exception):
         open_root(resume.root_of(cfg)).remove(by_rank_0.probe)
 
 
 def _make_probe(files: Disk | Remote) -> str:
-    """Make a folder that other ranks see only if they share this file system, and return its name."""
-    # The next start removes folders with this prefix (`resume.set_aside_newer`), in case this start is killed.
+    """Make a folder that other ranks see only if they share this file system, and return the folder's name."""
+    # If this start is killed, the next start removes folders with this prefix (`resume.set_aside_newer`).
     probe = f".tmp-step-probe-{uuid4().hex}"
     try:
         files.make(probe)
         with files.create(probe, "probe") as file:
             file.write(b"is this one file system?")
-    # Libraries behind URLs raise exceptions of any type.
+    # The libraries that serve URLs may raise any type of exception.
     except Exception as error:
         raise ValueError(f"cannot write to {files.path('')}: {error} ([run] dir, [checkpoint] dir)") from None
     return probe

@@ -3,9 +3,9 @@
     {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
 
 Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per BLOCK_BYTES, so
-that a rank that needs some rows reads and verifies little more than those rows. A digest detects damage; it is not a
-signature. Everything that `parse` returns has the right type, lies within its file and has a plausible size, so that
-readers may trust it when they allocate memory.
+a rank that needs only some rows reads and verifies little more than those rows. A digest detects damage; it is not a
+signature. `parse` checks that each value has the right type, that each chunk lies within its file, and that sizes are
+plausible, so readers may trust the result when they allocate memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtmega.files.untrusted_json import parse_object
 FORMAT = 1
 NAME = "manifest.json"
 BLOCK_BYTES = 4 * 2**20
-MAX_BYTES = 2**30  # size of the largest manifest that is read; BLOOM-176B's has 20 MB, including the digests
+MAX_BYTES = 2**30  # larger manifests are refused; BLOOM-176B's has 20 MB, including the digests
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
 DATA_FILE = re.compile(r"data-\d{5}\.bin")
@@ -41,7 +41,7 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint that differs from what was saved. The message names file, entry and reason.
+    """A checkpoint whose content differs from what was saved. The message names file, entry and reason.
 
     An older checkpoint of the run may be intact.
     """
@@ -55,7 +55,7 @@ class OtherFormat(ValueError):
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, and the place of its bytes.
+    """A box of a tensor, and the location of the box's bytes.
 
     Attributes:
         offsets: place of the box within the tensor, one number per dim.
@@ -74,7 +74,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor. Its chunks together hold each element exactly once."""
+    """A whole tensor, stored as chunks that together hold each element exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class Manifest:
 
     Attributes:
         step: number of the optimizer step after which the checkpoint was saved.
-        state: JSON object of the program that saved the checkpoint; a run keeps `resume.State` in it.
+        state: JSON object of the program that saved the checkpoint; for a training run, the content of `resume.State`.
         files: data file -> its size in bytes.
         tensors: name in the checkpoint, such as `model/NAME` -> entry.
     """
@@ -113,7 +113,7 @@ def block_digests(data: memoryview) -> tuple[str, ...]:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`: the content, followed by its own digest."""
+    """The bytes of `manifest.json`: the content, followed by the content's digest."""
     tensors = {}
     for name, entry in manifest.tensors.items():
         tensors[name] = {
@@ -128,7 +128,7 @@ def dump(manifest: Manifest) -> bytes:
         "files": manifest.files,
         "tensors": tensors,
     }
-    # NaN is refused: JSON has none, and strict readers in other languages must be able to read this.
+    # NaN is refused: JSON has no NaN, and strict readers in other languages must be able to read the file.
     body = b'{"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     return body + _tail(body)
 
@@ -138,18 +138,18 @@ def _tail(body: bytes) -> bytes:
 
 
 def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
-    """Read the bytes of a `manifest.json`, and check them against the data files beside it.
+    """Parse the bytes of a `manifest.json`, and check the result against the data files in the same folder.
 
     Args:
         raw: content of the file.
         sizes: size in bytes of each file in the folder.
 
     Raises:
-        Damaged: `dump` has not written these bytes, a data file is missing or has a different size, or two chunks share
+        Damaged: `dump` did not write these bytes, a data file is missing or has a different size, or two chunks share
             bytes.
-        OtherFormat: another version of dtmega has written the manifest.
+        OtherFormat: another version of dtmega wrote the manifest.
     """
-    # Digests have a fixed length, so the tail of an empty body is as long as the tail of this one.
+    # Digests have a fixed length, so every body's tail is as long as the tail of an empty body.
     body = raw[: -len(_tail(b""))]
     if raw != body + _tail(body):
         raise Damaged(f"{NAME}: its digest does not match its content")

@@ -41,13 +41,13 @@ class Pieces:
         ]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The content of the box that begins at the index's offset."""
+        """The content of the box that begins at `index.offset`."""
         assert index.offset is not None
         return self._parts[index.offset]
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors, where `Pieces` replace each tensor that is held as several boxes."""
+    """The same tensors, except that each tensor held as several boxes is replaced by a `Pieces` object."""
     replaced: dict[str, Any] = {}
     for name, tensor in tensors.items():
         replaced[name] = Pieces(tensor) if isinstance(tensor, DTensor) and in_parts(tensor) else tensor
@@ -55,7 +55,7 @@ def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """torch's planner for saving, extended to `Pieces`."""
+    """torch's planner for saving, extended to handle `Pieces`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -71,13 +71,13 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """torch's planner for loading, extended to `Pieces`."""
+    """torch's planner for loading, extended to handle `Pieces`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        # torch's own set-up handles tensors only, so `Pieces` replace them afterwards.
+        # torch's own set-up handles only tensors, so the `Pieces` objects are put in afterwards.
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = _as_pieces(state_dict)
 

@@ -24,15 +24,15 @@ class Checkpoint:
 
     Args:
         files: place that holds the checkpoint's folder.
-        folder: name of the folder there.
+        folder: name of the checkpoint's folder.
 
     Attributes:
         path: path or URL of the folder.
-        manifest: description of the content.
+        manifest: description of the checkpoint's content, from its `manifest.json`.
         bytes_read: number of bytes that this object has read from data files.
 
     Raises:
-        Damaged: the manifest is missing or damaged, or it does not fit the data files.
+        Damaged: the manifest is missing or damaged, or does not fit the data files.
     """
 
     def __init__(self, files: Disk | Remote, folder: str) -> None:
@@ -47,10 +47,10 @@ class Checkpoint:
         self._held: dict[str, Any] = {}
 
     def hold(self) -> Checkpoint:
-        """Open every data file now, because a run that is still training may delete the checkpoint during the reading.
+        """Open every data file now, because a run that is still training may delete the checkpoint meanwhile.
 
-        Does nothing under a URL, where an open file loses its content once it is deleted. Does nothing either if there
-        are more data files than a process may open.
+        Does nothing if there are more data files than a process may open. Does nothing under a URL either: an open file
+        there loses its content when the file is deleted.
 
         Returns:
             This checkpoint.
@@ -77,7 +77,7 @@ class Checkpoint:
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor or a part of it, and verify the blocks that hold it.
+        """Read a tensor or part of a tensor, and verify every block that is read.
 
         Args:
             name: name of the tensor in the checkpoint.
@@ -93,7 +93,7 @@ class Checkpoint:
         stops = [stop for _, stop, _ in bounds]
         result = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=entry.dtype)
         for chunk in entry.chunks:
-            # The overlap of the chunk and the wanted part, from `low` to `high` in the coordinates of the whole tensor.
+            # The chunk and the requested part overlap from `low` to `high`, in coordinates of the whole tensor.
             low = [max(start, o) for start, o in zip(starts, chunk.offsets, strict=True)]
             high = [min(stop, o + n) for stop, o, n in zip(stops, chunk.offsets, chunk.sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
@@ -103,18 +103,18 @@ class Checkpoint:
         return result
 
     def read_chunk(self, name: str, chunk: StoredChunk, box: tuple[slice, ...]) -> Tensor:
-        """Read a box of a chunk, and verify the blocks that hold its rows.
+        """Read a box of a chunk, and verify the blocks that hold the box's rows.
 
         Args:
             name: name of the tensor that the chunk belongs to.
-            chunk: entry of the chunk in the manifest.
+            chunk: the chunk's entry in the manifest.
             box: slices within the chunk, one per dim.
 
         Raises:
             Damaged: a block does not match its digest; the message names the file and the tensor.
         """
-        # A chunk is stored row by row, so whole rows of dim 0 are one range of bytes. Each digest covers a whole block,
-        # so the range is widened to block boundaries.
+        # A chunk is stored row by row, so consecutive rows of dim 0 are one range of bytes. Each digest covers a whole
+        # block, so the range is widened to block boundaries.
         dtype = self.manifest.tensors[name].dtype
         rows = box[0] if box else slice(0, 1)
         row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
@@ -126,7 +126,7 @@ class Checkpoint:
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
         with self._open(chunk.file) as file:
             file.seek(chunk.start + start)
-            # The file is unbuffered: a call may read fewer bytes than asked for, and 0 bytes mean the end of the file.
+            # The file is unbuffered: `readinto` may read fewer bytes than requested, and returns 0 at the end.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n
@@ -145,7 +145,7 @@ class Checkpoint:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        """A data file to read: the one that `hold` has opened, or else a file that is open during the `with` block.
+        """A data file to read: the file that `hold` has opened, or else a file opened for this `with` block only.
 
         Raises:
             Damaged: the file is missing, perhaps because the run has deleted the whole checkpoint.
@@ -160,7 +160,7 @@ class Checkpoint:
             yield file
 
     def verify(self) -> None:
-        """Read every tensor, and so verify every digest.
+        """Verify every digest, by reading every tensor.
 
         Raises:
             Damaged: a block does not match its digest.

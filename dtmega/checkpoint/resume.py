@@ -1,6 +1,6 @@
 """The checkpoint that a run resumes from, and the check that the run may resume from it.
 
-The checkpoint is the newest intact one or the one that [checkpoint] resume names. A new run has none.
+The checkpoint is the newest intact one, or the one that [checkpoint] resume names. A new run has no checkpoint.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 class Progress(NamedTuple):
-    """Counts of what a run has consumed. Batches, learning rate and dropout are functions of these counts.
+    """Counts of a run's steps and samples. Batches, learning rate and dropout are functions of these counts.
 
     Attributes:
         step: number of steps done, including skipped ones.
         samples: number of samples read.
         skipped: number of steps that changed no weight.
-        overflowed: number of steps that were skipped because float16 could not hold a gradient. The learning rate did
+        overflowed: number of steps that were skipped because a gradient overflowed in float16. The learning rate did
             not move during these steps.
-        overflowed_samples: number of samples that these steps read.
+        overflowed_samples: number of samples that the overflowed steps read.
     """
 
     step: Count = 0
@@ -49,14 +49,14 @@ class Progress(NamedTuple):
 
 
 class HealthState(NamedTuple):
-    """Counts of high losses in a row (`training/health.py`).
+    """Counts of consecutive high losses (`training/health.py`).
 
     Attributes:
-        losses_above: number of steps in a row, up to the last step, whose loss was above [train] stop_loss_above.
+        losses_above: number of consecutive steps, up to the last step, with a loss above [train] stop_loss_above.
         rises: number of validations since the best one.
-        best_loss: smallest validation loss; None if [train] stop_validation_rises has not compared any.
-        best_step: step of that validation.
-        stopped: reason why one of these two keys of [train] has ended the run; '' if neither has.
+        best_loss: smallest validation loss; None if no losses have been compared for [train] stop_validation_rises.
+        best_step: step of the validation with the smallest loss.
+        stopped: reason why [train] stop_loss_above or stop_validation_rises ended the run; '' if neither did.
     """
 
     losses_above: Count = 0
@@ -68,25 +68,25 @@ class HealthState(NamedTuple):
 
 START = Progress()
 HEALTHY = HealthState()
-# Identity of a run that another program began: nothing is known here about its data.
+# Identity of a run that another program began: dtmega knows nothing about that run's data.
 ELSEWHERE = {"origin": "another program"}
 
 
 class State(BaseModel):
-    """The record of a run in its checkpoint, besides the tensors.
+    """The part of a checkpoint that describes the run; the tensors are stored separately.
 
     Attributes:
         progress: counts of steps and samples done.
-        updates: number of updates of the weights, which AdamW calls `step`.
+        updates: number of weight updates; AdamW calls this number `step`.
         recent: (loss, gradient norm) of the last steps, if [train] skip_spikes needs them.
         loss_scale: state of float16's loss scale; None in other precisions.
         health: counts of high losses.
-        identity: everything besides the weights that decides the run's numbers, such as digests of data and tokenizer,
-            and the seed; empty in a checkpoint that holds weights only.
+        identity: everything besides the weights that determines the run's results, such as the seed and digests of data
+            and tokenizer; empty in a checkpoint that holds weights only.
         config: the run's resolved configuration, by section.
         digest: digest of the directory that the model is read from; '' if there is no such directory.
-        layout: number of processes, and size of each axis of the mesh; for people to read.
-        versions: versions of dtmega, torch and Python that wrote the checkpoint; for people to read.
+        layout: number of processes, and size of each mesh axis; for human readers.
+        versions: versions of dtmega, torch and Python that wrote the checkpoint; for human readers.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -115,7 +115,7 @@ class State(BaseModel):
         digest: str = "",
         layout: Mapping[str, int] | None = None,
     ) -> State:
-        """Make a state with the versions of dtmega, torch and Python that are running. The arguments are attributes."""
+        """Make a state that records the running versions. The arguments are the attributes of the same names."""
         versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return cls(
             progress=progress,
@@ -132,19 +132,19 @@ class State(BaseModel):
 
 
 def name(step: int) -> str:
-    """The folder name of the checkpoint of a step."""
+    """The folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: str) -> int:
-    """The step in a checkpoint's folder name."""
+    """The step number in a checkpoint's folder name."""
     return int(folder.partition("-")[2])
 
 
 def finished(files: Disk | Remote) -> list[str]:
     """The folder names of the complete checkpoints, oldest first."""
     folders = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
-    # On a disk the final name is given last; under a URL the manifest is written last.
+    # On a disk a checkpoint gets its final name last; under a URL its manifest is written last.
     if isinstance(files, Disk):
         return folders
     return [folder for folder in folders if manifest.NAME in files.sizes(folder)]
@@ -156,23 +156,23 @@ def root_of(cfg: config.Config) -> str:
 
 
 def split_path(path: str) -> tuple[Disk | Remote, str]:
-    """Split a checkpoint's path into its parent folder, which is opened, and its name there."""
+    """Open the parent folder of a checkpoint's path, and return it with the name of the checkpoint's folder."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
 
 
 def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
-    """The checkpoint at `path`; or, if `path` is a run or a folder of checkpoints, its newest intact one.
+    """Open the checkpoint at `path`, or the newest intact checkpoint if `path` is a run or a folder of checkpoints.
 
-    If `config.toml` of a run directory sets `[checkpoint] dir`, the checkpoints are looked for there and nowhere else.
-    On a disk the data files are held open, because the run may still be training and delete the checkpoint.
+    If a run directory's `config.toml` sets `[checkpoint] dir`, only that folder is searched for checkpoints. On a disk
+    the data files are held open, because the run may still be training and delete the checkpoint.
 
     Args:
         path: folder or URL of a checkpoint, a run directory, or a folder of checkpoints.
         step: step of the checkpoint to open; None for the newest intact one.
 
     Raises:
-        ValueError: there is no checkpoint, or none of this step.
+        ValueError: there is no checkpoint, or no checkpoint of this step.
         Damaged: none of the checkpoints is intact.
     """
     files, folder = split_path(path)
@@ -191,13 +191,13 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
 
 
 def _roots(path: str) -> list[str]:
-    """The places to search for checkpoints, in this order. `path` is a run directory or a folder of checkpoints."""
+    """The places to search for checkpoints, in search order. `path` is a run directory or a folder of checkpoints."""
     separate_dir = _checkpoint_dir_of_run(path)
     return [separate_dir] if separate_dir else [f"{path}/checkpoints", path]
 
 
 def _no_checkpoint(path: str) -> str:
-    """The message that there is no checkpoint at a path."""
+    """The error message for a path that has no checkpoint."""
     if separate_dir := _checkpoint_dir_of_run(path):
         return (
             f"{path}/config.toml has its checkpoints in {separate_dir} ([checkpoint] dir; relative to the working "
@@ -207,11 +207,11 @@ def _no_checkpoint(path: str) -> str:
 
 
 def newest_of_run(run_dir: Path) -> tuple[int, str]:
-    """Step and path of the run's newest checkpoint, which is not opened; (0, "") if there is none."""
+    """(step, path) of the run's newest checkpoint, without opening it; (0, "") if there is no checkpoint."""
     try:
         files = open_root(_checkpoint_dir_of_run(str(run_dir)) or str(run_dir / "checkpoints"))
         folders = finished(files)
-    # Libraries behind URLs raise exceptions of any type.
+    # The libraries that serve URLs may raise any type of exception.
     except Exception:
         return 0, ""
     return (step_of(folders[-1]), files.path(folders[-1])) if folders else (0, "")
@@ -221,8 +221,8 @@ def _open_step(files: Disk | Remote, folders: list[str], step: int) -> Checkpoin
     """Open the checkpoint of a step.
 
     Args:
-        files: the place of the checkpoints.
-        folders: names of all complete checkpoints there.
+        files: place that holds the checkpoints.
+        folders: folder names of all complete checkpoints in `files`.
         step: number of the step.
 
     Raises:
@@ -235,15 +235,15 @@ def _open_step(files: Disk | Remote, folders: list[str], step: int) -> Checkpoin
 
 
 def _open_newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
-    """Open the newest intact checkpoint; None if there is none. Appends to `damage` a line for each damaged one."""
+    """Open the newest intact checkpoint, if any. Appends a line to `damage` for each damaged checkpoint."""
     damaged: set[str] = set()
-    # The folders are listed anew each time, because the run may be saving and deleting meanwhile.
+    # List the folders anew each time, because the run may save and delete checkpoints meanwhile.
     while folders := [folder for folder in finished(files) if folder not in damaged]:
         newest = folders[-1]
         try:
             return Checkpoint(files, newest).hold()
         except Damaged as error:
-            # If the folder is gone, the run has deleted the checkpoint, and a newer one is there.
+            # If the folder is gone, the run has deleted this checkpoint and saved a newer one.
             if newest in finished(files):
                 damaged.add(newest)
                 damage.append(f"{files.path(newest)}: {error}")
@@ -262,10 +262,10 @@ def _checkpoint_dir_of_run(run_dir: str) -> str:
 
 
 def named_checkpoints(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
-    """The checkpoint that `[checkpoint] resume` names, or all checkpoints of the run that it names, newest first.
+    """The checkpoint that `[checkpoint] resume` names or, if that key names a run, the run's checkpoints, newest first.
 
     Returns:
-        Pairs of the place of a checkpoint and its name there; [] if `resume` is "auto" or "none".
+        (place that holds the checkpoint, folder name) pairs; [] if `resume` is "auto" or "none".
 
     Raises:
         ValueError: there is no checkpoint at that path.
@@ -289,8 +289,8 @@ def find_checkpoints(
 
     Args:
         cfg: the run's configuration.
-        identity: identity of the run's data, as `State.identity`.
-        digest: digest of the model directory; '' if the model is not read from one.
+        identity: identity of the run's data, as in `State.identity`.
+        digest: digest of the model directory; '' if there is no model directory.
 
     Returns:
         The checkpoints, newest first, and a line for each checkpoint whose manifest is damaged.
@@ -298,7 +298,7 @@ def find_checkpoints(
     Raises:
         ValueError: the named checkpoint does not exist, or the newest checkpoint belongs to a run with a different
             model, data, tokenizer or seed.
-        Damaged: there are checkpoints, but the manifest of none can be read.
+        Damaged: there are checkpoints, but no manifest can be read.
     """
     requested = cfg.checkpoint.resume
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -315,38 +315,39 @@ def find_checkpoints(
         except Damaged as error:
             damage.append(f"damaged: {files.path(folder)}: {error}")
             continue
-        # Without "auto", the run's own folder is read only if torchrun has restarted the job. The previous attempt's
-        # checkpoints there record the same [checkpoint] resume, and are candidates. Any others are older, and the user
-        # asked not to resume from them; they are still there if that attempt died before it set them aside.
+        # Without "auto", the run's own folder is read only if torchrun has restarted the job. In that folder, the
+        # checkpoints of the previous attempt record the same [checkpoint] resume, and are candidates. Older checkpoints
+        # are still there if the previous attempt died before setting them aside, but the user asked not to resume from
+        # older checkpoints.
         if requested == "auto" or files is not own_root or written_under == requested:
             candidates.append(checkpoint)
     if damage and not candidates:
         raise Damaged("\n".join(damage))
-    # Only the newest checkpoint is compared: older ones may be from before a change of the data, which [checkpoint]
-    # allow_changed_data allowed.
+    # Compare only the newest checkpoint: older ones may predate a change of the data that [checkpoint]
+    # allow_changed_data permitted.
     if candidates:
         check_same(candidates[0], cfg, identity, digest)
     return candidates, damage
 
 
 def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> None:
-    """Refuse to resume from a checkpoint of another run.
+    """Refuse to resume from a checkpoint that belongs to a different run.
 
     Args:
         checkpoint: the checkpoint to resume from.
         cfg: the run's configuration.
-        identity: identity of the run's data, as `State.identity`.
-        digest: digest of the model directory; '' if the model is not read from one.
+        identity: identity of the run's data, as in `State.identity`.
+        digest: digest of the model directory; '' if there is no model directory.
 
     Raises:
-        ValueError: a run with this configuration cannot resume from the checkpoint; the message names what differs.
+        ValueError: a run with this configuration cannot resume from the checkpoint; the message names each difference.
     """
     state = state_of(checkpoint)
     how_to_start_anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"
     if not state.identity:
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
 
-    # Changed data or a changed seed may be allowed, so they are compared last. Every other change is refused here.
+    # Changed data or a changed seed may be allowed, so both are compared last. Refuse every other change here.
     refused = changes.changed(state.config, cfg, "refused")
     data_changes = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
     others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in data_changes]
@@ -370,7 +371,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
             f"({how_to_start_anew})"
         )
     differing = {change.name: (change.was, change.now) for change in data_changes}
-    # Compare the keys of both identities: a newer dtmega may have added or removed some.
+    # Compare the keys of both identities: a newer dtmega may have added or removed keys.
     for key in {**state.identity, **identity}:
         was, now = state.identity.get(key), identity.get(key)
         if was != now:
@@ -387,7 +388,7 @@ def state_of(checkpoint: Checkpoint) -> State:
     """The state recorded in a checkpoint's manifest.
 
     Raises:
-        Damaged: the manifest does not hold such a state.
+        Damaged: the manifest does not hold a valid state.
     """
     try:
         return State.model_validate(checkpoint.manifest.state)
@@ -396,7 +397,7 @@ def state_of(checkpoint: Checkpoint) -> State:
 
 
 def how_to_resume(cfg: config.Config) -> str:
-    """Advice for the end of a run that has stopped early and saved: the command that resumes it."""
+    """Advice to print when a run has stopped early and saved: how to resume the run."""
     resume = cfg.checkpoint.resume
     if resume == "auto":
         return "the same command goes on from there"
@@ -405,7 +406,7 @@ def how_to_resume(cfg: config.Config) -> str:
 
 
 def set_aside_newer(cfg: config.Config, step: int) -> None:
-    """Move the checkpoints of later steps than `step` into a folder `superseded-N`.
+    """Move the checkpoints of steps after `step` into a folder `superseded-N`.
 
     The run restarts from `step`. Without the move, the next start would resume from one of the later checkpoints.
     Leftovers of killed saves are deleted.
@@ -413,7 +414,7 @@ def set_aside_newer(cfg: config.Config, step: int) -> None:
     files = open_root(root_of(cfg))
     for folder in files.folders():
         if folder.startswith((".tmp-step-", ".old-step-")):
-            # A leftover that cannot be deleted only takes space.
+            # A leftover that cannot be deleted only takes up space.
             with contextlib.suppress(Exception):
                 files.remove(folder)
     newer = [folder for folder in finished(files) if step_of(folder) > step]

@@ -1,10 +1,10 @@
-"""The checkpoints that a run saves while it trains: complete or absent, the newest few kept, readable on any layout.
+"""The checkpoints that a run saves while it trains: complete or absent, readable in any layout, the newest few kept.
 
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
-A checkpoint is written to `.tmp-step-00000100` and published by one rename, after everything in it is on the disk.
-Under a URL there is no atomic rename: there the manifest is written last, and a folder without a manifest
-does not count as a checkpoint.
+A checkpoint is written to `.tmp-step-00000100` and published by one rename, once all of its files are on disk. Under a
+URL, where no atomic rename exists, the manifest is written last, and a folder without a manifest does not count as a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class SaveOutcome(NamedTuple):
 
     Attributes:
         step: number of the step that was saved.
-        stall_s: seconds during which training stood still for the save.
-        error: reason why there is no new checkpoint; '' if there is one.
-        warning: reason why a power cut may undo the new checkpoint; '' in the usual case that it cannot.
+        stall_s: seconds that training stood still for the save.
+        error: reason why the save failed; '' if it succeeded.
+        warning: reason why the new checkpoint might not survive a power cut; usually ''.
     """
 
     step: int
@@ -51,19 +51,19 @@ class SaveOutcome(NamedTuple):
 class Checkpoints:
     """Saves the checkpoints of a run, one at a time, and loads them.
 
-    All ranks call the methods at the same step, except `purge_strays`.
+    All ranks call each method at the same step. Only `purge_strays` is called on rank 0 alone.
 
     With [checkpoint] mode "async", `save` copies the tensors, a thread writes the copies while training continues, and
     `poll` publishes the checkpoint between two later steps.
 
     Args:
         cfg: the run's configuration.
-        device: device of tensors that are sent through the default process group.
+        device: device for tensors that are sent through the default process group.
 
     Attributes:
         newest: path of the newest complete checkpoint that this object has loaded or saved; '' before the first.
-        best: folder name of the checkpoint with the best validation loss, which is kept besides the newest ones; ''
-            if validations are not compared.
+        best: folder name of the checkpoint with the best validation loss, which is kept in addition to the newest
+            checkpoints; '' if validations are not compared.
     """
 
     def __init__(self, cfg: config.Config, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class Checkpoints:
         self._best_step = 0
         self._files, self._device = open_root(root_of(cfg)), device
         self._keep, self._named = cfg.checkpoint.keep, Path(cfg.checkpoint.resume).name
-        # A separate group: messages of a save in a thread must not mix with those of the training loop.
+        # A separate group, because messages from a save in a thread must not mix with the training loop's messages.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.run.collective_timeout_s()))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
@@ -84,11 +84,11 @@ class Checkpoints:
         """Save a checkpoint, or begin to save it if saving is asynchronous.
 
         Returns:
-            Outcomes of the saves that have ended: of this save or, if saving is asynchronous, of the previous one.
+            Outcomes of the saves that have ended: this save or, if saving is asynchronous, the previous one.
         """
         ended, step = self.wait(), state.progress.step
         self._best_step = state.health.best_step
-        # The clock starts after `wait`, whose time already counts in the outcome of the previous save.
+        # The clock starts after `wait`, because the time spent waiting already counts in the previous save's outcome.
         started = time.perf_counter()
         arguments = self._files, self._unpublished(step)
         if self._stager is None:
@@ -105,12 +105,12 @@ class Checkpoints:
         return ended
 
     def poll(self) -> list[SaveOutcome]:
-        """Publish the checkpoint if the threads of all ranks have written it.
+        """Publish the checkpoint if the threads of all ranks have finished writing.
 
         A save ends on all ranks in the same call.
 
         Returns:
-            Outcome of the save that has ended, in a list; [] if none has.
+            A list with the outcome of the save that has ended; [] if no save has ended.
         """
         if self._in_flight is None:
             return []
@@ -119,10 +119,10 @@ class Checkpoints:
         return self.wait() if done.item() else []
 
     def wait(self) -> list[SaveOutcome]:
-        """Wait until the threads of all ranks have written, publish the checkpoint, and delete old ones.
+        """Wait until the threads of all ranks have finished, publish the checkpoint, and delete old checkpoints.
 
         Returns:
-            Outcome of the save that has ended, in a list; [] if there was none.
+            A list with the outcome of the save that has ended; [] if there was no save.
         """
         if self._in_flight is None:
             return []
@@ -136,7 +136,7 @@ class Checkpoints:
             # Only rank 0 has the manifest, so only rank 0 publishes.
             if written is not None:
                 warning = self._publish(written)
-                # Set only now: the previous best checkpoint must stay until the new one is published.
+                # Set `best` only now: the previous best checkpoint must stay until the new one is published.
                 if step == self._best_step:
                     self.best = name(step)
                 if not warning:
@@ -155,9 +155,9 @@ class Checkpoints:
         return [SaveOutcome(step, stall_s + time.perf_counter() - started, error, warning)]
 
     def _remove_unfinished(self, step: int) -> None:
-        """Remove the files of a failed save. If that fails, the next start or a save of this step removes them."""
+        """Remove a failed save's files. Files that remain are removed by the next start or save of this step."""
         with contextlib.suppress(Exception):
-            # Under a URL a save writes under the final name, where an older checkpoint may be complete.
+            # Under a URL a save writes directly into the final folder, which may hold an older, complete checkpoint.
             if self._unpublished(step) not in finished(self._files):
                 self._files.remove(self._unpublished(step))
 
@@ -172,10 +172,10 @@ class Checkpoints:
         """Fill parameters and optimizer from the first intact candidate.
 
         Args:
-            candidates: checkpoints to try in this order, the same on all ranks.
+            candidates: checkpoints to try, in order; the same on all ranks.
             parameters: names and parameters of this rank. If a name appears twice, both parameters are filled.
             optimizer: optimizer of these parameters; its state is replaced.
-            damage: lines about the damaged checkpoints found so far. Lines about damaged candidates are appended.
+            damage: lines about the damaged checkpoints found so far. `load` appends a line for each damaged candidate.
             pace: heartbeats for the ranks that wait for this one; None if no rank waits.
 
         Returns:
@@ -183,8 +183,8 @@ class Checkpoints:
 
         Raises:
             Damaged: there are candidates, but none is intact.
-            ValueError: a rank needs a tensor that the checkpoint lacks or has in a different shape. All ranks
-                raise this.
+            ValueError: a rank needs a tensor that the checkpoint lacks or has in a different shape. All ranks raise
+                this error.
         """
         parameters = list(parameters)
         for checkpoint in candidates:
@@ -214,13 +214,13 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         n_updates: int,
     ) -> dict[str, list[Tensor]]:
-        """The tensors to fill, by the names that `tensors_of` gives them.
+        """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
 
-        The arguments are those of the function `_targets`.
+        Takes the same arguments as the module's function `_targets`.
 
         Raises:
-            ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this, because the
-                other ranks would otherwise wait for that rank in the collectives of loading.
+            ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this error, because the
+                other ranks would otherwise wait for that rank in the load's collectives.
         """
         targets = dict[str, list[Tensor]]()
         refusal = ""
@@ -235,11 +235,11 @@ class Checkpoints:
         return targets
 
     def purge_strays(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """Delete old checkpoints that are left because the previous attempt was killed. Called on rank 0.
+        """Delete old checkpoints that were left behind because the previous attempt was killed. Called on rank 0.
 
         Args:
-            before: configuration recorded in the newest checkpoint. If its [checkpoint] keep is larger than the present
-                one, the larger number of checkpoints stays.
+            before: configuration recorded in the newest checkpoint. If [checkpoint] keep is larger there than in the
+                present configuration, the larger value applies.
         """
         folders = finished(self._files)
         if folders:
@@ -251,24 +251,24 @@ class Checkpoints:
         self._thread.shutdown()
 
     def _unpublished(self, step: int) -> str:
-        """The name of the folder in which the checkpoint of a step is written before it is published."""
+        """The name of the folder that a step's checkpoint is written to, before the checkpoint is published."""
         return f".tmp-{name(step)}" if isinstance(self._files, Disk) else name(step)
 
     def _publish(self, written: Manifest) -> str:
         """Write the manifest into a folder of data files, and give the folder its final name.
 
         Returns:
-            Reason why a power cut may undo the new name; '' in the usual case that it cannot.
+            Reason why the new name might not survive a power cut; usually ''.
 
         Raises:
-            Failed: the disk, or the library behind a URL, raised an exception of any type. It is replaced by this one,
-                because the other ranks wait for the outcome.
+            Failed: the disk, or the library that serves a URL, raised an exception of any type. The caller catches only
+                `Failed`, and must then go on, because the other ranks wait for the outcome.
         """
         files, unpublished = self._files, self._unpublished(written.step)
         try:
             with files.create(unpublished, manifest.NAME) as file:
                 file.write(manifest.dump(written))
-            # The names of all files have to be on the disk before the folder counts as a checkpoint.
+            # The names of all files must be on disk before the folder counts as a checkpoint.
             if isinstance(files, Disk):
                 files.sync(unpublished)
                 files.rename(unpublished, name(written.step))
@@ -283,16 +283,16 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep` and the best. If a deletion fails, only space is lost."""
+        """Delete all checkpoints except the newest `keep` and the best one. A deletion that fails only costs space."""
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
-            # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0]; `or None` turns it into [:].
+            # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0]; `or None` makes it [:].
             for old in others[: -keep + 1 or None]:
-                # The user's command names this checkpoint in [checkpoint] resume, and may be given again.
+                # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:
                     continue
-                # On a disk, rename the folder first, so that a kill does not leave half a checkpoint under its name.
+                # On a disk, rename the folder first: a kill must not leave half a checkpoint under a valid name.
                 with contextlib.suppress(Exception):
                     if isinstance(files, Disk):
                         files.rename(old, f".old-{old}")
@@ -300,23 +300,23 @@ class Checkpoints:
                     files.remove(old)
 
     def _free(self) -> str:
-        """The free space, for the message of a save that failed."""
+        """The free space as text, for the message about a failed save; '' if unknown."""
         free = self._files.free_bytes()
         return "" if free is None else f" ({free:,} bytes free)"
 
 
 def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors to save: `model/NAME`, and `optimizer/KEY/NAME` for each tensor of the parameter's optimizer state.
+    """The tensors to save: `model/NAME`, and `optimizer/KEY/NAME` for each tensor in a parameter's optimizer state.
 
     Frozen parameters have no optimizer state. The number of updates is the same for all parameters, and is saved once,
     in `State`.
 
     Args:
         stored: name -> parameter or buffer, as this rank holds it.
-        optimizer: optimizer of the parameters that are trained.
+        optimizer: optimizer of the trained parameters.
     """
     trained = {n: p for n, p in stored.items() if p.requires_grad}
-    # If FSDP has left a module gathered, `stored` has whole parameters, which the optimizer does not know.
+    # If FSDP has left a module gathered, `stored` holds whole parameters, which the optimizer does not know.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters have been updated {counts} times"
@@ -332,18 +332,18 @@ def _targets(
     optimizer: torch.optim.Optimizer,
     n_updates: int,
 ) -> dict[str, list[Tensor]]:
-    """The tensors to fill, by the names that `tensors_of` gives them.
+    """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
 
-    The optimizer's state is replaced by zeros, which are among the tensors to fill.
+    Replaces the optimizer's state with zeros. These zero tensors are part of the result.
 
     Args:
         checkpoint: the checkpoint to load.
         stored: names and parameters of this rank; a name may appear twice.
         optimizer: optimizer of these parameters.
-        n_updates: number of updates that the weights have had.
+        n_updates: number of weight updates so far.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor, or has a different shape for it.
+        ValueError: the checkpoint lacks a tensor, or holds a tensor in a different shape.
     """
     saved = checkpoint.manifest.tensors
     kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
@@ -355,7 +355,7 @@ def _targets(
         for kind, moment in moments.items():
             targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
         if moments:
-            # torch's Adam keeps the number of updates in its state, SGD does not.
+            # torch's Adam keeps the number of updates in its state; SGD does not.
             counted = {"step": torch.tensor(float(n_updates), device=p.device)} if "exp_avg" in kinds else {}
             optimizer.state[p] = {**counted, **moments}
     for n, copies in targets.items():

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory: a thread writes the copies while training changes the tensors."""
+"""Copies of tensors in host memory: a thread writes the copies while training goes on changing the tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dtmega.ops.shards import local
 class Stager:
     """Host buffers for the parts of tensors that this rank holds: allocated at the first save, then reused.
 
-    torch's `DefaultStager` is not used: in torch 2.11 it drops its buffers after each use, and fails at the second.
+    torch's `DefaultStager` is not used: in torch 2.11, this class drops its buffers after each use and fails on the
+    second use.
     """
 
     def __init__(self) -> None:
@@ -21,12 +22,12 @@ class Stager:
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the CPU, with the same layout. Overwrites the copies of the previous call.
+        """Copy tensors to the CPU, with the same layout. Overwrites the previous call's copies.
 
-        All copies are complete when this returns. Tensors on a GPU are copied to pinned memory.
+        All copies are complete when the method returns. Tensors on a GPU are copied to pinned memory.
 
         Args:
-            tensors: name -> tensor. A name must have the same shape and layout in every call.
+            tensors: name -> tensor. The tensor under a name must have the same shape and layout in every call.
         """
         any_on_gpu = False
         for name, tensor in tensors.items():

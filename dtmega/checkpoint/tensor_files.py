@@ -1,8 +1,9 @@
-"""Write and read tensors of any layout in a checkpoint's folder, as planned by torch.distributed.checkpoint.
+"""Write and read tensors of any layout in a checkpoint's folder, following the plans of torch.distributed.checkpoint.
 
-torch plans which rank writes which box of which tensor (a replicated tensor is written once), and on load which saved
-boxes make up the part that a rank holds now. Reading and writing are dtmega's own: raw bytes with digests and a JSON
-manifest, because torch's files are unpickled on load, and a flipped bit in them goes unnoticed (docs/reliability.md).
+For a save, torch plans which rank writes which box of which tensor (a replicated tensor is written once). For a load,
+torch plans which saved boxes make up the part that a rank now holds. dtmega itself reads and writes the bytes: raw data
+with digests, and a JSON manifest. torch's own files are unpickled on load, and a flipped bit in those files goes
+unnoticed (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 
 class Pace(Protocol):
-    """Heartbeats of a rank during a long read. Without them the other ranks would give up waiting for this rank.
+    """Heartbeats that a rank sends during a long read. Without heartbeats, the other ranks would give up on this rank.
 
     `distributed.agreement.Startup` implements this protocol.
     """
@@ -59,11 +60,11 @@ class NobodyWaits:
 
 
 class Failed(Exception):
-    """A save that failed, with the reasons of all ranks on which it failed."""
+    """A failed save, with the reason from each rank that failed."""
 
 
 class DataFile:
-    """A data file that is being written, one box of a tensor after the other, with a digest of every block.
+    """A data file that is being written: one box of a tensor after another, with a digest of every block.
 
     Attributes:
         name: name of the file.
@@ -102,21 +103,21 @@ def save(
     state: dict[str, Any],
     group: dist.ProcessGroup,
 ) -> Manifest | None:
-    """Make a folder and write the data files of all ranks into it. All ranks call this.
+    """Make a folder and write the data files of all ranks into it. All ranks call this function.
 
     Args:
-        files: place of the checkpoints.
-        folder: name of the folder there; leftovers under this name are deleted.
+        files: place that holds the checkpoints.
+        folder: name of the folder to make; leftovers under this name are deleted.
         tensors: name in the checkpoint -> tensor, as this rank holds it.
-        step: number of the step, for the manifest.
-        state: state of the run as JSON, for the manifest.
-        group: process group of all ranks, which nothing else may use meanwhile.
+        step: step number to record in the manifest.
+        state: the run's state as a JSON object, to record in the manifest.
+        group: process group of all ranks; nothing else may use this group during the save.
 
     Returns:
-        The manifest on rank 0, which still has to write it; None on the other ranks.
+        On rank 0 the manifest, which the caller still has to write; None on the other ranks.
 
     Raises:
-        Failed: at least one rank could not write. Every rank raises this.
+        Failed: at least one rank could not write. Every rank raises this error.
     """
     writer = _Writer(files, folder, step, state)
     try:
@@ -130,7 +131,7 @@ def save(
 def load_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, pace: Pace | None = None
 ) -> None:
-    """Fill tensors in place. Each rank reads the parts that it holds. All ranks call this.
+    """Fill tensors in place. Each rank reads the parts that it holds. All ranks call this function.
 
     Args:
         checkpoint: the checkpoint to read.
@@ -139,7 +140,7 @@ def load_tensors(
         pace: heartbeats for the ranks that wait for this one; None if no rank waits.
 
     Raises:
-        Damaged: a rank has read a block that does not match its digest. Every rank raises this.
+        Damaged: a rank has read a block that does not match its digest. Every rank raises this error.
     """
     try:
         state_dict_loader.load(
@@ -160,10 +161,10 @@ def _reasons(error: CheckpointException) -> str:
 
 
 class _Writer(StorageWriter):
-    """The writing half of a save: each rank writes `data-RANK.bin`, and the coordinator (rank 0) makes the manifest.
+    """The storage side of a save: each rank writes `data-RANK.bin`, and the coordinator (rank 0) makes the manifest.
 
     Attributes:
-        manifest: the manifest, once `finish` has run on the coordinator; None before that, and on the other ranks.
+        manifest: the finished manifest on the coordinator; None until `finish` has run, and on the other ranks.
     """
 
     manifest: Manifest | None = None
@@ -178,13 +179,13 @@ class _Writer(StorageWriter):
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Drop empty boxes: if a dim is shorter than the axis that cuts it, some ranks hold nothing of the tensor."""
+        """Drop empty boxes, which some ranks hold if a dim is shorter than the mesh axis that shards the dim."""
         items = []
         for item in plan.items:
             data = item.tensor_data
             if data is None:
                 continue
-            # A tensor that has no elements at all keeps its empty box, so that the manifest lists it.
+            # A tensor without any elements keeps its empty box, so that the manifest lists the tensor.
             has_elements = math.prod(data.chunk.sizes) > 0
             tensor_is_empty = math.prod(data.size) == 0
             if has_elements or tensor_is_empty:
@@ -192,7 +193,7 @@ class _Writer(StorageWriter):
         return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder and name the data file of each rank. Runs on the coordinator, before any rank writes."""
+        """Make the folder and name each rank's data file. Runs on the coordinator, before any rank writes."""
         self._files.make(self._folder)
         return [dataclasses.replace(plan, storage_data=f"data-{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
@@ -233,7 +234,7 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    """The reading half of a load: each rank reads and verifies the boxes that make up its parts."""
+    """The storage side of a load: each rank reads and verifies the boxes that make up its parts of the tensors."""
 
     def __init__(self, checkpoint: Checkpoint, pace: Pace) -> None:
         self._checkpoint, self._pace = checkpoint, pace
@@ -242,7 +243,7 @@ class _Reader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest's tensors and chunks, in torch's types."""
+        """The manifest's tensors and chunks, in torch's metadata types."""
         tensors: dict[str, Any] = {}
         for name, entry in self._checkpoint.manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
@@ -272,7 +273,7 @@ class _Reader(StorageReader):
         return done
 
     def _read_item(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """Read the part of one stored chunk that goes into one tensor of this rank."""
+        """Read one box of a stored chunk into the matching part of this rank's tensor."""
         name, number = item.storage_index.fqn, item.storage_index.index
         assert number is not None
         chunk = self._checkpoint.manifest.tensors[name].chunks[number]

@@ -1,4 +1,4 @@
-"""Weights of a model from any `Source` with dtmega's names: each rank reads the parts that it holds."""
+"""Model weights from any `Source` that uses dtmega's names: each rank reads the parts that it holds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dtmega.files.untrusted_json import download
 from dtmega.formats.sources import BY_TOKEN, Source
 from dtmega.ops.shards import Box, boxes
 
-# Keys of [model] in which a run may differ from the checkpoint that it takes its initial weights from.
+# Keys of [model] that may differ between a run and the checkpoint that supplies the run's initial weights.
 FREE_FOR_NEW_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")
 
 
 class Weights:
-    """The weights in a checkpoint (its tensors under `model/`), as a `Source` without that prefix."""
+    """The weights in a checkpoint (its tensors under `model/`), as a `Source` whose names lack this prefix."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -43,14 +43,14 @@ def is_hf_folder(path: str) -> bool:
 
 
 def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
-    """The weights of the checkpoint that `[model] init_from` names, if they fit the other keys of [model].
+    """Open the checkpoint that `[model] init_from` names, and check that its weights fit the other keys of [model].
 
     Args:
         model: the run's [model] section.
         digest: digest of the directory that the model is read from; '' if there is no such directory.
 
     Raises:
-        ValueError: there is no checkpoint, or it belongs to a different model.
+        ValueError: there is no checkpoint, or the checkpoint belongs to a different model.
         Damaged: the checkpoint is not intact.
     """
     try:
@@ -78,17 +78,17 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
 
 @torch.no_grad()
 def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
-    """Fill parameters in place, and cast the weights to their dtypes. Each rank fills the parts that it holds.
+    """Fill parameters in place, casting weights to the parameters' dtypes. Each rank fills the parts that it holds.
 
     Args:
-        source: weights under the names of the whole model.
-        parameters: pairs of a name in the whole model and a tensor, which may be a DTensor. If a name appears twice,
-            both tensors are filled.
-        vocab: `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows beyond it, and the source may have more
-            or fewer of them. Rows that the source lacks are filled with zeros.
+        source: weights, under their names in the whole model.
+        parameters: (name in the whole model, tensor or DTensor) pairs. If a name appears twice, both tensors are
+            filled.
+        vocab: `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows after the first `vocab` rows, and the
+            source may have more or fewer padding rows. Rows that the source lacks are filled with zeros.
 
     Raises:
-        ValueError: the source lacks a parameter, or has a different shape for it.
+        ValueError: the source lacks a parameter, or holds a parameter in a different shape.
     """
     for name, parameter in parameters:
         if name not in source.tensors:
@@ -99,7 +99,7 @@ def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab
         if source_shape != shape and not differs_in_padding_only:
             raise ValueError(f"'{name}' is {list(source_shape)} there, {list(shape)} here ([model], [model] init_from)")
         for offsets, part in boxes(parameter):
-            # Number of this part's rows that the source has; the others are padding.
+            # Number of this part's rows that the source has; the remaining rows are padding.
             rows = max(0, min(part.shape[0], source_shape[0] - offsets[0]))
             part[rows:] = 0
             if rows:

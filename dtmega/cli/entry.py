@@ -1,4 +1,4 @@
-"""The start of a program: reports of crashes, and the imports, which take a third of the time to the first step."""
+"""The start of a program: crash reports, and the imports, which take a third of the time until the first step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NoReturn
 
 
 def tell_of_faults() -> None:
-    """Make a process that crashes in a library (SIGSEGV, SIGABRT) print where its threads were."""
-    if sys.stderr is not None:  # None if whoever started the program closed stderr
+    """Make a process that crashes in a library (SIGSEGV, SIGABRT) print the stacks of its threads."""
+    if sys.stderr is not None:  # None if the program was started with stderr closed
         faulthandler.enable()
 
 
 def train(argv: list[str]) -> NoReturn:
-    """Train with dtmega/train.py, and end this process with the exit code."""
+    """Train with dtmega/train.py, then exit with its exit code."""
     tell_of_faults()
-    # The imports create half a million objects that stay alive. Searching these for garbage would take a sixth of the
-    # time of the imports.
+    # The imports create half a million objects that stay alive. Searching these objects for garbage would take a sixth
+    # of the import time.
     gc.disable()
     from dtmega.train import run_and_leave
 

@@ -4,14 +4,14 @@
     config.optim.lr
 
 Every key is declared once, with its default and a line of help: in `keys.py`, or for [model] in `model_keys.py`.
-`--help` and docs/configuration.md print these declarations. An interval of 0 switches its feature off; dtypes have
-torch's names. This file puts the sections together and finds and reads the TOML file.
+`--help` and docs/configuration.md print these declarations. An interval of 0 switches a feature off; dtypes have
+torch's names. This file combines the sections, and finds and reads the TOML file.
 
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
-    schema.py      the form of a key's declaration, and its text in `--help`
+    schema.py      declarations of keys, and their description in `--help`
     mixtures.py    the notation of mixtures in [data]
-    reading.py     turns TOML and options into sections, or an error in plain words
+    reading.py     conversion of TOML and options into sections, with errors in plain words
     suggestions.py  suggestions for unknown keys, from the table in synonyms.py
 """
 
@@ -69,7 +69,7 @@ section only."""
 
 
 class RunEnd(NamedTuple):
-    """The end of a run, as the numbers of optimizer steps and samples that the run has done by then."""
+    """The end of a run: the numbers of optimizer steps and samples that the run will have done."""
 
     steps: int
     samples: int
@@ -113,7 +113,7 @@ class Config(Section):
                 f"there are no validations to compare: expected interval > 0, got 0 with stop_validation_rises="
                 f"{self.train.stop_validation_rises} ([eval] interval, [train] stop_validation_rises)"
             )
-        # wsd: the final decay has to begin after the warm-up, or the learning rate would jump where the two meet.
+        # wsd: the final decay must begin after the warm-up; otherwise the learning rate would jump where the two meet.
         total = self.progress(*end)
         schedule_end = self.optim.decay or total
         warmup = self.optim.warmup_until(total)
@@ -126,15 +126,15 @@ class Config(Section):
         return self
 
     def end(self, steps: int, samples: int) -> RunEnd:
-        """The end of a run that has done `steps` and `samples` so far.
+        """The end of a run that has done `steps` steps and read `samples` samples so far.
 
-        With [train] steps, the run ends after that step; with samples or tokens, after the last step whose whole batch
-        still fits. All points of one run lead to the same end. The two arguments matter only if a run resumes with a
-        different batch size.
+        With [train] steps, the run ends after that step; with [train] samples or tokens, after the last step whose
+        whole batch still fits. The result is the same at every point of a run: the two arguments matter only
+        if a run resumes with a different batch size.
         """
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
-        # Go stair by stair of the ramp-up instead of step by step, because a run may have billions of steps.
+        # Advance by whole stairs of the ramp-up instead of single steps, because a run may have billions of steps.
         for size, until in self.batch.stairs(samples):
             on_this_stair = -(-(until - samples) // size)  # rounded up: the step that crosses `until` counts
             fitting = max(0, min(most_steps - steps, (most_samples - samples) // size))
@@ -146,13 +146,13 @@ class Config(Section):
         return RunEnd(steps, samples)
 
     def progress(self, steps: int, samples: int) -> int:
-        """The progress of the schedules after `steps` and `samples`, in [optim] unit."""
+        """The schedules' progress after `steps` steps and `samples` samples, measured in [optim] unit."""
         if self.optim.unit == "steps":
             return steps
         return samples * (self.data.seq_len if self.optim.unit == "tokens" else 1)
 
     def to_toml(self) -> str:
-        """All keys as TOML text, which `read` reads as an equal configuration."""
+        """All keys as TOML text; `read` turns this text back into an equal configuration."""
         return tomli_w.dumps(self.model_dump())
 
 
@@ -160,7 +160,7 @@ SIMILAR_KEYS = SimilarKeys(Config, SYNONYMS, SECTIONS)
 
 
 def load(argv: list[str]) -> Config:
-    """Return the configuration that command-line arguments describe.
+    """Read the configuration that command-line arguments describe.
 
         cfg = load(["--config", "bloom.toml", "--optim.lr", "1e-3", "--train.steps=100"])
 
@@ -184,12 +184,12 @@ def load(argv: list[str]) -> Config:
 
 
 def run_dir_of(argv: Sequence[str]) -> Path | None:
-    """The `[run] dir` of these arguments, found even if the rest of the configuration is refused.
+    """The run directory (`[run] dir`) for these arguments, found even if the rest of the configuration is refused.
 
-    A refused start reports in the `exit.json` of its run directory, so the directory is needed before `load` succeeds.
+    A refused start still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
 
     Returns:
-        The directory; None if the file cannot be read, or its value is not a string.
+        The directory; None if the TOML file cannot be read, or if [run] dir is not a string.
     """
     config_name = ""
     dir_option = ""
@@ -212,58 +212,58 @@ def run_dir_of(argv: Sequence[str]) -> Path | None:
 
 
 def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
-    """Return the configuration in the TOML file `path`, with `overrides` applied in order.
+    """Read the configuration in the TOML file `path`, and apply `overrides` in order.
 
     Raises:
-        ConfigError: an error as in `load`.
+        ConfigError: for the same reasons as in `load`.
     """
     return validate(reading.read_toml(path), str(path), overrides)
 
 
 def find_file(name: str) -> Path:
-    """The file that `--config NAME` means: a path first, then a file in configs/, with or without `.toml`.
+    """Find the file that `--config NAME` means: first as a path, then in configs/, with or without `.toml`.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     for path in (Path(name), CONFIGS_DIR / name, CONFIGS_DIR / f"{name}.toml"):
         try:
             if path.is_file():
                 return path
-        except OSError as error:  # the name is too long, or a folder may not be looked into
+        except OSError as error:  # the name is too long, or a folder may not be read
             raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
     known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
     raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")
 
 
 def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()) -> Config:
-    """Return the configuration with these values.
+    """Make a configuration from values and command-line options.
 
     Args:
         values: section -> key -> value, in TOML's types.
         source: name of the file that the values come from, for messages.
-        overrides: options of the command line, in order; later ones win.
+        overrides: options on the command line, in order; later options win.
 
     Raises:
-        ConfigError: an error as in `load`.
+        ConfigError: for the same reasons as in `load`.
     """
     optim = values.get("optim")
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
-        # A warm-up on the command line replaces the file's, even if the file sets the other one of the two keys:
+        # A warm-up on the command line replaces the file's warm-up, even if the file sets the other key, because
         # a configuration with both keys would be refused.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
     return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:
-    """Return a [model] section that has no other sections around it.
+    """Make a [model] section without the other sections.
 
     Args:
         keys: keys of [model] and their values.
-        source: name of the place that the keys were read from, for messages.
+        source: name of the file or place that the keys come from, for messages.
 
     Raises:
-        ConfigError: an error as in `load`.
+        ConfigError: for the same reasons as in `load`.
     """
     return validate({"model": keys, "train": {"steps": 1}}, source).model
 
@@ -272,7 +272,7 @@ def help_text(section: str = "") -> str:
     """The text of `--help`, or of `--help SECTION` if a section is given.
 
     Raises:
-        ConfigError: no section has that name.
+        ConfigError: no section has this name.
     """
     if not section:
         return f"{HELP}\n{schema.describe_keys(Config)}"

@@ -1,6 +1,6 @@
-"""The keys of all sections but [model]: a class for each section, with the checks that concern only its own keys.
+"""The keys of all sections except [model]: one class per section, with the checks within that section.
 
-Keys of [model] are in `model_keys.py`. `config/__init__.py` puts the sections together, and checks keys of several
+Keys of [model] are in `model_keys.py`. `config/__init__.py` combines the sections, and checks keys of different
 sections against each other.
 """
 
@@ -19,14 +19,17 @@ from dtmega.config.schema import Section, key
 
 
 class Run(Section):
-    """[run]: the run directory, the seed, the device, and time limits of processes."""
+    """[run]: the run directory, the seed, the device, and time limits for processes."""
 
     dir: str = key(
         "runs/bloom",
         "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/",
         min_length=1,
     )
-    seed: int = key(1234, "the only seed: it determines initial values, data order and dropout", ge=0, lt=2**31)
+    seed: int = key(1234, "the only seed: it determines initial values, data order and dropout", ge=0, lt=2**32)
+    untranslated: list[str] = key(
+        [], "what from-megatron could not carry over: a run refuses each line until it is settled and deleted"
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one, else the CPU")
     timeout_s: float = key(
         600.0, "a process without progress for this long counts as hung: the job ends and names it", gt=0
@@ -35,17 +38,27 @@ class Run(Section):
         20.0, "after a signal, how long the current step may take; then the process exits without saving", gt=0
     )
 
+    @model_validator(mode="after")
+    def _check_untranslated(self) -> Run:
+        if self.untranslated:
+            lines = "; ".join(self.untranslated)
+            raise ValueError(
+                f"from-megatron left {len(self.untranslated)} settings open: {lines}. Settle each in this "
+                f"configuration, then delete its line ([run] untranslated)"
+            )
+        return self
+
     def collective_timeout_s(self) -> float:
         """Seconds after which a collective gives up: twice `timeout_s`.
 
-        The watchdog (`distributed/watchdog.py`) must act first: it can name the rank that hangs, and a collective that
-        times out cannot.
+        The watchdog (`distributed/watchdog.py`) must act first, because the watchdog can name the rank that hangs, and
+        a collective that times out cannot.
         """
         return 2 * self.timeout_s
 
 
 class Data(Section):
-    """[data]: corpora, tokenizer, the split, and the making of samples from text."""
+    """[data]: corpora, tokenizer, the split, and how samples are made from text."""
 
     path: str | list[str] = key(
         "stdlib", "the corpus: 'stdlib' (Python's own docs and sources), or prefixes of .bin/.idx files"
@@ -123,9 +136,9 @@ class Data(Section):
         return self
 
     def _check_mixtures(self) -> None:
-        """Refuse malformed mixtures, duplicate names of validation sets, and keys that [data] train makes useless."""
+        """Refuse malformed mixtures, duplicate validation set names, and keys that [data] train makes useless."""
         fields = type(self).model_fields
-        # A run has either a split of whole corpora or mixtures; the keys of the other form would be ignored silently.
+        # A run has either a split of whole corpora, or mixtures. Keys for the unused form would be silently ignored.
         useless = ("path", "weights", "split") if self.train else ("test",)
         if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
             has = "has mixtures" if self.train else "has a split"
@@ -135,8 +148,7 @@ class Data(Section):
                 _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
-        # Names already taken by this run's own sets. With [data] train there is no split of whole corpora, so the name
-        # 'valid' is free.
+        # The names of the run's own sets are taken. With [data] train there is no split, so 'valid' is free.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
         for written in self.validation:
@@ -173,17 +185,17 @@ class Data(Section):
 
     @property
     def decoder_length(self) -> int:
-        """T: tokens in a sequence of the decoder."""
+        """T: tokens in a decoder sequence."""
         return self.decoder_seq_len or max(1, self.seq_len // 4)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The numbers of tokens in a sequence of the encoder and of the decoder, by the key that sets each."""
+        """Key -> sequence length in tokens, for the encoder's key and the decoder's key."""
         return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        """`split` as numbers: the weights of train, valid and test."""
+        """`split` as three numbers: the weights of train, valid and test."""
         train, valid, test = (float(x) for x in self.split.split(","))
         return train, valid, test
 
@@ -225,33 +237,33 @@ class Batch(Section):
 
     @property
     def sizes(self) -> range:
-        """The global batch sizes that occur, ascending: those of the ramp-up, or only `global_batch_size`."""
+        """All global batch sizes in the run, ascending: the sizes of the ramp-up, or only `global_batch_size`."""
         start, increment = self.rampup[:2] if self.rampup else (self.global_batch_size, 1)
         return range(start, self.global_batch_size + 1, increment)
 
     def size_at(self, samples: int) -> int:
-        """The global batch size of the step that starts when `samples` are consumed (Megatron-LM `microbatches.py`)."""
+        """The global batch size of the step after `samples` consumed samples (Megatron-LM `microbatches.py`)."""
         size, _ = next(self.stairs(samples))
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """The stairs of the ramp-up (one batch size each), from `samples` consumed samples on.
+        """The ramp-up's stairs (one batch size each), starting at `samples` consumed samples.
 
         Yields:
-            (size, until): steps that start before `until` consumed samples have this global batch size. The last
+            (size, until): steps that start before `until` consumed samples have global batch size `size`. The last
             stair has no end (`sys.maxsize`).
         """
         sizes = self.sizes
         ramps = len(sizes) - 1
         if ramps:
             ramp_samples = self.rampup[2]
-            # All stairs take the same number of samples; -(-a // b) rounds up, because `until` is a whole number.
+            # All stairs take the same number of samples. -(-a // b) rounds up, because `until` must be a whole number.
             for i in range(min(samples * ramps // ramp_samples, ramps), ramps):
                 yield sizes[i], -(-(i + 1) * ramp_samples // ramps)
         yield sizes[-1], sys.maxsize
 
 
-# [optim] name -> the keys of [optim] that this optimizer does not read.
+# [optim] name -> keys of [optim] that this optimizer does not read.
 UNREAD_BY_OPTIMIZER = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
 
 
@@ -269,9 +281,9 @@ class Optim(Section):
     unit: Literal["steps", "samples", "tokens"] = key("steps", "unit of warmup, decay and wsd_decay")
     warmup: int = key(0, "length of the linear warm-up", ge=0)
     warmup_fraction: float = key(
-        0.0, "instead of warmup: the warm-up as a fraction of the schedule, which ends where the decay does", ge=0, lt=1
+        0.0, "instead of warmup: the warm-up as a fraction of the schedule, which ends with the decay", ge=0, lt=1
     )
-    decay: int = key(0, "when the decay reaches min_lr, counted from the start; 0 = at the end of training", ge=0)
+    decay: int = key(0, "point where the decay reaches min_lr, counted from the start; 0 = the end of training", ge=0)
     wsd_decay: int = key(0, "wsd: length of the final linear decay; 0 = a tenth of the schedule", ge=0)
     lr_factors: list[str] = key(
         [],
@@ -334,7 +346,7 @@ class Optim(Section):
         return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The length of the warm-up, in [optim] unit; `total` is the length of the whole run, in the same unit."""
+        """The length of the warm-up in [optim] unit; `total` is the length of the whole run in the same unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 
@@ -354,7 +366,7 @@ class Train(Section):
     )
     skip_steps: list[list[int]] = key(
         [],
-        "[[first, last], ...]: ranges of steps that consume their samples and change no weight; the first step is 1, "
+        "[[first, last], ...]: ranges of steps that consume their samples but change no weight; the first step is 1, "
         "last is included",
     )
     kill_switch: str = key(
@@ -372,7 +384,7 @@ class Train(Section):
         "by a checkpoint, and the best one is kept besides [checkpoint] keep; 0 = never",
         ge=0,
     )
-    past_stop: bool = key(False, "go on with a run that one of the two keys above has ended")
+    past_stop: bool = key(False, "continue a run that stop_loss_above or stop_validation_rises has ended")
 
     @model_validator(mode="after")
     def _check(self) -> Train:
@@ -394,7 +406,7 @@ class Train(Section):
         return self
 
     def skips(self, step: int) -> bool:
-        """True if `step` lies in one of the ranges of `skip_steps`."""
+        """True if `step` lies in one of the `skip_steps` ranges."""
         return any(first <= step <= last for first, last in self.skip_steps)
 
 
@@ -415,20 +427,21 @@ class Eval(Section):
 
 
 class Log(Section):
-    """[log]: what is printed, and where metrics are sent."""
+    """[log]: printed lines, and destinations for metrics."""
 
     interval: int = key(10, "steps between printed lines (metrics.jsonl gets every step)", ge=0)
     ranks: Literal["first", "all"] = key(
-        "first", "ranks that keep a log; all: each writes what it does and prints to logs/rank-00012.txt in [run] dir"
+        "first",
+        "ranks that keep a log; all: each logs its steps and all that it prints, to logs/rank-00012.txt in [run] dir",
     )
     slow_steps: int = key(
-        20, "say once if tokens/s are below half of their median for this many steps, and which rank is slow", ge=0
+        20, "warn once, naming the slow rank, if tokens/s stay below half of their median for this many steps", ge=0
     )
     tensorboard: bool = key(True, "write tensorboard/ in the run directory")
     num_zeros: bool = key(False, "also log the number of zeros in the gradient")
     params_norm: bool = key(False, "also log the L2 norm of the parameters")
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = key(
-        [], "send metrics to these trackers too; each needs the extra of its name"
+        [], "send metrics to these trackers too; each needs the extra of the same name"
     )
     project: str = key("dtmega", "with trackers: the project or experiment that the run belongs to", min_length=1)
 
@@ -436,13 +449,13 @@ class Log(Section):
 class Profile(Section):
     """[profile]: traces of chosen steps, for Perfetto or chrome://tracing.
 
-    While a run is going on, creating a file `profile-now` in the run directory starts a profile at the next step.
+    While a run is in progress, creating a file `profile-now` in the run directory starts a profile at the next step.
     """
 
     steps: list[int] = key([], "[first, last]: trace these steps, last included; the first step is 1; empty = none")
     ranks: list[int] = key([0], "ranks that write a trace")
-    with_stack: bool = key(False, "with the line of Python that called each operator; slows the traced steps")
-    with_memory: bool = key(False, "with allocations, and the peak memory of each phase")
+    with_stack: bool = key(False, "record the line of Python that called each operator; slows the traced steps")
+    with_memory: bool = key(False, "record allocations, and the peak memory of each phase")
     memory_history: bool = key(False, "GPU: record all allocations, and write a snapshot of them if memory runs out")
 
     @model_validator(mode="after")
@@ -455,15 +468,15 @@ class Profile(Section):
 
 
 class Checkpoint(Section):
-    """[checkpoint]: when and where checkpoints are written, and which one a start resumes from."""
+    """[checkpoint]: when and where checkpoints are written, and which checkpoint a start resumes from."""
 
     interval: int = key(100, "steps between checkpoints; 0 = only at the end, and when the run is stopped", ge=0)
     final: bool = key(True, "write a checkpoint at the end, whatever the interval")
     keep: int = key(2, "number of checkpoints to keep, the newest ones", ge=1)
     resume: str = key(
         "auto",
-        "auto: the newest intact checkpoint of this run; none: start from scratch; or a folder: a checkpoint's, or a "
-        "run's for its newest checkpoint",
+        "auto: the newest intact checkpoint of this run; none: start from scratch; or the folder of a checkpoint, or a "
+        "run directory, whose newest checkpoint is used",
     )
     dir: str = key("", "where checkpoints are: a folder or an fsspec URL (s3://...); empty = checkpoints/ in [run] dir")
     mode: Literal["sync", "async"] = key("sync", "async: training goes on while a thread writes a copy")
@@ -509,19 +522,19 @@ class Pipeline(Section):
 
 
 class Recompute(Section):
-    """[recompute]: activations that are computed again in backward instead of kept in memory."""
+    """[recompute]: activations that the backward pass recomputes instead of keeping them in memory."""
 
     mode: Literal["none", "full", "selective"] = key(
         "none",
-        "what backward recomputes to save memory: nothing, whole layers (full), or everything in them but matrix "
-        "products and attention (selective)",
+        "results that backward recomputes to save memory: none, whole layers (full), or all but matrix products and "
+        "attention (selective)",
     )
     method: Literal["uniform", "block"] = key(
         "uniform",
         "which layers to recompute; uniform: all, in groups of `layers`, keeping only the input of each group; "
         "block: the first `layers` of each stage",
     )
-    layers: int = key(1, "number of layers in a group or from the start of a stage, as method says", ge=1)
+    layers: int = key(1, "number of layers in a group (uniform), or from the start of each stage (block)", ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Recompute:
@@ -543,7 +556,7 @@ class Fsdp(Section):
 
 
 class Precision(Section):
-    """[precision]: dtypes, and the loss scale of float16."""
+    """[precision]: dtypes, and float16's loss scale."""
 
     params: Literal["float32", "bfloat16", "float16", "auto"] = key(
         "float32",

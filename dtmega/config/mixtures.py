@@ -1,8 +1,8 @@
-"""Mixtures of corpora, as [data] train, test and validation write them: a name, then parts of corpora with weights.
+"""The notation for mixtures in [data] train, test and validation: a name, then parts of corpora with weights.
 
     validation = ["wiki=data/wiki", "mix: 0.3 0:0.95 data/a, 0.7 0.5:1 data/b"]
 
-The first form, with `=`, is one whole corpus. The second, with `:`, is a list of WEIGHT START:END PREFIX, as in
+The first form, with `=`, names one whole corpus. The second form, with `:`, is a list of WEIGHT START:END PREFIX, as in
 Megatron-DeepSpeed's --train-weighted-split-paths (`parse_data_paths` in its `megatron/arguments.py`); 0.5:1 is the
 second half of a corpus's documents.
 """
@@ -21,10 +21,10 @@ class Share(NamedTuple):
     """A part of a corpus in a mixture.
 
     Attributes:
-        weight: share of the samples, relative to the other weights of the mixture; positive.
-        start: beginning of the range of documents, as a fraction of the corpus from 0 to 1.
-        end: end of this range, as a fraction from 0 to 1.
-        prefix: path of the corpus without suffix: PREFIX.bin and PREFIX.idx.
+        weight: share of the samples, relative to the mixture's other weights; positive.
+        start: start of the document range, as a fraction of the corpus from 0 to 1.
+        end: end of the document range, as a fraction of the corpus from 0 to 1.
+        prefix: path of the corpus without suffix; the files are PREFIX.bin and PREFIX.idx.
     """
 
     weight: float
@@ -33,15 +33,15 @@ class Share(NamedTuple):
     prefix: str
 
     def documents(self, n: int) -> tuple[int, int]:
-        """The range of documents, (start, stop), in a corpus of n.
+        """The document range, (start, stop), in a corpus of n documents.
 
-        Both ends are rounded half to even, as in Megatron-DeepSpeed's `get_split_by_range_`.
+        Both ends are rounded (halves to even), as in Megatron-DeepSpeed's `get_split_by_range_`.
         """
         return round(self.start * float(n)), round(self.end * float(n))
 
 
 class Mixture(NamedTuple):
-    """Parts of corpora under one name."""
+    """A named mixture of parts of corpora."""
 
     name: str
     shares: tuple[Share, ...]

@@ -1,4 +1,4 @@
-"""The keys of [model]: one class for each family, chosen by `name`. Base classes have the shared keys."""
+"""The keys of [model]: one class per family, chosen by `name`. Base classes have the shared keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dtmega.config.schema import Section, key
 class Model(Section):
     """The keys that every family has.
 
-    To add a family, write a class with its `name` below and list it in `Config.model`.
+    To add a family, write a class with the family's `name` below, and list the class in `Config.model`.
     """
 
     name: Any  # each family declares a Literal with its own name
     init_from: str = key(
         "", "folder with the weights to start from: a Hugging Face model or a checkpoint; empty = random weights"
     )
-    vocab_size: int = key(8192, "V: vocabulary; not smaller than the tokenizer's", ge=1)
+    vocab_size: int = key(8192, "V: size of the vocabulary, at least the tokenizer's", ge=1)
     hidden_size: int = key(256, "D: width of the hidden state", ge=1)
     n_layers: int = key(4, "L: layers", ge=1)
     n_heads: int = key(8, "H: attention heads; must divide hidden_size", ge=1)
@@ -35,31 +35,31 @@ class Model(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Number of rows of the embedding, including padding."""
+        """Number of rows in the embedding, including padding."""
         return self.vocab_size
 
     @property
     def ffn(self) -> int:
-        """F: width inside the feed-forward, with the default resolved."""
+        """F: inner width of the feed-forward, with the default resolved."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 
 class NativeModel(Model):
-    """The keys of every family that is implemented in dtmega, rather than in transformers."""
+    """The keys shared by all families that dtmega implements itself, rather than through transformers."""
 
     pad_vocab_to_multiple: int = key(
         1, "pad the embedding's rows to a multiple of this; rows beyond V never enter the softmax", ge=1
     )
     init_std: float = key(
         0.02,
-        "initial weights are N(0, init_std); of layers that write to the residual, N(0, init_std / sqrt(2 L))",
+        "initial weights are N(0, init_std), or N(0, init_std / sqrt(2 L)) in layers that write to the residual",
         gt=0,
     )
-    z_loss: float = key(0.0, "weight of log(Z)^2, Z the softmax's sum, in the training loss (PaLM: 1e-4)", ge=0)
+    z_loss: float = key(0.0, "weight of log(Z)^2 in the training loss, where Z is the softmax's sum (PaLM: 1e-4)", ge=0)
 
     @model_validator(mode="after")
     def _check_heads(self) -> NativeModel:
-        # A T5 may set the width of a head separately (kv_channels); then D need not be a multiple of H.
+        # T5 may set the width of a head separately (kv_channels), so that D need not be a multiple of H.
         if self.hidden_size % self.n_heads and not getattr(self, "kv_channels", 0):
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
@@ -78,7 +78,7 @@ class NativeModel(Model):
 
 
 class DropoutModel(NativeModel):
-    """The keys of the families that are built from Megatron's layers (`models/layers.py`), which have dropout."""
+    """The keys of the families built from Megatron's layers with dropout (`models/layers.py`)."""
 
     hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)
@@ -124,7 +124,7 @@ class GPT(DropoutModel):
 
 
 class Bert(DropoutModel):
-    """BERT, with Megatron's order of LayerNorms or the original's."""
+    """BERT, with LayerNorms in Megatron's order or in the original order."""
 
     name: Literal["bert"] = key("bert", "the family of models")
     layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
@@ -152,7 +152,7 @@ class Bert(DropoutModel):
 
 
 class Llama(NativeModel):
-    """Llama 2 and 3: rotary positions, RMSNorm, a gated feed-forward, grouped heads of keys and values."""
+    """Llama 2 and 3: rotary positions, RMSNorm, a gated feed-forward, grouped key/value heads."""
 
     name: Literal["llama"] = key("llama", "the family of models")
     n_kv_heads: int = key(0, "heads of keys and values, each shared by a group of query heads; 0 = n_heads", ge=0)
@@ -160,7 +160,7 @@ class Llama(NativeModel):
     tied: bool = key(False, "share the weights of the embedding and the head")
     max_position_embeddings: int = key(4096, "the longest sequence", ge=1)
     rope_theta: float = key(10_000.0, "base of the rotary frequencies", gt=0)
-    rope_factor: float = key(1.0, "divide low rotary frequencies by this, as Llama 3.1 does; 1 = leave them", ge=1)
+    rope_factor: float = key(1.0, "divide low rotary frequencies by this, as Llama 3.1 does; 1 = no change", ge=1)
     rope_low_freq_factor: float = key(
         1.0, "low frequencies are those with fewer turns than this in rope_original_length tokens", gt=0
     )
@@ -190,23 +190,24 @@ class Llama(NativeModel):
 
     @property
     def ffn(self) -> int:
-        """F: width inside the feed-forward.
+        """F: inner width of the feed-forward.
 
-        The default is 8/3 D: a gated feed-forward of this width has as many weights as an ungated one of 4 D.
+        The default is 8/3 D: a gated feed-forward of width 8/3 D has as many weights as an ungated feed-forward of
+        width 4 D.
         """
         return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 256)) * 256
 
     @property
     def kv_heads(self) -> int:
-        """Number of heads of keys and values, with the default resolved."""
+        """Number of key/value heads, with the default resolved."""
         return self.n_kv_heads or self.n_heads
 
 
 class T5(NativeModel):
-    """T5, an encoder and a decoder.
+    """T5: an encoder and a decoder.
 
-    The defaults are those of the original T5; the configurations `t5-v1.1-*.toml` and `t5-megatron.toml` have the
-    values of v1.1 and of Megatron's own T5.
+    The defaults describe the original T5. The configurations `t5-v1.1-*.toml` and `t5-megatron.toml` have the values of
+    T5 v1.1 and of Megatron's own T5.
     """
 
     name: Literal["t5"] = key("t5", "the family of models")
@@ -218,7 +219,7 @@ class T5(NativeModel):
         "position, as in Megatron",
     )
     relative_buckets: int = key(32, "number of buckets of distances in each stack", ge=4)
-    relative_max_distance: int = key(128, "all distances from here on share a bucket", ge=2)
+    relative_max_distance: int = key(128, "all distances of at least this share one bucket", ge=2)
     max_position_embeddings: int = key(512, "number of learned positions: the longest sequence", ge=1)
     norm: Literal["rms", "layer"] = key("rms", "rms: RMSNorm; layer: LayerNorm with bias, as in Megatron")
     norm_eps: float = key(1e-6, "epsilon of every norm", gt=0)
@@ -232,7 +233,8 @@ class T5(NativeModel):
     scale_scores: bool = key(False, "divide attention scores by sqrt(K), as in Megatron")
     init: Literal["fan_in", "normal"] = key(
         "fan_in",
-        "standard deviation of initial weights: by the number of inputs of each matrix, or init_std, as in Megatron",
+        "standard deviation of initial weights; fan_in: from the number of inputs of each matrix; normal: init_std, as "
+        "in Megatron",
     )
     hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)
@@ -242,7 +244,7 @@ class T5(NativeModel):
 
     @model_validator(mode="after")
     def _check(self) -> T5:
-        # In a decoder half of the buckets hold one distance each; the other half share the distances up to the maximum.
+        # In a decoder, half of the buckets hold one distance each; the others share distances up to the maximum.
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "
@@ -269,12 +271,12 @@ class T5(NativeModel):
 
     @property
     def decoder_layers(self) -> int:
-        """Number of layers of the decoder, with the default resolved."""
+        """Number of layers in the decoder, with the default resolved."""
         return self.n_decoder_layers or self.n_layers
 
 
 class Transformers(Model):
-    """A model that transformers implements. Its sizes come from `config.json` in its directory."""
+    """A model that transformers implements, with sizes from `config.json` in the model's directory."""
 
     name: Literal["hf"] = key("hf", "the family of models")
     path: str = key(

@@ -1,8 +1,8 @@
-"""Reading of sections: TOML and `--section.key value` options become typed, frozen sections, or errors in plain words.
+"""Convert TOML and `--section.key value` options into typed, frozen sections, or into errors in plain words.
 
-This file knows no key of dtmega: `keys.py` and `model_keys.py` declare them, and `suggestions.py` suggests the key that
-an unknown one may have meant. Reading is strict: a string is never read as a number. Each error names the place of the
-value: the file or the option.
+This file does not depend on dtmega's keys: `keys.py` and `model_keys.py` declare the keys, and `suggestions.py` guesses
+which key an unknown key was meant to be. Reading is strict: a string is never read as a number. Each error says where
+the value comes from: the file or the option.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pydantic.fields import FieldInfo
 from dtmega.config.schema import SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
-SHOWN = 200  # characters of a wrong value in a message
-REFUSALS = 50  # largest number of lines about a file: another program's file may have any number of unknown keys
+SHOWN = 200  # maximum number of characters of a wrong value that a message shows
+REFUSALS = 50  # maximum number of errors reported for a file: another program's may have any number of unknown keys
 
 Sections = TypeVar("Sections", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message has a line for each fault; `train.py` exits with code 2."""
+    """An invalid configuration. The message has one line per fault; `train.py` exits with code 2."""
 
 
 class Suggester(Protocol):
-    """Suggestions for keys and sections that do not exist, as the ends of messages (`config/suggestions.py`)."""
+    """Suggestions for keys and sections that do not exist, used as the ends of messages (`suggestions.py`)."""
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str: ...
 
@@ -38,7 +38,7 @@ class Suggester(Protocol):
 
 
 class Override(NamedTuple):
-    """An option `--section.key text` of the command line."""
+    """An option `--section.key text` on the command line."""
 
     section: str
     key: str
@@ -50,11 +50,11 @@ class Override(NamedTuple):
 
 
 class CommandLine(NamedTuple):
-    """The parsed arguments of a run.
+    """The parsed command line of a run.
 
     Attributes:
         name: the value of `--config`.
-        overrides: all other options, in order; later ones win.
+        overrides: all other options, in order; later options win.
     """
 
     name: str
@@ -62,10 +62,10 @@ class CommandLine(NamedTuple):
 
 
 def read_argv(argv: Sequence[str], usage: str, suggester: Suggester) -> CommandLine:
-    """Parse `--config NAME` and overrides; `--key value` and `--key=value` are the same.
+    """Parse `--config NAME` and overrides; `--key value` and `--key=value` are equivalent.
 
     Raises:
-        ConfigError: an argument is neither of these, an option has no value, or --config is missing or given twice.
+        ConfigError: an argument cannot be parsed, an option has no value, or --config is missing or given twice.
     """
     name = ""
     overrides: list[Override] = []
@@ -94,7 +94,7 @@ def read_argv(argv: Sequence[str], usage: str, suggester: Suggester) -> CommandL
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of the TOML file `path`.
+    """Read the tables in the TOML file `path`.
 
     Raises:
         ConfigError: the file does not exist, cannot be read, or is not TOML.
@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _hint(text: str, error: str) -> str:
-    """The end of a message about text that is not TOML: the correct form of the line, for usual mistakes; else ''."""
+    """The end of a message about text that is not TOML: for common mistakes, the correct form of the line; else ''."""
     if re.search(r"=\s*(True|False)\b", text):
         return "; TOML writes true and false in small letters"
     line_number = re.search(r"at line (\d+)", error)
@@ -129,11 +129,11 @@ def _hint(text: str, error: str) -> str:
 
 
 class ChosenClass(NamedTuple):
-    """The class that a section of this configuration has.
+    """The class that a configuration chooses for one section.
 
     Attributes:
         kinds: all classes that the section may have.
-        value: the value of the discriminator, which chooses one of them; '' if there is only one.
+        value: the discriminator's value, which chooses the class; '' if the section has only one class.
     """
 
     kinds: SectionClasses
@@ -155,14 +155,14 @@ def validate(
     suggester: Suggester,
     overrides: Sequence[Override] = (),
 ) -> Sections:
-    """Return typed sections with these values.
+    """Make typed sections from values and options.
 
     Args:
         kind: class of the configuration, with one field per section.
         values: section -> key -> value, in TOML's types.
         source: name of the file that the values come from, for messages.
         suggester: suggestions for keys that do not exist.
-        overrides: options that replace values, in order; later ones win.
+        overrides: options that replace values, in order; later options win.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or keys contradict each other; the
@@ -193,16 +193,16 @@ def validate(
         return kind.model_validate(merged)
     except ValidationError as error:
         lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union has one error for each of its types
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union has one error per type
 
 
 def _choose_class(
     section: str, kinds: SectionClasses, table: Mapping[str, Any], source: str, overrides: Sequence[Override]
 ) -> ChosenClass:
-    """The class that the file, or the last override of the discriminator, chooses for a section.
+    """Find the class that the file, or the last override of the discriminator, chooses for a section.
 
     Raises:
-        ConfigError: no class has this value.
+        ConfigError: no class belongs to the discriminator's value.
     """
     if not kinds.discriminator:
         return ChosenClass(kinds, "")
@@ -220,7 +220,7 @@ def _choose_class(
 def _known_keys(
     tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggester: Suggester, refusals: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Copies of the tables of the file. Refusals of unknown sections and keys are appended to `refusals`."""
+    """Copy the file's tables, and append messages about unknown sections and keys to `refusals`."""
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         merged[section] = dict(table)
@@ -240,17 +240,17 @@ def _apply_overrides(
     suggester: Suggester,
     refusals: list[str],
 ) -> None:
-    """Set the keys that options override in `merged`; options of unknown keys go to `refusals`."""
+    """Set the overridden keys in `merged`, and append messages about unknown keys to `refusals`."""
     for override in overrides:
         section, k, text = override
         if unknown := _unknown(chosen, section, k, override.option, suggester, option=True):
             refusals.append(unknown)
-        else:  # the declaration says how to read the text, so the key has to be known
+        else:  # the key's declaration is needed to parse the text
             merged.setdefault(section, {})[k] = _parse_text(chosen[section].fields[k], text)
 
 
 def _parse_text(field: FieldInfo, text: str) -> Any:
-    """The value of an option's text: the text itself for a key of type str, else as TOML reads it (1e-3, [1, 2])."""
+    """The value of an option: the text itself for a key of type str, else the text read as TOML (1e-3, [1, 2])."""
     if field.annotation is str:
         return text
     try:
@@ -260,7 +260,7 @@ def _parse_text(field: FieldInfo, text: str) -> Any:
 
 
 def _unknown(chosen: Chosen, section: str, k: str, source: str, suggester: Suggester, option: bool = False) -> str:
-    """The message about a key that does not exist, with a suggestion; '' if the key exists."""
+    """An error message about a key that does not exist, with a suggestion; '' if the key exists."""
     families = {name: value for name, (kinds, value) in chosen.items() if kinds.discriminator}
     if section not in chosen:
         suggestion = suggester.of_key(section, k, families, option)
@@ -278,7 +278,7 @@ def _unknown(chosen: Chosen, section: str, k: str, source: str, suggester: Sugge
 
 
 def as_list(text: str) -> str:
-    """The TOML list that a text such as `a,b` or `[a, b]` was meant to be."""
+    """The TOML list that the user meant by a text such as `a,b` or `[a, b]`."""
     items = [item.strip().strip("\"'") for item in text.strip().strip("[]").split(",")]
     are_numbers = all(re.fullmatch(r"[+-]?[\d.]+([eE][+-]?\d+)?", item) for item in items)
     if not are_numbers:
@@ -287,13 +287,13 @@ def as_list(text: str) -> str:
 
 
 def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Override]) -> str:
-    """One of pydantic's errors as a line that begins with the place of the value: the file or the option."""
+    """Turn a pydantic error into a line that begins with the source of the value: the file or the option."""
     location = [str(part) for part in error["loc"]]
     section = location[0] if location else ""
     if section and chosen[section].kinds.discriminator:
-        del location[1]  # pydantic names the class there
+        del location[1]  # this entry is pydantic's name for the class
     k = location[1] if len(location) > 1 else ""
-    if error["type"] == "value_error":  # from a validator of a section or of the whole: keys contradict each other
+    if error["type"] == "value_error":  # from a validator of a section or of the whole configuration
         return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)
     option = f"--{section}.{k}"
     where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
@@ -312,13 +312,13 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
 
 
 def _explain_contradiction(message: str, section: str, source: str, overrides: Sequence[Override]) -> str:
-    """The message of a validator, after the name of the file and the options whose keys the message names.
+    """A validator's message, preceded by the file name and by the options whose keys occur in the message.
 
     Args:
         message: the validator's message.
-        section: section of the validator; '' for a validator that compares sections.
+        section: section that the validator checks; '' if the validator compares several sections.
         source: name of the file.
-        overrides: all options of the command line.
+        overrides: all options on the command line.
     """
     options = []
     for o in overrides:

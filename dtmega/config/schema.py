@@ -1,8 +1,8 @@
-"""Declarations of keys: sections, the classes that a section may have, and the text that `--help` prints about them.
+"""Declarations of keys: sections, the classes that a section may have, and the `--help` text about the keys.
 
-A section has one class or several. If it has several, the value of a key chooses one of them: [model] has a class for
-each family, and `name` chooses it (pydantic calls such a key the discriminator of a union). This file knows no key of
-dtmega: `keys.py` and `model_keys.py` declare the keys, `reading.py` reads their values.
+A section has one class or several. If a section has several classes, the value of one of its keys chooses the class:
+[model] has a class for each family, chosen by `name` (pydantic calls this key the discriminator of a union). This file
+does not depend on dtmega's keys: `keys.py` and `model_keys.py` declare the keys, and `reading.py` reads their values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def key(default: Any, line: str, **bounds: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Base class of all sections: frozen, without unknown keys, no conversion between types, no NaN or infinity."""
+    """Base class of all sections: frozen, with no unknown keys, no type conversion, and no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -52,7 +52,7 @@ class SectionClasses:
 
     @classmethod
     def of(cls, info: FieldInfo) -> SectionClasses:
-        """The classes of a section, from its declaration in the configuration's class."""
+        """Read a section's classes from the section's declaration in the configuration class."""
         if info.discriminator is None:
             assert isinstance(info.annotation, type)
             assert issubclass(info.annotation, Section)
@@ -64,16 +64,17 @@ class SectionClasses:
         return cls(discriminator, getattr(info.default, discriminator), classes)
 
     def declarations(self, k: str) -> dict[str, FieldInfo]:
-        """The declarations of key `k`, by the discriminator's value; classes without this key are left out."""
+        """The declarations of key `k`, keyed by the discriminator's value; classes without this key are left out."""
         return {value: cls.model_fields[k] for value, cls in self.classes.items() if k in cls.model_fields}
 
 
 class Group(NamedTuple):
-    """Keys that a section's help lists together: the same classes of the section have them, with equal declarations.
+    """Keys of one section that `--help` lists together: the same classes declare these keys in the same way.
 
     Attributes:
         section: the section's name.
-        title: heading in the help: the section, and if only some of its classes have these keys, which ones.
+        title: heading in the help: the section, followed by the names of the classes if only some classes have these
+            keys.
         fields: key -> its declaration.
     """
 
@@ -83,7 +84,7 @@ class Group(NamedTuple):
 
 
 def groups_of(kind: type[BaseModel]) -> list[Group]:
-    """The keys of all sections, in groups. Within a section, the keys shared by all its classes come first.
+    """All sections' keys, in groups. Within a section, keys shared by all classes come first.
 
     Args:
         kind: class of the configuration, with one field per section.
@@ -96,11 +97,11 @@ def groups_of(kind: type[BaseModel]) -> list[Group]:
 
 
 def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str, FieldInfo]]:
-    """The keys of a section, by the title of their group."""
+    """A section's keys, keyed by the title of their group."""
     every = f"[{section}]"
     groups: dict[str, dict[str, FieldInfo]] = {every: {}}
     if kinds.discriminator:
-        # Each class declares the discriminator with its own value only; the help lists all values.
+        # Each class declares the discriminator with only its own value; the help lists all values.
         declaration = kinds.declarations(kinds.discriminator)[kinds.default]
         choices: Any = Literal[tuple(kinds.classes)]
         groups[every][kinds.discriminator] = FieldInfo(
@@ -111,7 +112,7 @@ def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str,
         all_keys.update(dict.fromkeys(section_class.model_fields))
     all_keys.pop(kinds.discriminator, None)
     for k in all_keys:
-        # Two families may declare a key with different defaults: such a key is listed in two groups.
+        # Two families may declare a key with different defaults. The key is then listed in two groups.
         declarations = kinds.declarations(k)
         values_by_declaration: dict[str, list[str]] = {}
         for value, field in declarations.items():
@@ -123,7 +124,7 @@ def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str,
 
 
 def describe_keys(kind: type[BaseModel], only: str = "") -> str:
-    """The list of keys that `--help` prints: each with its default, its description, and its values if it is a choice.
+    """The list of keys that `--help` prints, with each key's default, description and allowed words.
 
     Args:
         kind: class of the configuration, with one field per section.
@@ -152,7 +153,7 @@ def describe_keys(kind: type[BaseModel], only: str = "") -> str:
 
 
 def choices_of(field: FieldInfo) -> list[str]:
-    """The values of a key that takes one of a few words, or a list of them, without quotes; [] for any other key."""
+    """The allowed words, without quotes, for a key that takes one word or a list of words; [] for any other key."""
     kinds = (field.annotation,) if get_origin(field.annotation) is Literal else get_args(field.annotation)
     words: list[str] = []
     for kind in kinds:
@@ -164,5 +165,5 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 
 def condition(kinds: SectionClasses, values: Sequence[str]) -> str:
-    """The condition that one of these classes is chosen, for messages and headings: `name = 'bloom' or 'gpt'`."""
+    """The condition that chooses one of these classes, for messages and headings: `name = 'bloom' or 'gpt'`."""
     return f"{kinds.discriminator} = {' or '.join(repr(value) for value in values)}"

@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from dtmega.config.schema import SectionClasses, condition
 from dtmega.config.synonyms import Synonym
 
-# Two names count as a typo of each other if difflib's ratio of them is at least this. At 0.4, the suggestion for
-# `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
+# A name counts as a typo of another if difflib's ratio for the two names is at least this number. At 0.4, the
+# suggestion for `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
 LIKENESS = 0.75
-LISTED = 25  # if no key resembles the wrong one, the section's keys are listed, unless there are more than this
+LISTED = 25  # if no key resembles the unknown key, the section's keys are listed, unless there are more than this
 
 
 class SimilarKeys:
@@ -22,7 +22,7 @@ class SimilarKeys:
     Args:
         kind: class of the configuration, with one field per section.
         synonyms: other trainers' names for keys.
-        sections: other trainers' name of a section -> name of dtmega's section.
+        sections: other trainers' section names -> dtmega's section names.
     """
 
     def __init__(self, kind: type[BaseModel], synonyms: Sequence[Synonym], sections: Mapping[str, str]) -> None:
@@ -33,22 +33,22 @@ class SimilarKeys:
             self._synonyms.update(dict.fromkeys(synonym.names.split(), synonym))
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str:
-        """The end of the message about a key that does not exist, from its semicolon on.
+        """The end of the message about a key that does not exist, from the semicolon on.
 
-        The most certain explanation comes first: the key itself with other capitals or hyphens, another trainer's name
-        for it, the same key in another section, a typo of a key, a typo of another trainer's name.
+        The most certain explanations are tried first: the key itself with different capitals or hyphens, another
+        trainer's name for a key, the same key in another section, a typo of a key, a typo of another trainer's name.
 
         Args:
-            section: the section that the key was written in, which may not exist; '' for none.
-            key: the key as it was written.
-            families: section -> the class that the configuration chooses for it, for sections with several classes.
-            option: True if the key is from the command line; the suggestion is then an option as well.
+            section: the section that the user wrote, which may not exist; '' if there was no section.
+            key: the key as the user wrote it.
+            families: section -> the discriminator's value in the configuration, for each section with several classes.
+            option: True if the key comes from the command line; the suggestion is then written as an option, too.
         """
         here = self.section(section)
         name = key.lower().replace("-", "_")
         if here and name in self._keys(here, families):
             return self._did_you_mean([f"{here}.{name}"], "", families, option)
-        # A synonym with a section (`eval.freq`) is more specific than one without.
+        # A synonym with a section (`eval.freq`) is more specific than a synonym without.
         if synonym := self._synonyms.get(f"{here}.{name}") or self._synonyms.get(name):
             if synonym.keys:
                 return self._did_you_mean(synonym.keys.split(), synonym.how, families, option)
@@ -66,12 +66,12 @@ class SimilarKeys:
         return f"; no key has a name like it{listed}"
 
     def of_section(self, section: str) -> str:
-        """The end of the message about a section that does not exist, from its semicolon on."""
+        """The end of the message about a section that does not exist, from the semicolon on."""
         meant = self.section(section)
         return f"; did you mean [{meant}]?" if meant else f"; the sections are {', '.join(self._kinds)}"
 
     def section(self, written: str) -> str:
-        """The section that a name may mean, which may be another trainer's name or a typo; '' if there is none."""
+        """The section that a name may mean, allowing for typos and other trainers' names; '' if no section fits."""
         name = written.lower().replace("-", "_")
         if name in self._kinds:
             return name
@@ -81,20 +81,20 @@ class SimilarKeys:
         return typo[0] if typo else ""
 
     def _keys(self, section: str, families: Mapping[str, str]) -> Sequence[str]:
-        """The keys of a section, for the class that the configuration chooses."""
+        """A section's keys, for the class that the configuration chooses."""
         kinds = self._kinds[section]
         chosen = kinds.classes[families.get(section, kinds.default)]
         return list(chosen.model_fields)
 
     def _did_you_mean(self, targets: Sequence[str], how: str, families: Mapping[str, str], option: bool) -> str:
-        """The question whether these keys were meant, with remarks on how they differ.
+        """A "did you mean" question that names these keys, with remarks on how their meaning differs.
 
-        Targets that the chosen family does not have are left out. If the family has none of the targets, all are named,
-        with the families that have them.
+        Targets that the chosen family does not have are left out. If the family has none of the targets, the question
+        names all targets, with the families that have these keys.
 
         Args:
             targets: `section.key` of each suggestion.
-            how: difference between the meaning of the keys and of what was written; '' if there is none.
+            how: difference in meaning between the suggested keys and the user's key; '' if there is no difference.
         """
         fitting = []
         for target in targets:

@@ -1,7 +1,7 @@
-"""Other trainers' names for the keys of dtmega, so that the message about an unknown key can name the right one.
+"""Other trainers' names for dtmega's keys, so that the message about an unknown key can name the right key.
 
-The names are those of transformers' `TrainingArguments` and `config.json`, torchtitan, Megatron-LM, DeepSpeed, axolotl,
-Lightning, nanoGPT and nanochat. `suggestions.py` looks them up.
+The names come from transformers' `TrainingArguments` and `config.json`, torchtitan, Megatron-LM, DeepSpeed, axolotl,
+Lightning, nanoGPT and nanochat. `suggestions.py` looks the names up.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """Other trainers' names for one meaning, and the keys of dtmega that have it.
+    """Other trainers' names for one setting, and dtmega's keys for the same setting.
 
     Attributes:
-        keys: dtmega's keys (`section.key`), separated by blanks. Several if the meaning is spread over them, or if
-            families of models name it differently; '' if dtmega has no such key.
-        names: other trainers' names, separated by blanks. A name with a section (`eval.freq`) counts in that section
-            only.
-        how: difference of dtmega's keys, or reason why there are none; '' if the meaning is the same. It is part of
-            messages.
+        keys: dtmega's keys (`section.key`), separated by spaces; '' if dtmega has no key for the setting. Several keys
+            if dtmega splits the setting into several keys, or if model families name the key differently.
+        names: other trainers' names, separated by spaces. A name with a section (`eval.freq`) counts only in that
+            section.
+        how: remark for messages: how dtmega's keys differ, or why dtmega has no key; '' if the meaning is the same.
     """
 
     keys: str
@@ -26,7 +25,7 @@ class Synonym(NamedTuple):
     how: str = ""
 
 
-# Other trainers' names for sections -> the section here.
+# Other trainers' section names -> dtmega's section.
 SECTIONS = {
     "activation_checkpoint": "recompute",
     "activation_checkpointing": "recompute",

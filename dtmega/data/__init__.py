@@ -1,15 +1,15 @@
-"""From text to batches. Every batch is a function of the seed and of the number of samples consumed so far.
+"""The data pipeline, from text to batches. A batch depends only on the seed and the number of samples consumed so far.
 
     tokenizers/       vocabularies, and the chat templates of conversations
     preparing/        text -> `.bin/.idx` files; the default corpus, made of the text that ships with Python
-    indexed_files/    these token files, and the record of how they were made
+    indexed_files/    readers and writers of token files, and the record of how a token file was made
     sampling/         the tokens of sample g, from one corpus or a blend
     megatron/         samples in the order of a Megatron run
-    objectives/       training objectives: their samples, tensors and sums of the loss
-    text.py           the tokenizer and the corpora of a run, opened and checked
-    loader.py         the batches of a run
+    objectives/       training objectives: samples, tensors, and the sums that make up the loss
+    text.py           opens and checks a run's tokenizer and corpora
+    loader.py         a run's batches
 
-This file itself holds only the cache directory, where all of them keep files that can be made again.
+This file defines only the cache directory, where the modules above keep files that they can rebuild.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The folder for files that can be made again; it exists on return.
+    """The cache directory, for files that can be rebuilt. The directory is created if it is missing.
 
-    The first writable one of `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's folder in the temp directory.
+    The cache directory is the first writable one of `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's folder
+    in the temp directory.
 
     Raises:
-        ValueError: none of the three is writable.
+        ValueError: none of these three directories is writable.
     """
     user = os.getuid()
     temp = Path(tempfile.gettempdir()) / f"dtmega-{user}"

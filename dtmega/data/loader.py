@@ -1,8 +1,8 @@
 """Batches of samples, one optimizer step at a time. The only state is the number of samples consumed.
 
-The step after c consumed samples has `batch.size_at(c)` sequences: samples c, c + 1, .... They are cut into R equal,
-contiguous slices; data rank r of R takes slice r, in microbatches of B = `[batch] micro_batch_size`. The tensors of a
-microbatch are described in `objectives/rows.py`.
+After c consumed samples, the next step takes `batch.size_at(c)` sequences: samples c, c + 1, and so on. These samples
+are cut into R equal, contiguous slices, one for each of the R data ranks. Rank r takes slice r and cuts it into
+microbatches of B = `[batch] micro_batch_size` sequences. `objectives/rows.py` describes the tensors of a microbatch.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# True if a process can find out who sent it a signal. On macOS it cannot; there, signals end the workers, as they end
-# torch's own.
+# True if a process can find out who sent it a signal. macOS has no system call for that, so on macOS the signals end
+# our workers, just like torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
-# If a batch takes less time than this, the trainer makes it itself: a worker takes two seconds to start, and a core.
+# The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
+# start and would occupy a core.
 MOMENT_S = 2e-3
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One data rank's part of the batch of an optimizer step.
+    """One data rank's part of an optimizer step's global batch.
 
     Attributes:
         first_sample: number of the first sample in the global batch.
         samples: number of sequences in the global batch, over all data ranks.
-        microbatches: microbatches of this rank, as rows by name.
+        microbatches: this rank's microbatches; each one maps tensor names to tensors (`rows.py`).
     """
 
     first_sample: int
@@ -53,28 +54,29 @@ class StepBatch:
 
 
 class TrainBatches:
-    """Endless `StepBatch`es from `start_sample` on. A second `for` loop goes on where the first one stopped.
+    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first.
 
-    The state is one integer, the number of samples delivered so far. A run resumes from it exactly, with any number of
-    workers and of data ranks. StatefulDataLoader's own state cannot do that: with another number of workers it raises
-    an AssertionError, and with another number of data ranks it silently repeats or skips samples.
+    The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
+    other numbers of workers and data ranks. StatefulDataLoader's own state does not allow that: with another number of
+    workers the loader raises an AssertionError, and with another number of data ranks the loader silently repeats or
+    skips samples.
 
-    The worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which terminals, torchrun and SLURM send
-    to all processes, because only the trainer decides how the run ends. Workers end at `close()`, at the interpreter's
-    exit, or within seconds of the trainer's death. They are spawned, so a script that iterates over batches needs
-    `if __name__ == "__main__"`.
+    Only the trainer decides how the run ends. So the worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and
+    SIGUSR2, which terminals, torchrun and SLURM send to all processes. Workers end at `close()`, at the interpreter's
+    exit, or within seconds of the trainer's death. Because workers are spawned, a script that iterates over batches
+    needs `if __name__ == "__main__"`.
 
     Args:
-        rows: rows of the samples.
-        data: the section [data] of the configuration.
-        batch: the section [batch].
+        rows: mapping from a range of samples to their tensors.
+        data: the configuration's [data] section.
+        batch: the configuration's [batch] section.
         rank: number of this data rank.
         world: number of data ranks.
-        start_sample: number of samples consumed before.
-        pin_memory: deliver tensors in page-locked memory, from which copies to a GPU overlap with compute.
+        start_sample: number of samples that the run has consumed already.
+        pin_memory: True to deliver tensors in page-locked memory, so that copies to a GPU can overlap with compute.
 
     Raises:
-        ValueError: a size of the global batch, ramp-up included, is not a multiple of B x world.
+        ValueError: the global batch size, or one of its ramp-up sizes, is not a multiple of B x world.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class TrainBatches:
         self._rows, self._data, self._batch = rows, data, batch
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
-        self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
-        self._startup: _WorkerStartup | None = None  # until its workers have answered
+        self._iterator: Iterator[dict[str, Tensor]] | None = None  # when the iterator is deleted, the workers end
+        self._startup: _WorkerStartup | None = None  # None except while the workers are starting
         self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
 
     def __iter__(self) -> TrainBatches:
@@ -115,26 +117,30 @@ class TrainBatches:
         return {"samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the samples of `state`. Workers that are at this sample already are kept."""
+        """Continue after the samples that `state` counts. Workers that are already at that position are kept."""
         self._wait()
         if state["samples"] != self._consumed:
             self.close()
             self._consumed = state["samples"]
 
     def close(self) -> None:
-        """End the worker processes. Iterating after that starts new ones."""
-        with contextlib.suppress(Exception):  # an error at the start of workers that are not needed any more
+        """End the worker processes. The next iteration starts new ones."""
+        with contextlib.suppress(Exception):  # a failed start does not matter, because the workers are no longer needed
             self._wait()
         self._iterator = None
-        # At the process's end, Python warns of semaphores that are still in use. Those of the queues are freed here:
-        # queues in a reference cycle by the garbage collector, and others by their feeder threads, a moment later.
+        # Python warns at exit about semaphores that are still in use, so the queues and their semaphores are freed
+        # here. The garbage collector frees the queues in reference cycles. The feeder threads free the other queues, a
+        # moment later.
         gc.collect()
         for feeder in self._feeders:
             feeder.join(timeout=5)
         self._feeders = set()
 
     def start(self) -> None:
-        """Start the worker processes, if any, without waiting for them. Otherwise the first iteration starts them."""
+        """Start the worker processes, if any, without waiting for them.
+
+        If this method is not called, the first iteration starts the workers.
+        """
         workers = self._n_workers()
         if workers:
             self._startup = _WorkerStartup(self._loader(workers))
@@ -142,7 +148,7 @@ class TrainBatches:
             self._iterator = self._in_this_process()
 
     def _wait(self) -> None:
-        """Wait until workers that are being started have answered."""
+        """If workers are starting, wait until all of them have answered."""
         if self._startup is None:
             return
         startup, self._startup = self._startup, None
@@ -150,9 +156,10 @@ class TrainBatches:
         self._feeders = startup.feeders
 
     def _n_workers(self) -> int:
-        """The number of worker processes: [data] num_workers; if that is -1, 0 if batches are made quickly, else 1.
+        """The number of worker processes, from [data] num_workers.
 
-        Two batches are timed and the faster one counts, because the first may be slow for reasons that do not last.
+        If that key is -1, no worker is used if batches are made quickly, else one. Two batches are timed and the faster
+        one counts, because the first batch may be slow for a reason that does not recur.
         """
         if self._data.num_workers >= 0:
             return self._data.num_workers
@@ -164,7 +171,7 @@ class TrainBatches:
         return 1
 
     def _slices(self) -> Iterator[range]:
-        """This rank's samples in each step, from the next step on."""
+        """Ranges of this rank's samples, one range per step, beginning with the next step."""
         return _slices(self._batch, self._consumed, self._rank, self._world)
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
@@ -186,21 +193,22 @@ class TrainBatches:
                 sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
                 num_workers=workers,
                 pin_memory=self._pin_memory,
-                # Without this generator, the loader would draw from the global one and so change later draws from it.
+                # Without this generator, the loader would draw from the global generator and so change what that
+                # generator yields later.
                 generator=torch.Generator(),
                 worker_init_fn=_hear_only_the_trainer,
-                # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn of
-                # it), and the child of a fork server would not notice the trainer's death. Spawning costs an import of
-                # torch, about a second.
+                # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn
+                # about that), and the child of a fork server would not notice the trainer's death. Spawning costs an
+                # import of torch, about a second.
                 multiprocessing_context="spawn",
             )
 
 
 class _WorkerStartup:
-    """The start of a loader's workers, in a thread, because torchdata waits seconds for the answer of each worker.
+    """Start a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
 
     Args:
-        loader: the loader.
+        loader: loader with the workers to start.
 
     Attributes:
         feeders: multiprocessing's threads that feed the queues to the workers.
@@ -218,7 +226,7 @@ class _WorkerStartup:
         try:
             with _signals_blocked():
                 self._iterator = iter(loader)
-        except BaseException as error:  # `result` raises it in the thread that calls it
+        except BaseException as error:  # `result` raises the error in its caller's thread
             self._error = error
         self.feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
 
@@ -226,7 +234,7 @@ class _WorkerStartup:
         """Wait until the workers have answered; return an iterator over the rows of each step.
 
         Raises:
-            Exception: the error that ended the start.
+            Exception: the error that kept the workers from starting.
         """
         self._thread.join()
         if self._error is not None:
@@ -236,13 +244,13 @@ class _WorkerStartup:
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
-    """The first `steps` global batches of full size, the same ones in each evaluation; made in this process.
+    """Yield this rank's part of the first `steps` global batches of a split. All evaluations read the same batches.
 
-    A split with fewer samples continues in its next epoch.
+    The batches are made in this process, without workers. A split with too few samples continues in its next epoch.
 
     Args:
-        rows: rows of the samples of a split.
-        batch: the section [batch]; its ramp-up is not used.
+        rows: mapping from a range of the split's samples to their tensors.
+        batch: the configuration's [batch] section; its ramp-up is not used.
         rank: number of this data rank.
         world: number of data ranks.
         steps: number of batches.
@@ -263,7 +271,7 @@ def bears_loss(rows: Rows, g: int) -> bool:
 
 
 def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
-    """This rank's samples in each step, beginning with the step that starts at sample `first`."""
+    """Ranges of this rank's samples, one range per step, beginning with the step that starts at sample `first`."""
     while True:
         size = batch.size_at(first)
         share = size // world
@@ -291,10 +299,14 @@ def _check_sizes(batch: Batch, world: int) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals for the processes that start here. They inherit the mask, so no signal ends them at their start."""
+    """Block signals for the processes that start inside this context.
+
+    The processes inherit the mask, so no signal can end them while they start.
+    """
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
-    # The resource tracker, which the workers share, is started first. It ignores two of the signals by itself, and up
-    # to Python 3.11 its start unblocks these two in this process; so they are blocked only after it.
+    # The workers share a resource tracker, which ignores two of the signals by itself. Up to Python 3.11 the tracker's
+    # start unblocks these two signals in this process. So the tracker starts first, and the two signals are blocked
+    # afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked - IGNORED_BY_THE_TRACKER)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -305,9 +317,9 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _hear_only_the_trainer(worker: int) -> None:
-    """Make SIGTERM end a worker only if its trainer sent it. Runs in the worker, at its start.
+    """Make SIGTERM end a worker only if the trainer sent this signal. Runs when the worker starts.
 
-    multiprocessing in the trainer sends SIGTERM to its workers at exit, and waits for them to end.
+    When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
     """
     # The trainer may have died before this line. torch's watchdog would then take the new parent (init) for the
     # trainer, and the worker would never end.
@@ -315,7 +327,7 @@ def _hear_only_the_trainer(worker: int) -> None:
     if trainer is not None and os.getppid() != trainer.pid:
         os._exit(0)
 
-    # It waits without a timeout, because a thread that wakes up while Python shuts down aborts the process.
+    # `wait` has no timeout, because a thread that wakes up while Python shuts down aborts the process.
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             pass
@@ -323,6 +335,7 @@ def _hear_only_the_trainer(worker: int) -> None:
 
     if CAN_TELL_SENDER:
         threading.Thread(target=wait, daemon=True).start()
-    # With that thread or one of torch's, the interpreter's shutdown sometimes aborts ("terminate called ..."), so the
-    # process is ended before it, but after multiprocessing's own finalizers, whose last priority is -5.
+    # While that thread or one of torch's threads is running, the interpreter's shutdown sometimes aborts ("terminate
+    # called ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers. These
+    # finalizers have priorities of -5 or higher, and a finalizer with a lower priority runs later.
     util.Finalize(None, os._exit, args=(0,), exitpriority=-10)

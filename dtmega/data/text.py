@@ -1,4 +1,4 @@
-"""The data of a run: its tokenizer and the samples of each split, all checked before the run starts."""
+"""A run's data: the tokenizer and the samples of each split, all checked before the run starts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files.console import counted
 
-BLOCK_BYTES, N_BLOCKS = 2**16, 64  # of a file, the blocks that `fingerprint` reads
+BLOCK_BYTES, N_BLOCKS = 2**16, 64  # size and number of the blocks that `fingerprint` reads from a file
 
 
 class Text(NamedTuple):
-    """The samples of each split, and how they become batches.
+    """The samples of each split, and the settings that turn them into batches.
 
     Attributes:
-        objective: training objective, which made the samples.
-        data: the section [data] of the configuration.
+        objective: training objective that made the samples.
+        data: the configuration's [data] section.
         tokenizer: tokenizer of the samples.
         splits: samples of "train", "valid", "test" and the sets of [data] validation, by name; None for a split without
             samples.
-        identity: digests or values, by TOML key, of everything that decides which tokens and which dropout step n sees.
-            A resumed run must find them unchanged.
+        identity: digest or value of each setting that determines the tokens and the dropout of step n, by TOML key. A
+            resumed run must find all these values unchanged.
         notes: lines that the run should show to the user once.
     """
 
@@ -61,18 +61,22 @@ class Text(NamedTuple):
 
     @property
     def compared(self) -> str:
-        """The split whose losses tell which checkpoint is best: "valid", or else the first set by name; '' if none."""
+        """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
+
+        The name is "valid" if that split has samples, else the alphabetically first name of a validation set with
+        samples.
+        """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
         return "valid" if "valid" in with_samples else min(with_samples, default="")
 
     def samples(self, split: str) -> AnySamples:
-        """The samples of a split that has some."""
+        """The samples of a split; the split must not be empty."""
         samples = self.splits[split]
         assert samples is not None
         return samples
 
     def rows(self, split: str) -> Rows:
-        """The rows of the samples of a split that has some."""
+        """The rows of a split's samples; the split must not be empty."""
         return self.objective.rows(self.samples(split), self.data, self.tokenizer)
 
 
@@ -81,12 +85,12 @@ def open_text(cfg: Config, objective: Objective) -> Text:
 
     Args:
         cfg: the run's configuration.
-        objective: its training objective.
+        objective: the run's training objective.
 
     Raises:
-        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged, or they do not
-            belong together; ids are outside the model's vocabulary; or a split with a weight is too short for a sample
-            or has no labels to evaluate.
+        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged; tokenizer and
+            data set do not belong together; ids are outside the model's vocabulary; or a split with a positive weight
+            is too short for a sample or has no labels to evaluate.
     """
     check_keys(cfg.data, objective)
     check_order(cfg.data, objective)
@@ -113,10 +117,10 @@ def open_text(cfg: Config, objective: Objective) -> Text:
 
 
 def check_order(data: Data, objective: Objective) -> None:
-    """Refuse one of Megatron's orders if the objective cannot follow it.
+    """Check that the objective can follow the order of samples that [data] order names.
 
     Raises:
-        ValueError: it cannot; the message has the reason.
+        ValueError: the objective cannot follow the order; the message gives the reason.
     """
     if data.order != "auto" and objective.not_in_megatrons_order:
         raise ValueError(
@@ -126,7 +130,7 @@ def check_order(data: Data, objective: Objective) -> None:
 
 
 def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
-    """Check that the model's embedding has a row for every id that a sample may have.
+    """Check that the model's embedding has a row for every id that can occur in a sample.
 
     Raises:
         ValueError: `[model] vocab_size` is too small.
@@ -145,7 +149,10 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
 
 
 def parts_by_split(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
-    """The parts of corpora that each split reads, from [data] path or from mixtures, and the extra validation sets."""
+    """The corpus parts that each split reads, by split name; the extra validation sets are included.
+
+    The corpora are named in [data] path or in the mixtures of [data].
+    """
     mixture = data.train_mixture
     if mixture is None:
         parts = parts_of(data, [corpora.open(path) for path in data.paths], rule)
@@ -171,7 +178,7 @@ class Corpora:
         self.without_record: list[str] = []
 
     def open(self, path: str) -> IndexedDataset:
-        """The corpus of a prefix, or the default corpus for 'stdlib'.
+        """The corpus with this prefix, or the default corpus for 'stdlib'.
 
         Raises:
             ValueError: the corpus is missing or damaged, or does not fit the configuration.
@@ -187,16 +194,16 @@ class Corpora:
         return self._opened[path]
 
     def _check(self, dataset: IndexedDataset, is_default: bool) -> bool:
-        """Check a corpus against the configuration; False if it has no record of its tokenizer.
+        """Check a corpus against the configuration. Returns False if the corpus has no record of its tokenizer.
 
         Raises:
-            ValueError: ids are outside the vocabulary, the tokenizer is another one, or the text is split into
-                sentences where documents are expected, or the reverse.
+            ValueError: ids are outside the vocabulary, the text was made with another tokenizer, or the text is split
+                into sentences although the objective reads documents, or the reverse.
         """
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
-        # The record comes first: ids outside the vocabulary are mostly those of another tokenizer, which it names.
+        # Check the record first: ids outside the vocabulary mostly come from another tokenizer, which the record names.
         has_record = is_default or record.check_tokenizer(dataset, cfg.data, tokenizer)
-        # If the objective adds ids after the tokenizer's last one, none of these may occur in a text.
+        # If the objective adds ids after the tokenizer's last id, no text may contain the added ids.
         n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
         check_token_ids(dataset, n_ids)
         if not is_default:
@@ -205,9 +212,9 @@ class Corpora:
 
 
 def check_losses(text: Text, cfg: Config) -> None:
-    """Check that the samples that an evaluation reads have at least one label, in each split that is evaluated.
+    """Check that an evaluation of each split reads at least one sample with a label.
 
-    Without any, the mean loss would be 0 / 0. Mostly the first sample has one, so this is quick.
+    Without a label, the mean loss would be 0 / 0. The check is quick, because usually the first sample has a label.
 
     Raises:
         ValueError: no sample has a label; the message names the split.
@@ -227,7 +234,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """A line for the user if an evaluation reads a split more than once, because it has more samples; else no line."""
+    """One line for the user if an evaluation repeats samples because a split has too few; otherwise no lines."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):
@@ -243,7 +250,7 @@ def repetition_notes(cfg: Config, text: Text) -> list[str]:
 
 
 def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
-    """The content of `Text.identity`. Files count by their content, not by their name or place."""
+    """The content of `Text.identity`. Files are identified by their content, not by their name or folder."""
     keys = ("weights", "seq_len", "split", *objective.reads)
     mixture = cfg.data.train_mixture
     shares = {"[data] train": [list(share[:3]) for share in mixture.shares]} if mixture else {}
@@ -258,7 +265,7 @@ def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: 
 
 
 def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
-    """The further entries of `Text.identity` for a run in one of Megatron's orders."""
+    """The additional entries of `Text.identity` for a run that follows one of Megatron's orders."""
     train = splits.samples["train"]
     assert train is not None
     return {
@@ -269,11 +276,11 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
 
 
 def fingerprint(prefix: str) -> str:
-    """16 hex digits made of the sizes of .idx and .bin and of N_BLOCKS blocks spread over each file.
+    """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
 
-    This is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole. In a larger file,
-    changes between the blocks go unnoticed (in one test, 200,000 changed tokens of 20 million did): the fingerprint
-    tells one data set from another, but does not find damage.
+    Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
+    In a larger file, changes between the blocks go unnoticed, as happened in one test with a change to 200,000 of 20
+    million tokens. The fingerprint distinguishes one data set from another, but does not detect damage.
     """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):

@@ -1,4 +1,4 @@
-"""Processes of one job: how they meet, start together, watch over each other and end.
+"""The processes of a job: how they meet, start together, watch over each other and exit.
 
-`dtmega/mesh.py` makes their groups.
+Process groups are created in `dtmega/mesh.py`.
 """

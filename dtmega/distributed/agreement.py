@@ -1,17 +1,18 @@
-"""The start of a job, on all ranks or on none: ranks compare what must be equal, and print each refusal once.
+"""Start a job on all ranks or on none. The ranks compare the values that must be equal, and print each error once.
 
     startup = Startup()
     with startup.step("configuration") as step:  # on every rank
-        cfg = load(argv)                         # a ValueError on any rank ends all of them
+        cfg = load(argv)                         # a ValueError on any rank ends all ranks
         step.must_match = flat(cfg)              # so does a value that differs between ranks
     with startup.step("checkpoints") as step:
         if startup.rank == 0:
-            step.send = find(cfg)                # all ranks receive it at the end of the step
+            step.send = find(cfg)                # all ranks receive this value at the end of the step
     paths = step.received
 
-At the end of each step the ranks meet in the store of the rendezvous. This needs no process group, and making one would
-hang where the ranks disagree. Rank 0 reads the reports of all ranks, prints, and only then publishes the verdict: a
-launcher kills the other ranks as soon as one exits, so everything has to be printed before any rank leaves.
+At the end of each step the ranks exchange reports through the rendezvous store, which needs no process group: making a
+process group would hang if the ranks disagreed. Rank 0 reads the reports of all ranks, prints the errors, and only then
+publishes its verdict. A launcher kills the other ranks as soon as one rank exits, so everything must be printed before
+any rank exits.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from dtmega.distributed import exit_codes, process
 from dtmega.distributed.rendezvous import Rank0GaveUp
 from dtmega.files import console
 
-# How long to wait for the reports of the other ranks once a rank has failed. They may never come.
+# Seconds to wait for the other ranks' reports once a rank has failed. These reports may never come.
 PATIENCE_S = 10.0
 LONGEST_POLL_S = 0.5
 HEARTBEAT_S = 1.0  # shortest time between two heartbeats that a rank publishes
 SHOWN_KEYS = 8
 SHOWN_CHARACTERS = 100
-# Keys that may differ between ranks, because they are paths on a node. The content of the files is compared instead.
+# Configuration keys that may differ between ranks, because they are paths on a node. The files' contents must match.
 PATH_KEYS = ("[data] path", "[data] tokenizer")
 
 T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised on a rank that waits, inside a step, for a rank that has failed in that step and will not come."""
+    """Raised inside a step, on a rank that waits for other ranks, if another rank has already failed in this step."""
 
 
 class Refused(Exception):
-    """The end of a start, or of a command, on every rank. The reason has been printed.
+    """Raised on every rank to end a start or a command. The reason has already been printed.
 
     Attributes:
         exit_code: exit code for this process.
@@ -69,9 +70,9 @@ class Step:
     """The data that ranks exchange at the end of a step.
 
     Attributes:
-        must_match: values that must be equal on all ranks, by key; JSON.
-        send: value that rank 0 sends to all ranks; JSON.
-        received: the value that rank 0 sent, set at the end of the step.
+        must_match: values, by key, that must be equal on all ranks when written as JSON.
+        send: value that rank 0 sends to all ranks, limited to types that JSON can represent.
+        received: value that rank 0 sent, set at the end of the step.
     """
 
     must_match: Mapping[str, Any] = field(default_factory=dict)
@@ -87,10 +88,10 @@ class Failure(NamedTuple):
 
 
 def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int]:
-    """Reason and exit code of an error that a rank raised in a step.
+    """The reason and the exit code for an error that a rank raised in a step.
 
-    The system's errors, such as that of a full disk, are put after the name of the step, because their messages do not
-    say what was being done.
+    The message of an OSError, such as "No space left on device", does not say what the program was doing. The reason
+    for an OSError therefore begins with the name of the step.
     """
     if isinstance(error, OSError):
         return f"{step_name}: {error}", exit_codes.REFUSED
@@ -98,21 +99,23 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
 
 
 class Startup:
-    """The ranks of a job until they train, or those of a command.
+    """Start all ranks together, for a command or for a training job up to its first step.
 
     Args:
-        timeout_s: initial value of the attribute.
-        program: name of the program, with which each printed line begins.
-        explain: function from an error, and the name of the step that raised it, to reason and exit code.
+        timeout_s: initial value of the attribute `timeout_s`.
+        program: name of the program, printed at the beginning of each line.
+        explain: function that takes an error and the name of the step that raised it, and returns the reason and the
+            exit code.
 
     Attributes:
         rank, size: rank of this process and number of ranks, from the launcher.
-        store: store in which the ranks meet; None before the end of the first step.
-        timeout_s: how long a rank waits for the others without hearing a heartbeat.
-        on_heartbeat: function to call at each heartbeat of this rank, or of one that it waits for.
+        store: rendezvous store of the job; None before the end of the first step.
+        timeout_s: seconds that a rank waits for the others without hearing a heartbeat.
+        on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank notices another
+            rank's heartbeat while waiting.
 
     Raises:
-        Refused: the launcher's variables for this process are wrong; the reason has been printed.
+        Refused: environment variables set by the launcher are wrong; the reason has been printed.
     """
 
     def __init__(
@@ -135,14 +138,14 @@ class Startup:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """Run a part of the start, which all ranks go through. They wait for each other at its end.
+        """Run one part of the start. All ranks run this part, and wait for each other at the end.
 
         Args:
-            name: name of the step, for messages, such as "the ranks do not have the same configuration".
+            name: name of the step, used in messages such as "the ranks do not have the same configuration".
 
         Raises:
-            Refused: a rank failed in this step, the ranks do not match, or not all of them came. It is raised on every
-                rank that came, after the reason has been printed.
+            Refused: a rank failed in this step, values that must match differ, or a rank did not reach the end of the
+                step. The exception is raised on every rank that reached the end, after the reason has been printed.
         """
         step, failure = Step(), None
         try:
@@ -150,10 +153,10 @@ class Startup:
         except (ValueError, OSError) as error:
             failure = Failure(*self._explain(error, name))
         except OtherRankFailed:
-            # The verdict will have that rank's reason.
+            # The verdict will contain the failed rank's reason.
             pass
         except Exception:
-            # One process alone has nobody to report to: it leaves with the exception itself.
+            # A single process has no other rank to report to, so it raises the exception itself.
             if self.size == 1:
                 raise
             failure = Failure(traceback.format_exc(), exit_codes.FAILED)
@@ -166,26 +169,26 @@ class Startup:
         step.received = verdict["sent"]
 
     def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, with a heartbeat before each: for a loop that may take longer than timeout_s."""
+        """Yield the items, and send a heartbeat before each item, for loops that may take longer than timeout_s."""
         for item in items:
             self.heartbeat()
             yield item
 
     def heartbeat(self) -> None:
-        """Tell the waiting ranks that this one is still working."""
+        """Tell the waiting ranks that this rank is still working."""
         self.on_heartbeat()
         if self._meeting is not None and time.monotonic() - self._heartbeat_at > HEARTBEAT_S:
             self._heartbeat_at = time.monotonic()
             self._meeting.add("heartbeats", 1)
 
     def wait_for_all(self) -> None:
-        """Wait, inside a step, until every rank has called this.
+        """Wait, inside a step, until every rank has called this method.
 
-        Unlike a collective, this does not time out while other ranks send heartbeats.
+        Unlike a collective, this method does not time out while other ranks send heartbeats.
 
         Raises:
             OtherRankFailed: a rank has failed in this step.
-            RuntimeError: not all ranks came.
+            RuntimeError: not all ranks called this method, and no heartbeat was heard for timeout_s.
         """
         assert self._meeting is not None
         self._n_waits += 1
@@ -195,7 +198,7 @@ class Startup:
             store.set("complete", "")
 
         def is_patient() -> bool:
-            # A rank may fail after all ranks have come here. Then this wait is over, and ends well.
+            # If a rank fails only after all ranks have called this method, the wait was successful and must not raise.
             if this_step.check(["failed"]) and not store.check(["complete"]):
                 raise OtherRankFailed
             return True
@@ -204,27 +207,27 @@ class Startup:
             raise RuntimeError(f"not all ranks came in {self.timeout_s:g} s")
 
     def leave(self) -> None:
-        """Wait until it is safe to exit, after the last step of a program that makes no process group.
+        """Wait until this rank may exit. A program that makes no process group calls this method after its last step.
 
-        Rank 0 waits for all other ranks, because it may hold the store. The others do not wait.
+        Rank 0 waits for all other ranks, because it may serve the store. The other ranks do not wait.
         """
         assert self._meeting is not None
         self._leave(PrefixStore("end", self._meeting))
 
     def _open_meeting(self, failure: Failure | None) -> Store:
-        """The part of the store in which the ranks meet at the end of this step."""
+        """Open this step's key prefix in the store. The first step also connects to the store."""
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
-                # A program that starts a training twice uses one store for both starts.
+                # A program that starts training twice uses the same store twice, so each start needs its own prefix.
                 n_starts = self.store.add(f"startup/{self.rank}", 1)
                 self._meeting = PrefixStore(f"startup/{n_starts}", self.store)
-        # torch raises RuntimeError for a store that is gone.
+        # torch raises RuntimeError if the store is gone.
         except (ValueError, RuntimeError) as error:
-            # This rank cannot report its failure to anybody, so it prints the reason itself.
+            # Without a store, this rank cannot report its failure to the others, so it prints the reason itself.
             if failure is not None:
                 raise self._refused(failure.exit_code, failure.reason) from None
-            # Rank 0 prints why it gave up.
+            # If rank 0 gave up waiting, rank 0 prints the reason.
             printed = isinstance(error, Rank0GaveUp)
             raise self._refused(exit_codes.REFUSED, str(error).partition("\n")[0], printed=printed) from None
         self._n_steps += 1
@@ -232,7 +235,7 @@ class Startup:
 
     def _report(self, store: Store, step: Step, failure: Failure | None) -> None:
         """Publish this rank's values, or its failure, at the end of the step."""
-        # The values are published under their digest. So equal values, which most ranks have, are stored only once.
+        # The values are stored under their digest, so values that are equal on many ranks are stored only once.
         content = json.dumps(step.must_match, sort_keys=True, default=str)
         digest = _digest(content)
         store.set(f"values/{digest}", content)
@@ -244,10 +247,11 @@ class Startup:
             store.set("complete", "")
 
     def _judge(self, store: Store, step: Step, name: str) -> dict[str, Any]:
-        """Read all reports, print what is wrong, and publish the verdict. Rank 0 calls this.
+        """Read all reports, print the errors, and publish the verdict. Called on rank 0 only.
 
         Returns:
-            The verdict: `exit_code`, 0 if the start goes on; `reason`; and the value `sent`.
+            The verdict, with three keys: `exit_code` (0 if the start continues), `reason`, and `sent` (rank 0's
+            `step.send`).
         """
         complete = self._wait(store, "complete", is_patient=lambda: not store.check(["failed"]))
         failed = complete or store.check(["failed"])
@@ -264,7 +268,7 @@ class Startup:
                 failures.setdefault(Failure(report["reason"], report["exit_code"]), []).append(rank)
             else:
                 ranks_by_digest.setdefault(report["values"], []).append(rank)
-        # If there are several exit codes, that of the lowest rank is the job's.
+        # If ranks failed with different exit codes, the job takes the exit code of the lowest failed rank.
         exit_code = next((failure.exit_code for failure in failures), 0)
         reasons = []
         for failure, ranks in failures.items():
@@ -282,9 +286,9 @@ class Startup:
         return verdict
 
     def _await_verdict(self, store: Store, failure: Failure | None, name: str) -> dict[str, Any]:
-        """Wait for the verdict of rank 0. All other ranks call this.
+        """Wait for the verdict of rank 0. Called on all ranks but rank 0.
 
-        If the verdict does not come, a rank that has failed prints its own reason and leaves with its own code.
+        If the verdict does not come, a rank that has failed prints its own reason and exits with its own code.
         """
         if not self._wait(store, "verdict", is_patient=lambda: failure is None):
             if failure is None:
@@ -294,26 +298,26 @@ class Startup:
         return json.loads(store.get("verdict"))
 
     def _refused(self, exit_code: int, reason: str, *, printed: bool = False) -> Refused:
-        """The exception to raise. The reason is printed unless it has been, and given to torchrun."""
+        """Build the exception to raise. Pass the reason to torchrun, and print it unless it is already printed."""
         if not printed:
             console.say(f"{self._program}: {reason}")
         process.tell_agent(reason)
         return Refused(exit_code, reason)
 
     def _absent(self, store: Store, absent: list[int], name: str) -> Refused:
-        """The exception to raise if ranks do not come. The first rank that gives up waiting prints the reason."""
+        """Build the exception for ranks that did not arrive. The first rank that gives up waiting prints the reason."""
         reason = f"{console.name_ranks(absent)} did not come to the end of the step '{name}' in {self.timeout_s:g} s"
         self._print_once(store, reason, "")
         return self._refused(exit_codes.FAILED, reason, printed=True)
 
     def _print_once(self, store: Store, reason: str, who: str) -> None:
-        """Print a reason unless another rank has printed it: rank 0, or a rank for which rank 0 did not come."""
+        """Print a reason, unless rank 0 or a rank that gave up waiting for rank 0 has already printed it."""
         if store.add(f"printed/{_digest(reason)}", 1) == 1:
             console.say(f"{self._program}: {who}{reason}")
 
     def _leave(self, store: Store) -> None:
-        """Let rank 0, which may hold the store, wait until all other ranks have read the verdict."""
-        # A RuntimeError means that the store is gone, and with it the rank that held it.
+        """On rank 0, which may serve the store, wait until all other ranks have read the verdict."""
+        # A RuntimeError means that the store is gone because the rank that served it has exited.
         with suppress(RuntimeError):
             if store.add("read", 1) == self.size:
                 store.set("all read", "")
@@ -321,20 +325,20 @@ class Startup:
                 self._wait(store, "all read", is_patient=lambda: False)
 
     def _wait(self, store: Store, key: str, is_patient: Callable[[], bool]) -> bool:
-        """Wait for `key`; returns False if it did not come.
+        """Wait until `key` is in the store. Returns False if the key did not appear in time.
 
-        The wait ends timeout_s after the last heartbeat of any rank. Once `is_patient` returns False, it ends after
-        PATIENCE_S more at the latest, and heartbeats no longer count.
+        The wait ends timeout_s after the last heartbeat of any rank. Once `is_patient` returns False, the wait lasts at
+        most another PATIENCE_S, and heartbeats no longer extend it.
         """
         assert self._meeting is not None
         n_heartbeats, poll_s = 0, 0.002
         deadline, hurried = time.monotonic() + self.timeout_s, False
-        # Not `store.wait`: each kind of store reports a timeout in another way, and a TCPStore also prints one.
+        # `store.wait` is not used: each kind of store reports a timeout differently, and TCPStore also prints it.
         while not store.check([key]):
             now = time.monotonic()
             if not hurried and not is_patient():
                 deadline, hurried = min(deadline, now + PATIENCE_S), True
-            # Adding 0 reads the count.
+            # Adding 0 reads the counter without changing it.
             if not hurried and self._meeting.add("heartbeats", 0) > n_heartbeats:
                 n_heartbeats = self._meeting.add("heartbeats", 0)
                 deadline = now + self.timeout_s
@@ -347,7 +351,7 @@ class Startup:
 
 
 def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """Values that the ranks of one job share besides their data, by key: configuration, kind of device, versions.
+    """Values, besides the data, that must be equal on all ranks of a job: configuration, device type, versions.
 
     Args:
         cfg: the run's configuration.
@@ -365,10 +369,10 @@ def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str])
 
 
 def _differences(contents: Sequence[tuple[Mapping[str, Any], list[int]]]) -> str:
-    """`[optim] lr is 0.01 on ranks 0, 2; 0.02 on rank 1`, for each key that differs.
+    """Describe each key that differs between ranks: `[optim] lr is 0.01 on ranks 0, 2, 0.02 on rank 1`.
 
     Args:
-        contents: values by key, and the ranks that have them.
+        contents: (values, ranks) pairs: a mapping from keys to values, and the ranks that have these values.
     """
     all_keys: set[str] = set()
     for values, _ in contents:

@@ -3,7 +3,7 @@
 | code | name | why the process left | what to do |
 |---|---|---|---|
 | 0 | DONE | the run is finished | |
-| 1 | FAILED | a Python exception; its message is on stderr | read it |
+| 1 | FAILED | a Python exception; its message is on stderr | read the message |
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints and none is intact | restore one, or start in another run directory |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | give the same command again |
@@ -12,9 +12,9 @@
 
 The same command resumes the run, because `--checkpoint.resume` is `auto` by default.
 
-torchrun itself exits with 0 if all workers did, and with 1 otherwise; it prints the codes and reasons of the workers
-only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json` in the
-run directory, even if the start was refused.
+torchrun itself exits with 0 if all workers exited with 0, and with 1 otherwise. torchrun prints the workers' codes and
+reasons only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json`
+in the run directory, even if the start was refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREEMPTED = 75
 STUCK = 76
 HUNG = 77
 
-NOT_STARTED = (REFUSED, DAMAGED)  # exit codes of a start that changed nothing of the run
+NOT_STARTED = (REFUSED, DAMAGED)  # exit codes of a start that left the run unchanged
 
 EXIT = "exit.json"
 MAX_STEP = 2**53  # largest integer that a browser holds exactly
@@ -51,11 +51,11 @@ class ExitRecord(NamedTuple):
          "step": 180, "checkpoint": "runs/a/checkpoints/step-00000180"}
 
     Attributes:
-        code: exit code of the last start, which may have been refused.
-        reason: reason why it ended.
+        code: exit code of the last start, even if that start was refused.
+        reason: reason why the last start ended.
         step: number of steps that the run has done.
         checkpoint: path of the run's newest checkpoint; '' while there is none.
-        time: time of the exit, UTC in ISO 8601; '' in a file of an earlier version.
+        time: time of the exit, UTC in ISO 8601; '' if an earlier version wrote the file.
     """
 
     code: int
@@ -66,7 +66,7 @@ class ExitRecord(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> ExitRecord | None:
-        """The record in a run directory; None if there is no such file, or it is damaged."""
+        """The record in a run directory; None if the file is missing or damaged."""
         try:
             content = read_object(folder / EXIT)
         except ValueError:
@@ -80,10 +80,10 @@ class ExitRecord(NamedTuple):
 
 
 class ExitStatus:
-    """The exit code and reason of this start, as they become known, and the writer of `exit.json`.
+    """The exit code and the reason of this start, once they are known. Also writes `exit.json`.
 
-    The file exists only after an exit: a start removes that of the start before. While a run is going on, or after it
-    was killed, there is none.
+    The file exists only after an exit, because each start removes the file of the previous start. A run that is still
+    running, or that was killed, has no `exit.json`.
 
     Attributes:
         step, checkpoint: as in `ExitRecord`.
@@ -98,14 +98,14 @@ class ExitStatus:
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
-        """Take step and checkpoint of the run in this folder, where the file will be written.
+        """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
 
-        They stay as they are in the record if this start comes to no step.
+        If this start completes no step, the new `exit.json` repeats these two values.
 
         Args:
             folder: the run directory.
-            newest: function that returns step and path of the run's newest checkpoint. It is asked only if there is no
-                file, as after a kill.
+            newest: function that returns the step and the path of the run's newest checkpoint, called only if there is
+                no `exit.json`, as after a kill.
         """
         before = ExitRecord.read(folder)
         self.step, self.checkpoint = newest() if before is None else (before.step, before.checkpoint)
@@ -113,23 +113,23 @@ class ExitStatus:
 
     @contextmanager
     def recorded_in(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> Iterator[None]:
-        """Write the file at the end of this block. The caller has claimed the folder.
+        """Write `exit.json` at the end of this block. The caller must have claimed the folder.
 
-        Only the first rank calls this; the status of the other ranks is not written.
+        Only the first rank calls this method. The status of the other ranks is not written.
 
         Args:
             folder: the run directory.
             newest: as in `attach`.
 
         Raises:
-            OSError: the file of the start before cannot be removed.
+            OSError: the previous start's `exit.json` cannot be removed.
         """
         self.attach(folder, newest)
         (folder / EXIT).unlink(missing_ok=True)
         try:
             yield
         except Exception as error:
-            # With any other code, this error is a consequence of the reason that is set already.
+            # If another exit code is already set, this error is only a consequence of that exit, so the code stays.
             if self.code in (None, DONE, PREEMPTED):
                 self.set(FAILED, error_summary(error))
             raise
@@ -145,7 +145,7 @@ class ExitStatus:
         return code
 
     def write(self) -> None:
-        """Write the file, if a folder and a code are known. A disk that cannot take it causes a warning only."""
+        """Write `exit.json` if the folder and the exit code are known. Print a warning if the write fails."""
         if self._path is None or self.code is None:
             return
         content = {
@@ -164,5 +164,5 @@ class ExitStatus:
 
 
 def error_summary(error: BaseException) -> str:
-    """The class of an error and the first line of its message."""
+    """The error's class, and the first line of its message."""
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

@@ -1,16 +1,16 @@
-"""torch's flight recorder: the last collectives of each rank, which tell why a job hangs.
+"""torch's flight recorder: a record of each rank's last collectives, which shows why a job hangs.
 
-torch keeps them in a ring in memory: group, number, shapes, state and the lines that called it. The watch
-(`dtmega/distributed/watchdog.py`) writes them when it ends a process, a file for each rank; torch's reader compares
-the ranks, and names the collective that some of them have not come to.
+torch keeps the record in a ring buffer in memory: group, number, shapes, state and call stack of each collective. The
+watch (`dtmega/distributed/watchdog.py`) writes this rank's record to a file before it ends the process. torch's tool
+torchfrtrace compares the files of all ranks and names the collective that some ranks have not reached.
 
     switch_on(device)  # before the process group is made
     dump(Path("runs/bloom/flight-recorder/2026-11-25T14-03-20"), rank)
 
     torchfrtrace runs/bloom/flight-recorder/2026-11-25T14-03-20
 
-nccl and gloo have a recorder each, and both can be read here. torch 2.11 and 2.13 record 2,000 collectives unless told
-otherwise, on a CPU as well.
+nccl and gloo have separate recorders, and this module reads both. By default, torch 2.11 and 2.13 record 2,000
+collectives, even on a CPU.
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ from torch.distributed import distributed_c10d
 from dtmega.distributed.exit_codes import error_summary
 from dtmega.files import atomic, console
 
-# torch's variables for the number of collectives that are kept, the newer name first; 0 switches the recorder off.
+# Environment variables for the number of collectives that torch keeps, the newer name first. 0 turns the recorder off.
 BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FOLDER = "flight-recorder"  # in the run directory
 ENTRIES = 2000  # 330 kB in a file, with stacks of 25 frames
-PREFIX = "rank_"  # torchfrtrace takes the number after it as the rank
+PREFIX = "rank_"  # torchfrtrace takes the number after this prefix as the rank
 PATIENCE_S = 8.0
 
 
 def switch_on(device: torch.device) -> None:
-    """Switch on the recorder of nccl, unless the user has set its size. On a CPU, torch's default stays.
+    """Switch on nccl's recorder, unless the user has set its buffer size. On a CPU, torch's default is left unchanged.
 
-    torch reads the variable when the first process group is made. Where nccl itself writes its record when a collective
-    times out stays as it is (TORCH_FR_DUMP_TEMP_FILE): the watch ends a process in half that time.
+    Call this function before the first process group is made, because torch reads the environment variable then.
+
+    nccl also writes a record by itself when a collective times out. The path of this record (TORCH_FR_DUMP_TEMP_FILE)
+    is left unchanged, because the watch ends a hanging process after half of that timeout.
     """
     if device.type == "cuda" and not any(name in os.environ for name in BUFFER_SIZE):
         os.environ[BUFFER_SIZE[0]] = str(ENTRIES)
 
 
 def dump(folder: Path, rank: int, patience_s: float = PATIENCE_S) -> str:
-    """Write the record of this process. It raises nothing: an error is printed.
+    """Write the record of this process to a file. Errors are printed, not raised.
 
     Args:
-        folder: folder for the files of all ranks, and for nothing else; it is made if it does not exist.
+        folder: folder that holds only the ranks' records, created if it does not exist.
         rank: rank of this process.
-        patience_s: seconds to wait for the disk, or for torch.
+        patience_s: maximum seconds to wait for the file to be written, because the disk or torch may hang.
 
     Returns:
-        The path of the file; '' if nothing was recorded, or it could not be written in time.
+        The path of the file; '' if nothing was recorded, or if the file could not be written in time.
     """
     written: list[str] = []
-    # A thread of its own, because a disk may hang. The process ends without it.
+    # A separate thread writes the file, because the disk may hang. The process can exit while this thread hangs.
     writer = threading.Thread(target=_write, args=(folder, rank, written), name="flight recorder", daemon=True)
     writer.start()
     writer.join(patience_s)
@@ -69,8 +71,8 @@ def _write(folder: Path, rank: int, written: list[str]) -> None:
     """Write the record into `folder`, and append the file's path to `written`."""
     path = folder / f"{PREFIX}{rank}"
     try:
-        # First without stacks, because torch imports its compiler to name the lines: 1 s here, and from a slow disk
-        # perhaps longer than there is time.
+        # Write the record without call stacks first. For the stacks, torch imports its compiler, which took 1 s when
+        # measured and may take longer than patience_s from a slow disk.
         for with_stacks in (False, True):
             content = _record(with_stacks)
             if not content:
@@ -78,15 +80,15 @@ def _write(folder: Path, rank: int, written: list[str]) -> None:
             atomic.make_folder(folder)
             _replace(path, content)
             written.append(str(path))
-    # Whatever fails here, the process is about to end for a reason of its own.
+    # No error here may hide the reason why the process is about to exit.
     except Exception as error:
         console.say(f"rank {rank}: flight recorder: {error_summary(error)}")
 
 
 def _record(with_stacks: bool) -> bytes:
-    """The pickled record of nccl, or of gloo if nccl has recorded nothing; b'' if neither has."""
+    """The pickled record from nccl, or from gloo if nccl recorded nothing; b'' if neither recorded anything."""
     c10d = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
-    # Only a build with CUDA has this function.
+    # Only builds of torch with CUDA have this function.
     of_nccl = getattr(c10d, "_dump_nccl_trace", None)
     if of_nccl is not None:
         content = of_nccl(includeStackTraces=with_stacks)
@@ -97,7 +99,7 @@ def _record(with_stacks: bool) -> bytes:
 
 
 def _groups() -> dict[str, dict[str, Any]]:
-    """The process groups as torchfrtrace expects them. gloo records them under empty names and without ranks."""
+    """The process groups in torchfrtrace's format. gloo's own record lacks the groups' names and ranks."""
     groups = {}
     for group, name in distributed_c10d._world.pg_names.items():
         ranks = [*distributed_c10d._world.pg_group_ranks[group]]
@@ -106,9 +108,9 @@ def _groups() -> dict[str, dict[str, Any]]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole, or not at all."""
-    # The main thread may be writing too, and be ended by the watch meanwhile: each thread has a name of its own. A name
-    # that ends with a number, or contains PREFIX, would be a rank's for torchfrtrace.
+    """Write a file completely or not at all."""
+    # The main thread and the watch may write this file at the same time, so each thread uses its own temporary name.
+    # The name must not end with a number or contain PREFIX, because torchfrtrace would take it for a rank's file.
     part = path.with_name(f"{path.name.removeprefix(PREFIX)}.{threading.get_ident()}.part")
     try:
         with atomic.created(part) as file:

@@ -1,6 +1,6 @@
-"""Duties of a process towards its machine and its launcher: write alone, die with its parent, leave with its own code.
+"""One process of a job: how the process claims a folder, dies with its parent, and exits.
 
-`dtmega/distributed/exit_codes.py` has the codes.
+The exit codes are defined in `dtmega/distributed/exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dtmega.files.lock import Lock, is_held
 from dtmega.files.untrusted_json import read_object
 
 LOCK = ".lock"
-# The signals after which a run saves and leaves. SLURM is asked for one of the last two: `--signal=USR1@120`.
+# Signals after which a run saves and exits. SLURM sends one of the last two on request: `--signal=USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# torchrun frames its summary with lines as long as the longest line in it.
+# Width to which a reason is wrapped: torchrun frames its summary with lines as long as the summary's longest line.
 AGENT_COLUMNS = 100
 
 
 class Claim:
-    """The exclusive right to write in a folder, held by one process until `close()` or its death.
+    """The exclusive right to write in a folder, held by one process until it calls `close()` or dies.
 
     Args:
-        folder: the folder; it is made if it does not exist.
-        patience_s: seconds to wait for another holder, such as an orphan of a killed job, to go away.
+        folder: folder to claim, created if it does not exist.
+        patience_s: seconds to wait for another holder to exit, such as an orphan of a killed job.
         key: configuration key that names the folder, for messages.
 
     Raises:
@@ -69,8 +69,8 @@ class Claim:
 def is_claimed(folder: Path) -> bool | None:
     """True if a process has claimed this folder, False if the process that last claimed it is gone.
 
-    None if that cannot be found out: nobody ever claimed the folder, the file system has no locks, or the last holder
-    ran on another machine.
+    None if the answer is unknown: no process ever claimed the folder, the file system has no locks, or the last
+    holder ran on another machine.
     """
     path = folder / LOCK
     held = is_held(path)
@@ -84,17 +84,18 @@ def is_claimed(folder: Path) -> bool | None:
 
 
 def tell_agent(reason: str) -> None:
-    """Write the reason of leaving into the file that torchrun's agent reads when a worker fails.
+    """Write the reason for the exit into the file that torchrun's agent reads when a worker fails.
 
-    The agent ends its summary with this reason. Without it, the agent's own traceback buries what the worker has
-    printed (`torch/distributed/elastic/multiprocessing/errors`). A disk that cannot take the file changes nothing else.
+    The agent prints this reason at the end of its summary. Without the reason there, the worker's own messages are
+    buried above the agent's traceback (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be
+    written, the error is ignored.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     wrapped = textwrap.fill(reason, AGENT_COLUMNS, break_long_words=False, break_on_hyphens=False)
     extra_info = {"py_callstack": wrapped, "timestamp": str(int(time.time()))}
-    # Written under another name and renamed: an agent that reads half a file crashes.
+    # Write under another name, then rename: the agent crashes if it reads a half-written file.
     part = Path(f"{path}.{threading.get_ident()}")
     try:
         part.write_text(json.dumps({"message": {"message": reason, "extraInfo": extra_info}}))
@@ -104,25 +105,27 @@ def tell_agent(reason: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when torchrun's agent dies. Orphans would train on, and write checkpoints.
+    """Ask the kernel to kill this process when torchrun's agent dies. An orphan would go on training and saving.
 
-    The kernel watches the thread that started this process, which in torchrun is the agent's main thread. An agent that
-    died before this call cannot be noticed here; the rendezvous fails without it, because the agent holds the store.
+    The kernel watches the thread that started this process, which in torchrun is the agent's main thread. If the agent
+    died before this call, this function does not notice, but then the rendezvous fails, because the agent serves the
+    store.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
-    # prctl fails only for a number that is not a signal.
+    # The result is ignored, because prctl fails here only if the number is not a signal.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    # The parent died before the kernel was asked.
+    # If the parent has changed, the old parent died before the request, and the kernel will not send the signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once with this exit code, which no signal can change any more.
+    """End this process at once with this exit code.
 
-    The interpreter's own shutdown is skipped: with gloo groups, it aborted 5 of 10 finished runs.
+    On the main thread, signals are ignored from here on, so that no signal can change the exit code. The interpreter's
+    normal shutdown is skipped, because with gloo groups it aborted 5 of 10 finished runs.
     """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -134,7 +137,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _holder(lock: Path) -> str:
-    """The holder of a lock in words, as far as the lock file names it."""
+    """Describe the holder of a lock, as far as the lock file names it."""
     try:
         return "process {pid} on {host} since {since}".format(**read_object(lock))
     except (ValueError, LookupError):

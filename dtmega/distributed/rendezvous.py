@@ -1,9 +1,11 @@
-"""The rendezvous: how the processes of a job meet before there is a process group, in a store of this attempt alone.
+"""The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own store.
 
-torchrun keeps one store over all restarts of a job. There, the next attempt would find the addresses of dead processes:
-with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify an attempt, because each node counts
-its own failures. So rank 0 numbers the attempts. It waits until all ranks have come to the new one, and then opens it.
-An attempt that was open before a rank came is an earlier one.
+torchrun keeps one store for all restarts of a job. If attempts shared the keys in torchrun's store, a new attempt would
+find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify
+an attempt, because each node counts only its own failures.
+
+So rank 0 numbers the attempts. Rank 0 starts a new attempt, waits until all ranks have joined the attempt, and then
+opens it. If a rank finds an open attempt that this rank has not joined, then that attempt is an earlier one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.distributed import (  # documented, missing in __all__
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-# How long processes that were started by hand wait for the next one. torchrun waits for all nodes before it starts any.
+# Longest wait for the next process if processes are started by hand. torchrun waits for all nodes by itself.
 BY_HAND_PATIENCE = timedelta(seconds=20)
 POLL_S = 0.1
 LARGEST_WORLD = 2**20
@@ -30,7 +32,7 @@ LARGEST_PORT = 2**16 - 1
 
 
 class Rank0GaveUp(ValueError):
-    """Raised on the other ranks when rank 0 has given up waiting. The message is that of rank 0, which prints it."""
+    """Raised on the other ranks when rank 0 has given up waiting, with the message that rank 0 prints."""
 
 
 def launcher_number(name: str, default: int, low: int, high: int) -> int:
@@ -51,7 +53,7 @@ def rank_and_size() -> tuple[int, int]:
     """Rank of this process and number of processes, from the launcher; (0, 1) without a launcher.
 
     Raises:
-        ValueError: they are not numbers, or the rank is not below the number of processes.
+        ValueError: RANK or WORLD_SIZE is not a number, or the rank is not below the number of processes.
     """
     size = launcher_number("WORLD_SIZE", 1, 1, LARGEST_WORLD)
     try:
@@ -61,24 +63,24 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def meet(rank: int, size: int, timeout: timedelta) -> Store:
-    """Wait until all processes of the job have come, and return the store of this attempt.
+    """Wait until all processes of the job have arrived, and return the store of this attempt.
 
     Args:
         rank: rank of this process.
         size: number of processes that the launcher has started.
-        timeout: timeout of the store's operations. It is also how long to wait for the next rank to come, unless the
-            processes were started by hand (`BY_HAND_PATIENCE`).
+        timeout: timeout of the store's operations, and longest wait for the next rank. If the processes were started by
+            hand, this wait is limited to BY_HAND_PATIENCE.
 
     Raises:
-        ValueError: variables of the launcher are missing or wrong; there is no store at the launcher's address; or not
-            all ranks came, in which case rank 0 names the missing ones.
+        ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or
+            ranks are missing, and rank 0 names them.
     """
     if "WORLD_SIZE" not in os.environ:
         return HashStore()
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
-    # torchrun's agent serves the store. Without torchrun, rank 0 does.
+    # torchrun's agent serves the store. Without torchrun, rank 0 serves it.
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = timeout if agent_has_store else min(timeout, BY_HAND_PATIENCE)
     tcp = _connect(rank == 0 and not agent_has_store, timeout, patience)
@@ -91,12 +93,13 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
     """Connect to the store at the launcher's address.
 
     Args:
-        is_master: True if this process serves the store; otherwise the server has to listen within `patience`.
+        is_master: True if this process serves the store. If False, the server must be listening within `patience`.
         timeout: timeout of the store's operations.
-        patience: how long to wait for the server, and for its answer.
+        patience: time to wait for the server, and then for its answer.
 
     Raises:
-        ValueError: the address is unknown, the port is taken, nothing listens there, or another program does.
+        ValueError: the address is unknown, the port is taken, no program listens at the address, or the
+            listening program is not a store.
     """
     address = os.environ["MASTER_ADDR"]
     port = launcher_number("MASTER_PORT", 0, 1, LARGEST_PORT)
@@ -117,7 +120,7 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
         except RuntimeError as error:
             results.append(error)
 
-    # In a thread, because torch would wait forever for an answer of a program that is not a store.
+    # Connect in a thread, because torch would wait forever for an answer from a program that is not a store.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(patience.total_seconds())
@@ -131,10 +134,10 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
 
 
 def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
-    """Wait until a program listens at this address. torch could wait, but prints a page for each failed attempt.
+    """Wait until a program listens at this address. torch could wait, but prints a page of text per failed try.
 
     Raises:
-        ValueError: nothing listens there within `patience`.
+        ValueError: no program listens at the address within `patience`.
     """
     deadline = time.monotonic() + patience.total_seconds()
     while True:
@@ -152,19 +155,19 @@ def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
 
 
 def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: bool) -> int:
-    """Begin a new attempt, wait until all ranks have come to it, and open it. Rank 0 calls this.
+    """Start a new attempt, wait until all ranks have joined it, and open it. Called on rank 0 only.
 
     Args:
-        job: store of the job, which all its attempts share.
+        job: store that all attempts of the job share.
         size: number of ranks.
-        patience: how long to wait for the next rank.
-        agent_has_store: True under torchrun; for the message.
+        patience: time to wait for the next rank.
+        agent_has_store: True under torchrun; affects only the error message.
 
     Returns:
         The number of the attempt.
 
     Raises:
-        ValueError: ranks are missing, and no further one came for `patience`.
+        ValueError: ranks are missing, and no further rank has joined for `patience`.
     """
     attempt = job.add("attempts", 1)
     absent = [*range(1, size)]
@@ -179,7 +182,7 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
             if not agent_has_store:
                 why += ": started by hand, all have to come soon after each other; torchrun waits for all nodes"
             job.set(f"{attempt}/given up", why)
-            # Time for the others to read it: the store may end with this process.
+            # Give the other ranks time to read the message, because the store may end with this process.
             time.sleep(2 * POLL_S)
             raise ValueError(why)
         if absent:
@@ -189,7 +192,7 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
 
 
 def _join_attempt(job: Store, rank: int, timeout: timedelta) -> int:
-    """Join the attempt that rank 0 begins, and wait until it is open. All other ranks call this.
+    """Join the attempt that rank 0 starts, and wait until it is open. Called on all ranks but rank 0.
 
     Returns:
         The number of the attempt.
@@ -203,7 +206,7 @@ def _join_attempt(job: Store, rank: int, timeout: timedelta) -> int:
     while time.monotonic() < deadline:
         attempt = job.add("attempts", 0)
         is_open = attempt > 0 and job.check([f"{attempt}/open"])
-        # An attempt that is open, and that this rank has not joined, is an earlier one, of processes that are gone.
+        # An open attempt that this rank has not joined is an earlier attempt, and its processes are gone.
         if is_open and attempt == joined:
             return attempt
         if attempt > joined and not is_open:

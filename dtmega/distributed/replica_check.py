@@ -1,8 +1,8 @@
-"""Check that copies of a tensor on several ranks are equal.
+"""Check that the copies of a tensor on several ranks are equal.
 
-Nothing in torch checks that, and in BLOOM's training the copies of its LayerNorms drifted apart.
+torch does not check that copies stay equal. In BLOOM's training, the copies of LayerNorm parameters drifted apart.
 
-The ranks that hold copies compare a checksum of each tensor's bits, with one collective per group.
+The ranks that hold copies compare checksums of the tensors' bits, with one collective per group.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch import Tensor
 
 from dtmega.ops.shards import local
 
-# Number of words summed at a time. As int64, together with their positions, they take 4 MiB.
+# Number of words summed at a time. As int64, this many words and their positions take 4 MiB.
 CHUNK = 2**18
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Checksums of the tensors' local parts, [n] int64: the sum of the words of each, weighted by position.
+    """Checksums of the tensors' local parts, [n] int64.
 
-    A word has at most 32 bits; an element of 8 bytes is two words. In a tensor of up to 2^31 words, one flipped bit or
-    two swapped words are always detected: they change the sum by less than 2^63, and never by 0.
+    The checksum of a tensor is the sum of its words, each multiplied by its position.
+
+    A word has at most 32 bits, so an element of 8 bytes counts as two words. In a tensor of up to 2^31 words, one
+    flipped bit or two swapped words always change the checksum: the sum changes by less than 2^63, and never by 0.
     """
     return torch.stack([_checksum(local(tensor).detach()) for tensor in tensors.values()])
 
@@ -32,8 +34,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
 def _checksum(tensor: Tensor) -> Tensor:
     """Checksum of one tensor, int64 scalar.
 
-    It is summed in chunks, so the memory that this takes does not grow with the tensor. Only a tensor that is not
-    contiguous is copied.
+    The words are summed in chunks, so the memory for the sum does not grow with the tensor. The tensor itself is copied
+    only if it is not contiguous.
     """
     words = tensor.flatten().view({1: torch.int8, 2: torch.int16}.get(tensor.itemsize, torch.int32))
     positions = torch.arange(1, min(CHUNK, words.numel()) + 1, device=words.device)
@@ -47,16 +49,16 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: str) -> None:
-    """Check that all ranks of a group hold the same bits under each name.
+    """Check that the tensors are equal, bit by bit, on all ranks of a group.
 
     Args:
-        tensors: tensors by name; the names must be the same on all ranks.
-        group: ranks that hold copies.
-        what: the tensors in words, for the message.
+        tensors: tensors by name. The names must be the same on all ranks.
+        group: group of the ranks that hold copies.
+        what: description of the tensors, for the error message.
 
     Raises:
-        RuntimeError: copies differ. It is raised on every rank of the group, and names the first tensor that differs
-            and the ranks that differ from the majority.
+        RuntimeError: copies differ. The error is raised on every rank of the group. The message names the first tensor
+            that differs, and the ranks that differ from the majority.
     """
     if dist.get_world_size(group) == 1 or not tensors:
         return
@@ -85,9 +87,9 @@ def gather_vectors(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Args:
         mine: vector of this rank, [n]; n is the same on all ranks.
-        group: the ranks.
+        group: group of the ranks to gather from.
     """
-    # nccl cannot gather from host memory, where offloaded parameters are.
+    # nccl cannot gather from host memory, and the checksums of offloaded parameters are in host memory.
     if dist.get_backend(group) == "nccl":
         mine = mine.to("cuda")
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -1,11 +1,11 @@
-"""A thread that watches the main one. It ends a process that is stuck after a signal or hangs, and names the rank.
+"""A thread that ends the process if the main thread hangs or is stuck after a signal, and names the rank to blame.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
 
-If all ranks came equally far, the innermost frames of their main threads tell them apart: a rank in a collective waits
-for the others, and a rank elsewhere has not come to the collective. The watch also writes the record of torch's flight
-recorder (`dtmega/distributed/flight_recorder.py`), which names that collective.
+If all ranks are in the same phase, the innermost frames of the main threads show which rank hangs: a rank inside a
+collective waits for the other ranks; a rank elsewhere has not reached the collective. The watch also writes the record
+of torch's flight recorder (`dtmega/distributed/flight_recorder.py`), which names that collective.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SAVING = "checkpoint"  # the phase in which a signal does not end the process
 POLL_S = 0.2
 REPORT_S = 10.0  # limit for the report of a hang, because the store may hang too
 CALLBACK_S = 10.0  # limit for the callback before the exit
-RECORD_S = 10.0  # limit for the flight recorder's record, which gives up before
+RECORD_S = 10.0  # limit for writing the flight recorder's record; flight_recorder.PATIENCE_S is shorter
 CLOSE = 0  # byte that ends the thread; no signal has this number
 OUR_CODE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class Beat(NamedTuple):
-    """A message of a rank that it begins a phase of a step.
+    """A message from a rank that begins a phase of a step.
 
     All ranks go through the same phases in the same order, so (step, nth) tells which rank is ahead.
 
@@ -65,11 +65,11 @@ class Beat(NamedTuple):
 
 
 class CodePlace(NamedTuple):
-    """The place in the code at which a main thread is.
+    """The place in the code that a rank's main thread has reached.
 
     Attributes:
-        waits: True if it waits for other ranks, in a collective.
-        text: its innermost frame, and the innermost frame outside libraries; '' if they are not known.
+        waits: True if the thread waits for other ranks in a collective.
+        text: the thread's innermost frame, and its innermost frame outside libraries; '' if the frames are not known.
     """
 
     waits: bool
@@ -77,25 +77,28 @@ class CodePlace(NamedTuple):
 
 
 class Watch:
-    """A thread that watches the main thread, which may sit in a collective where no Python handler runs.
+    """A thread that watches the main thread. While blocked in a collective, the main thread runs no signal handler.
 
-    From here to `close()`, the signals of `process.SIGNALS` are only appended to `signals`, which the loop reads after
-    each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored. The thread ends the process in two
-    cases: with STUCK if a signal came, and within grace_s the loop has neither begun a save nor ended; with HUNG if
-    there was no beat for timeout_s.
+    Until `close()`, the signals in `process.SIGNALS` do nothing but append their number to `signals`. The training loop
+    reads this list after each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored.
 
-    Only the main thread may make and close a watch, because only the main thread may set signal handlers.
+    The thread ends the process with exit code STUCK if the loop neither begins a save nor ends within grace_s of a
+    signal, and with exit code HUNG if there is no beat for timeout_s.
+
+    Only the main thread may create and close a watch, because only the main thread may set signal handlers.
 
     Args:
-        grace_s: seconds from the signal, and again from the end of a save. During a save only timeout_s and torchrun's
-            `--shutdown-timeout` (30 s unless set) are limits.
-        timeout_s: limit between two beats, 0 for none. It has to be longer than the compilation in the first step.
+        grace_s: seconds that the loop may take after a signal, and again after the end of a save. During a save, only
+            timeout_s and torchrun's `--shutdown-timeout` (30 s by default) limit the time.
+        timeout_s: longest time between two beats, in seconds; 0 for no limit. A limit must be longer than the
+            compilation in the first step.
         rank: rank of this process.
-        exit_status: takes exit code and reason if the thread ends the process; None: they are not recorded.
-        records: folder for the records of the flight recorder, in which each start has a folder; None: not written.
+        exit_status: object that records the exit code and the reason if the thread ends the process; None to record
+            neither.
+        records: folder for the flight recorder's files, with a subfolder for each start; None to write no files.
 
     Attributes:
-        signals: numbers of the signals that have come.
+        signals: numbers of the signals that have been received.
     """
 
     def __init__(
@@ -110,16 +113,16 @@ class Watch:
         self._exit_status = exit_codes.ExitStatus() if exit_status is None else exit_status
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
-        # The beat during which the place in the code was published last.
+        # The beat during which this rank last published its place in the code.
         self._placed: Beat | None = None
-        # Two connections: one for the beats of the main thread, one for this thread. See `share`.
+        # Two connections to the store: `_store` for the main thread's beats, `_reader` for the watching thread.
         self._store: Store | None = None
         self._reader: Store | None = None
         self._size = 1
         self._records, self._start = records, datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%S")
         self._inbox, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
-        # The C half of a signal handler writes the signal's number here at once, whatever the main thread is doing.
+        # Python's signal handler in C writes the signal's number to this socket at once, whatever the main thread does.
         self._fd_before = signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
         handled = [n for n in process.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         self._handlers_before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in handled}
@@ -128,25 +131,26 @@ class Watch:
         self._thread.start()
 
     def share(self, store: Store, size: int) -> None:
-        """Publish the beats of this rank in a store from now on, and read there those of the others.
+        """Share beats through a store from now on: publish this rank's beats, and read those of the other ranks.
 
         Args:
-            store: a connection to the store that nothing else uses. The thread uses a copy of it, because the main
-                thread may hang in the first one.
+            store: connection to the store, which no other code uses. The watching thread uses a clone of this
+                connection, because the main thread may hang while using the original.
             size: number of ranks.
         """
         self._size, self._store, self._reader = size, store, store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
         if self._records is not None:
-            # All ranks name the folder of this start by the same time. At the end, the store may be gone.
+            # All ranks must name this start's folder after the same time. The ranks agree on the time now, because the
+            # store may be gone when the folder is needed.
             self._start = store.compare_set("start", "", self._start).decode()
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called before the thread ends the process. It runs in that thread, for CALLBACK_S at most."""
+        """Set a function, limited to CALLBACK_S, that the watching thread calls before it ends the process."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
-        """Report that this rank begins a phase: "data", "reduce", "evaluation", SAVING, ... This takes microseconds.
+        """Report that this rank begins a phase: "data", "reduce", "evaluation", SAVING, ... A call takes microseconds.
 
         Args:
             step: number of the step.
@@ -158,7 +162,7 @@ class Watch:
         self._publish()
 
     def who_is_behind(self) -> str:
-        """The ranks that are behind the others, and the places of all ranks; a line for each place.
+        """Describe where each rank is and which ranks are behind. Ranks at the same place share a line.
 
         The place in the code is known only for ranks that have sent no beat for half of timeout_s.
         """
@@ -180,7 +184,7 @@ class Watch:
         for (step, nth, phase, place), ages_s in sorted(groups.items()):
             if not together:
                 position = "in front" if (step, nth) == front else "behind"
-            # Some ranks wait in a collective that the other ranks have not entered: those are the ones that hang.
+            # Some ranks wait in a collective that the other ranks have not entered. These other ranks hang.
             elif len(waiting) > 1 and place.text:
                 position = "waiting" if place.waits else "hanging"
             else:
@@ -191,10 +195,10 @@ class Watch:
         return "\n".join(lines)
 
     def report_stuck(self, until: str) -> int:
-        """Print that this rank leaves without a save after a signal, and record it.
+        """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: limit before which no step ended, in words: "in 20 s", or what ended the process.
+            until: time in which no step has ended, such as "in 20 s", or the error that ended the process first.
 
         Returns:
             The exit code.
@@ -206,12 +210,13 @@ class Watch:
         return exit_codes.STUCK
 
     def record_exit(self, code: int, reason: str) -> bool:
-        """Record why this rank leaves, or why another one left first: that is the reason of the whole job.
+        """Record why this rank exits. If another rank exited before, record that rank's reason instead.
 
-        Whatever ends a later rank, a broken collective or the launcher, is a consequence of the first exit.
+        The first exit explains the end of the whole job. The other ranks exit as a consequence: a collective breaks, or
+        the launcher kills these ranks.
 
         Returns:
-            False if another rank is known to have left first.
+            False if another rank is known to have exited first.
         """
         self._exit_status.set(code, reason)
         if self._reader is None:
@@ -220,7 +225,7 @@ class Watch:
         try:
             first = self._reader.compare_set("left", "", mine).decode()
         except RuntimeError:
-            # The store may have gone with the first rank.
+            # The store may have ended with the rank that exited first.
             return True
         if first != mine:
             its_code, its_reason = first.split(" ", 1)
@@ -228,20 +233,20 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank leaves because another rank left first, as `record_exit` found.
+        """Print that this rank exits because another rank exited first. Called if `record_exit` returned False.
 
         Args:
-            error: error with which the exit of the other rank has reached this one.
+            error: error that the exit of the other rank caused on this rank.
 
         Returns:
-            The exit code, which is that of the other rank.
+            The exit code of the other rank.
         """
         code, reason = self._exit_status.code, self._exit_status.reason
         assert code is not None
-        # The reason begins with the other rank: "rank 2: ...".
+        # The reason begins with the name of the other rank: "rank 2: ...".
         first_rank = reason.partition(": ")[0]
         console.say(self._exit_line(code, f"leaving after {first_rank} ({exit_codes.error_summary(error)})"))
-        # The record of the rank that hung says little without those of the ranks that waited for it.
+        # The flight record of the rank that hung says little without the records of the ranks that waited for it.
         if code in (exit_codes.HUNG, exit_codes.STUCK):
             self._write_record()
         return code
@@ -250,7 +255,7 @@ class Watch:
         """Stop watching, and restore the signal handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._handlers_before.items():
-            # None: the handler was not set by Python, and Python cannot set it again.
+            # A handler that was not set from Python is None here, and Python cannot restore that handler.
             signal.signal(number, handler or signal.SIG_DFL)
         self._alarm.send(bytes([CLOSE]))
         self._thread.join()
@@ -263,13 +268,13 @@ class Watch:
         step, nth, at_s, phase = self._last
         try:
             self._store.set(f"beat/{self.rank}", f"{step} {nth} {at_s:.3f} {phase}")
-        # The beats only serve a report, so a broken store does not end the run.
+        # Beats are only needed for a report, so a broken store does not end the run.
         except RuntimeError as error:
             self._store = None
             console.say(f"rank {self.rank}: beats are no longer shared: {error}")
 
     def _publish_place(self) -> None:
-        """Publish where the main thread is. Any rank may be the one that makes the report."""
+        """Publish this rank's place in the code, because any rank may print the report."""
         if self._reader is None:
             return
         beat = self._last
@@ -279,7 +284,7 @@ class Watch:
             self._reader.set(f"place/{self.rank}", f"{beat.step} {beat.nth} {int(waits)} {text}")
 
     def _read(self, store: Store) -> dict[int, tuple[Beat, CodePlace]]:
-        """The last beat of each rank that has sent one, and its place in the code during that beat.
+        """The last beat of each rank that has sent a beat, and the rank's place in the code during that beat.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -291,7 +296,7 @@ class Watch:
         for rank, value in zip(placed, store.multi_get([f"place/{rank}" for rank in placed]), strict=True):
             step, nth, waits, text = value.decode().split(" ", 3)
             beat, _ = last_beats[rank]
-            # A place that was published during an earlier beat says nothing about this one.
+            # Ignore a place that was published during an earlier beat.
             if (beat.step, beat.nth) == (int(step), int(nth)):
                 last_beats[rank] = beat, CodePlace(waits == "1", text)
         return last_beats
@@ -302,7 +307,7 @@ class Watch:
         saves = self._saves
         signalled = False
         idle_s = 0.0  # since the last beat
-        waited_s = 0.0  # since a signal, or since the end of a save after it
+        waited_s = 0.0  # since a signal, or since the end of a save that came after the signal
         before = time.monotonic()
         while True:
             if select.select([self._inbox], [], [], POLL_S)[0]:
@@ -310,7 +315,7 @@ class Watch:
                 if CLOSE in arrived:
                     return
                 signalled = signalled or any(number in process.SIGNALS for number in arrived)
-            # Only time in which this thread ran counts: a process that was stopped (Ctrl-Z, a debugger) did not hang.
+            # Count only time in which this thread ran: a process that was stopped (Ctrl-Z, a debugger) did not hang.
             now = time.monotonic()
             passed_s = min(now - before, 5 * POLL_S)
             before = now
@@ -325,7 +330,8 @@ class Watch:
             if waited_s > self.grace_s:
                 self._end(exit_codes.STUCK, _stuck_reason(f"in {self.grace_s:g} s"))
 
-            # All ranks publish their places in time for the report of the first rank whose timeout is over.
+            # Each rank publishes its place after half the timeout, so all places are known when the first rank reaches
+            # its timeout and prints the report.
             if 0 < self.timeout_s / 2 < idle_s and self._placed is not last:
                 self._placed = last
                 self._publish_place()
@@ -334,7 +340,7 @@ class Watch:
 
     def _end(self, code: int, reason: str) -> NoReturn:
         """Record the reason, print the report, and end the process."""
-        # A C thread ends the process with code 1 if the report hangs too: in the store, or in a full stdout.
+        # The report may hang too, in the store or on a blocked stdout. A C thread then ends the process with code 1.
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
             self._exit_status.set(code, reason)
@@ -345,13 +351,15 @@ class Watch:
             line = self._exit_line(code, reason)
             first = code == exit_codes.HUNG and self._is_first("hung")
             console.say(f"{line}\n{self.who_is_behind()}" if first else line)
-            # Ranks that only wait for others print one line. The others also print where they are.
+            # A rank that only waits for others prints one line. The first rank, and ranks that do not wait in a
+            # collective, also print the stacks of their threads.
             if code == exit_codes.HUNG and (first or not _place_of_main_thread().waits):
                 faulthandler.dump_traceback(all_threads=True)
             if self._callback is not None:
                 faulthandler.dump_traceback_later(CALLBACK_S, exit=True)
                 self._callback()
-            # Last, because nccl's recorder asks CUDA, whose answer may not come, and then no Python runs any more.
+            # The flight record is written last, because nccl's recorder calls CUDA. If CUDA does not answer, no Python
+            # code runs any more.
             if self._records is not None:
                 faulthandler.dump_traceback_later(RECORD_S, exit=True)
                 self._write_record()
@@ -359,7 +367,7 @@ class Watch:
             process.leave(code)
 
     def _write_record(self) -> None:
-        """Write the flight recorder's record. The first rank that has one prints how to read those of all ranks."""
+        """Write this rank's flight record. The first rank that writes prints the command to compare all records."""
         if self._records is None:
             return
         folder = self._records / self._start
@@ -372,7 +380,7 @@ class Watch:
         return f"rank {self.rank}: {reason}, at step {self._last.step} in {self._last.phase} (exit code {code})"
 
     def _is_first(self, key: str) -> bool:
-        """True if this rank is the first of all to ask this. Only the first one prints what concerns all ranks."""
+        """True if this rank is the first to ask for `key`. Only the first rank prints messages about all ranks."""
         try:
             return self._reader is None or self._reader.add(key, 1) == 1
         except RuntimeError:
@@ -393,7 +401,10 @@ def _place_of_main_thread() -> CodePlace:
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
-    """The place of a thread in the code. It waits if only frames of torch are inside the call of torch.distributed.
+    """Find the place of a thread in the code.
+
+    A thread counts as waiting for other ranks if it is in a call to torch.distributed, and all frames inside this call
+    belong to torch or Python.
 
     Args:
         frame: the thread's innermost frame; None if there is no such thread.
@@ -403,10 +414,10 @@ def place_of(frame: FrameType | None) -> CodePlace:
     torch = getattr(sys.modules.get("torch"), "__path__", ["torch is not imported"])[0]
     torch_paths = (torch, STANDARD_LIBRARY, "<frozen")
     innermost, waits, only_torch = frame, False, True
-    # From the innermost frame outwards, through all frames of libraries.
+    # Walk from the innermost frame outwards, through all library frames.
     while frame is not None and _is_library(path := frame.f_code.co_filename, torch_paths):
-        # torch's pipeline schedule is in torch.distributed as well, but further out than the frames of the stage that
-        # it runs. A stage that hangs does not wait.
+        # torch's pipeline schedule is part of torch.distributed too, but it calls stages, whose code is not part of
+        # torch. Because of `only_torch`, a stage that hangs does not count as waiting.
         only_torch = only_torch and path.startswith(torch_paths)
         waits = waits or (only_torch and path.startswith(os.path.join(torch, "distributed")))
         frame = frame.f_back
@@ -415,7 +426,7 @@ def place_of(frame: FrameType | None) -> CodePlace:
 
 
 def _is_library(path: str, torch_paths: tuple[str, ...]) -> bool:
-    """True for a file of a library or of Python. dtmega's own files may be in site-packages too."""
+    """True if a file belongs to a library or to Python, not to dtmega, which may itself be in site-packages."""
     installed = f"{os.sep}site-packages{os.sep}" in path or path.startswith(torch_paths)
     return installed and not path.startswith(OUR_CODE)
 

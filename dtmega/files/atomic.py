@@ -27,10 +27,10 @@ CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # errors of file syst
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[TextIO]:
-    """A UTF-8 file to write to, which replaces `path` when the block ends: whole and on the disk, or not at all.
+    """A UTF-8 file to write to. When the `with` block ends, the file is synced to disk and then replaces `path`.
 
     Raises:
-        OSError: the file cannot be written. Then `path` is unchanged.
+        OSError: the file cannot be written; `path` is then unchanged.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -48,10 +48,10 @@ def replaced(path: Path) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[Any]:
-    """A new binary file to write to. When the block ends, its bytes are on the disk and not only in a cache.
+    """A new binary file to write to. After the `with` block, the file's bytes are on disk, not just in a cache.
 
     Raises:
-        OSError: the file exists already, or cannot be written; the error names the file.
+        OSError: the file already exists, or cannot be written; the error names the file.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     with os.fdopen(fd, "wb", buffering=0) as file:
@@ -60,7 +60,7 @@ def created(path: Path) -> Iterator[Any]:
 
 
 class _WholeWrites:
-    """An unbuffered file that writes all bytes of a `write`, although the kernel may write fewer per call.
+    """An unbuffered file whose `write` writes all bytes, although the kernel may write fewer per call.
 
     Errors name the file.
     """
@@ -70,7 +70,7 @@ class _WholeWrites:
         self._path = path
 
     def flush(self) -> None:
-        """Do nothing, because nothing is buffered. torch.save calls this."""
+        """Do nothing, because nothing is buffered. torch.save calls this method."""
 
     def write(self, data: Any) -> None:
         unwritten = memoryview(data)
@@ -83,7 +83,7 @@ class _WholeWrites:
 
 
 def empty_folder(path: Path) -> None:
-    """Make an empty folder, and delete what was there before. The name of the folder itself is not synced."""
+    """Make an empty folder, deleting any earlier content. The folder's own name is not synced."""
     remove_folder(path)
     make_folder(path.parent)
     os.mkdir(path)
@@ -96,7 +96,7 @@ def remove_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, so that they survive a power cut."""
+    """Make a folder and its missing parents, so that all these folders survive a power cut."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut. Does nothing on a file system that cannot sync folders."""
+    """Make the names of a folder's entries survive a power cut. Does nothing if the file system cannot sync folders."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,13 +1,13 @@
-"""A child process that reads an untrusted file with a library, within limits of time and memory.
+"""A child process that reads an untrusted file with a library, under limits on time and memory.
 
     child = Confined("dtmega.data.tokenizers.chat:read_conversations", folder, where="DIR/chat_template.jinja")
     ids = child.ask(messages)           # any number of times, with the same child
     child.close()
 
-The child calls the named function with the arguments, which returns a second function. The child answers each request
-with the result of that second function. Requests and answers are JSON. If the child fails, hangs or takes too much
-memory, it is killed and the caller gets a `ValueError` of one line; the next request starts a new child. The child
-cannot import torch, because torch alone needs more memory than the limit allows.
+The child calls the named function with the arguments. This call returns a second function, which the child calls to
+answer each request. Requests and answers are JSON. If the child fails, hangs or takes too much memory, it is killed and
+the caller gets a one-line `ValueError`; the next request starts a new child. The child cannot import torch, because
+torch alone needs more memory than the limit allows.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ MAIN = "import sys; sys.path[:] = sys.argv[3:]; from dtmega.files import confine
 
 
 class Confined:
-    """A child process with limits.
+    """A child process with limits on time and memory.
 
     Args:
-        function: function to call in the child, as module:name. It returns a function from a request to an answer.
-        arguments: arguments of that function, sent to the child as JSON.
+        function: function to call in the child, as module:name. This function returns a second function, which turns
+            a request into an answer.
+        arguments: arguments of `function`, sent to the child as JSON.
         where: name of the file that the child reads, for messages.
     """
 
@@ -48,11 +49,11 @@ class Confined:
         self._arguments = arguments
         self._where = where
         self._child: subprocess.Popen[bytes] | None = None
-        # Kills the child once this object is gone. While there is no child it calls `int`, which does nothing.
+        # Kill the child once this object is gone. While there is no child, the finalizer calls `int`, a no-op.
         self._end = weakref.finalize(self, int)
 
     def start(self) -> None:
-        """Start the child, unless it runs already, and wait until the function has returned.
+        """Start the child, unless it is already running, and wait until the function has returned.
 
         Raises:
             ValueError: the function raised an error, or exceeded the limits.
@@ -71,7 +72,7 @@ class Confined:
         self._answer(child, START_S)
 
     def ask(self, request: Any) -> Any:
-        """Send a request to the child, and return its answer.
+        """Send a request to the child, and return the child's answer.
 
         Raises:
             ValueError: the function raised an error, or exceeded the limits.
@@ -90,7 +91,7 @@ class Confined:
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """The child's next answer. A child that does not answer in time, or has ended, is killed.
+        """The child's next answer. If the child does not answer in time, or has ended, it is killed.
 
         Raises:
             ValueError: the child did not answer, or reported an error.
@@ -111,11 +112,11 @@ class Confined:
 
 
 def serve(function: str, arguments: str) -> None:
-    """Answer the requests on stdin, until stdin ends. Runs in the child.
+    """Answer the requests on stdin until stdin ends. Runs in the child.
 
     Args:
         function: function to call, as module:name (see `Confined`).
-        arguments: arguments of that function, as a JSON list.
+        arguments: arguments of `function`, as a JSON list.
     """
     requests, answers = sys.stdin, sys.stdout
     sys.stdout = sys.stderr  # so that lines printed by a library do not mix with the answers
@@ -151,18 +152,19 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End this process after about 2 x `seconds` more of CPU time.
+    """End this process after about 2 x `seconds` of further CPU time.
 
-    The parent kills a child that takes too long by the clock. This limit also ends a child whose parent is gone.
+    The parent already kills a child that takes too long by wall-clock time. The limit on CPU time also ends a child
+    whose parent is gone.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + 2 * seconds) + 1)
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message, after the name of the error's class if it is not a ValueError.
+    """The first line of an error's message; unless the error is a ValueError, its class name comes first.
 
-    A MemoryError is reported as the limit of memory.
+    For a MemoryError, the message names the memory limit.
     """
     if isinstance(error, MemoryError):
         return f"expected to need at most {MEMORY_BYTES // 2**20} MiB of memory"
@@ -174,8 +176,8 @@ def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
     """The next line of a stream.
 
     Returns:
-        The line with its newline; without one, if the stream ended in the middle of the line. None if the line did not
-        come in time, or is longer than ANSWER_BYTES.
+        The line with its newline, or without a newline if the stream ended in mid-line. None if the line did not come
+        in time, or is longer than ANSWER_BYTES.
     """
     deadline = time.monotonic() + within_s
     line = bytearray()

@@ -1,7 +1,7 @@
 """Output for people. A full disk, a closed pipe or a dead terminal must neither end a run nor change its exit code.
 
-with guarded():      # from here on print, tqdm, warnings and tracebacks cannot fail
-    with copied(log):    # and each line is passed to a function as well: log("a line")
+with guarded():      # in this block, print, tqdm, warnings and tracebacks cannot fail
+    with copied(log):    # and each line is also passed to a function: log("a line")
         print("a line")
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 
 class Guarded:
-    """A text stream whose methods do not fail. Text that cannot be written is lost.
+    """A text stream whose methods never fail. Text that cannot be written is lost.
 
     Args:
-        stream: text stream to write to; None if the process was started without one, so that `sys.stdout` is None.
+        stream: text stream to write to; None if the process was started without the stream (`sys.stdout` is then None).
     """
 
     def __init__(self, stream: Any) -> None:
@@ -28,10 +28,10 @@ class Guarded:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        # The terminal's encoding lacks a character of the text, such as a letter in a generated sample.
+        # The terminal's encoding lacks a character in the text, such as a letter in a generated sample.
         except UnicodeEncodeError:
             self.write(text.encode("ascii", "backslashreplace").decode())
-        # OSError: the stream is not writable. ValueError: it is closed. AttributeError: it is None.
+        # OSError: the stream is not writable. ValueError: the stream is closed. AttributeError: the stream is None.
         except (OSError, ValueError, AttributeError):
             pass
         return len(text)
@@ -52,7 +52,7 @@ class Guarded:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Make stdout and stderr `Guarded` within this block. Also works as a decorator."""
+    """Make stdout and stderr `Guarded` within the `with` block. Also works as a decorator."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Guarded(sys.stdout), Guarded(sys.stderr)
     try:
@@ -62,13 +62,13 @@ def guarded() -> Iterator[None]:
 
 
 class Copied:
-    """A `Guarded` text stream that also passes its lines, once they are complete, to a function.
+    """A `Guarded` text stream that also passes each complete line to a function.
 
-    A line with a carriage return is left out, because it is a progress bar, which a terminal draws over.
+    A line with a carriage return is not passed on, because it belongs to a progress bar, which redraws the same line.
 
     Args:
         stream: text stream to write to.
-        take: function that is called with one or more lines, without the last line break.
+        take: function that is called with one or more complete lines, without the final line break.
     """
 
     def __init__(self, stream: Any, take: Callable[[str], None]) -> None:
@@ -79,7 +79,7 @@ class Copied:
         # Write to the stream first, because `take` may hang, for example on a disk.
         written = self._stream.write(text)
         text = self._begun.pop(threading.get_ident(), "") + text
-        # tqdm moves the cursor up after it has drawn a bar that is below another one.
+        # tqdm moves the cursor up after drawing a bar below another bar.
         lines = text.replace("\x1b[A", "").replace("\r\n", "\n").split("\n")
         *complete, begun = ["" if "\r" in line else line for line in lines]
         if begun:
@@ -99,7 +99,7 @@ class Copied:
 
 @contextmanager
 def copied(take: Callable[[str], None]) -> Iterator[None]:
-    """Make stdout and stderr `Copied` within this block, also in loggers that already print on them."""
+    """Make stdout and stderr `Copied` within the `with` block, also for loggers that already print on these streams."""
     with ExitStack() as undo:
         for owner, name in [(sys, "stdout"), (sys, "stderr"), *((handler, "stream") for handler in _handlers())]:
             stream = getattr(owner, name)
@@ -111,16 +111,16 @@ def copied(take: Callable[[str], None]) -> Iterator[None]:
 
 
 def _handlers() -> set[logging.Handler]:
-    """The handlers, such as those of torch's loggers, that print on the streams which this process was started with."""
+    """The log handlers that print on this process's original stdout or stderr, such as torch's handlers."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     return {handler for handler in handlers if getattr(handler, "stream", handler) in (sys.__stdout__, sys.__stderr__)}
 
 
 def say(text: str) -> None:
-    """Print lines on stderr, made `printable` because they may quote file names and other people's text.
+    """Print lines on stderr, made `printable` because the lines may quote file names and other people's text.
 
-    All lines go out in one write, so that the lines of several ranks do not mix.
+    All lines are printed in one write, so that the lines of several ranks do not mix.
     """
     stream = Guarded(sys.stderr)
     stream.write(printable(text, keep="\n") + "\n")
@@ -128,13 +128,13 @@ def say(text: str) -> None:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """The ranks in words: [2] -> rank 2, [0, 1] -> ranks 0, 1. From the 17th rank on, only their number is given."""
+    """The ranks in words: [2] -> rank 2, [0, 1] -> ranks 0, 1. Ranks after the 16th are only counted."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""The text with its control characters and invisible characters escaped: "\x1b[2J" becomes "\\x1b[2J".
+    r"""The text with control characters and invisible characters escaped: "\x1b[2J" becomes "\\x1b[2J".
 
     Args:
         text: text from anywhere, which could otherwise move the cursor or recolour a terminal.

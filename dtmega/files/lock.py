@@ -1,10 +1,10 @@
-"""A lock on a file, for one process at a time. It is released when its holder dies.
+"""A lock on a file, which one process can hold at a time. The lock is released when its holder dies.
 
-with Lock(Path("order.bin.lock")):   # waits until no other process holds it
+with Lock(Path("order.bin.lock")):   # waits until no other process holds the lock
     ...
 
-The locks are `flock`'s. Child processes of the holder do not inherit them. On a file system without locks every process
-gets the lock, and a line on stderr warns about it.
+The locks are made with `flock`, and the holder's child processes do not inherit them. On a file system without locks
+every process gets the lock, and a line on stderr warns the user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_S = 0.1
 
 
 class Lock:
-    """A lock that one process may hold, until it calls `close()` or dies.
+    """A lock that one process at a time may hold, until the process calls `close()` or dies.
 
     Args:
         path: file to lock, made if it does not exist.
@@ -34,8 +34,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Python does not pass this descriptor on to child processes. They may outlive this process, and would keep the
-        # lock.
+        # Child processes do not inherit this descriptor: a child that outlives its parent would keep the lock.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self, patience_s: float = math.inf) -> bool:
@@ -55,13 +54,13 @@ class Lock:
         return True
 
     def write(self, text: str) -> None:
-        """Replace the content of the file, and sync it to the disk. The holder may use this to say who it is."""
+        """Replace the file's content, and sync the file to disk. The lock's holder may identify itself this way."""
         os.ftruncate(self._fd, 0)
         os.write(self._fd, text.encode())
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Release the lock. The file stays, because another process may be waiting on it."""
+        """Release the lock. The file stays, because another process may be waiting for this lock."""
         os.close(self._fd)
 
     def __enter__(self) -> Lock:
@@ -78,13 +77,13 @@ class Lock:
         self.close()
 
     def _try(self) -> bool:
-        """Take the lock if it is free; False if another process holds it."""
+        """Take the lock if it is free; return False if another process holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
-            # These errors mean that the file system has no locks, such as Lustre mounted without -o flock.
+            # These errors mean that the file system has no locks (for example, Lustre mounted without -o flock).
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
             console.say(f"{self._path} cannot be locked ({error.strerror}): a second writer would not be noticed")
@@ -92,9 +91,10 @@ class Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock on this file, False if none does, None if that is not known.
+    """True if a process holds the lock on this file, False if no process does, None if unknown.
 
-    To find out, a free lock is taken for a moment. A process that tries to take it in that moment has to try again.
+    To find out, the function briefly takes a free lock. A process that tries to take the lock at that moment has to try
+    again.
     """
     try:
         fd = os.open(path, os.O_RDONLY)

@@ -1,9 +1,9 @@
-"""Optional libraries: a missing one is reported with the command that installs it.
+"""Optional libraries: if a library is missing, the error names the command that installs the library.
 
     with optional_imports.needed("hf", "[model] name = 'hf'"):
         import transformers     # ValueError: [model] name = 'hf' needs transformers, which is not installed: ...
 
-Each optional library belongs to an extra of pyproject.toml, and only the code that needs it imports it.
+Each optional library belongs to an extra in pyproject.toml, and only the code that needs the library imports it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(extra: str, who: str) -> Iterator[None]:
-    """Turn a failed import inside the `with` block into a message that says what to install.
+    """Turn a failed import inside the `with` block into an error message that says what to install.
 
     Args:
-        extra: name of the extra of pyproject.toml that contains the library.
-        who: key or command that needs the library, as the user knows it.
+        extra: name of the pyproject.toml extra that contains the library.
+        who: key or command that needs the library, as the user writes it.
 
     Raises:
         ValueError: a library is missing.
@@ -35,8 +35,8 @@ def check(library: str, extra: str, who: str) -> None:
 
     Args:
         library: name of the library's package.
-        extra: name of the extra of pyproject.toml that contains the library.
-        who: key or command that needs the library, as the user knows it.
+        extra: name of the pyproject.toml extra that contains the library.
+        who: key or command that needs the library, as the user writes it.
 
     Raises:
         ValueError: the library is not installed.

@@ -1,4 +1,4 @@
-"""Reads JSON objects and TOML tables that other people wrote: limited in size and depth, with one message per fault."""
+"""Read JSON and TOML from other people, with limits on size and depth, and with one message per fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import tomli
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors has 14 MB
-MAX_DEPTH = 64  # levels of objects and lists inside each other; a config.json has 5
+MAX_DEPTH = 64  # levels of nested objects and lists; a config.json has 5
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a pointer file, up to the version
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # gpt2, meta-llama/Llama-3.2-1B
 
@@ -38,14 +38,14 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def check_not_a_pointer(start: bytes, path: str | Path) -> None:
-    """Refuse a pointer file of Git LFS, which a clone without git-lfs has in place of each large file.
+    """Refuse a Git LFS pointer file. A clone made without git-lfs has a pointer file in place of each large file.
 
     Args:
-        start: first bytes of the file: at least 64, or all if it is shorter.
+        start: first bytes of the file: at least 64, or the whole file if it is shorter.
         path: name of the file, for the message.
 
     Raises:
-        ValueError: the file is such a pointer.
+        ValueError: the file is a Git LFS pointer file.
     """
     if start.startswith(LFS_POINTER):
         raise ValueError(
@@ -54,17 +54,17 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
 
 
 def dangling(path: str | Path) -> str:
-    """End of a message about a path that cannot be opened: the target of a broken link; '' for any other path."""
+    """End of a message about a path that cannot be opened: the target of a broken link; '' for other paths."""
     if os.path.islink(path) and not os.path.exists(path):
         return f" (it is a link to {os.readlink(path)}, which is not there)"
     return ""
 
 
 def download(name: str) -> str:
-    """End of a message about a missing folder: the command that downloads a model with this id of the hub.
+    """End of a message about a missing folder: the command that downloads the model with this id from the hub.
 
     Returns:
-        The text, or '' if the path exists, or if the name cannot be an id of the Hugging Face hub.
+        The text; '' if the path exists, or if the name cannot be a Hugging Face hub id.
     """
     if os.path.lexists(name) or not HUB_ID.fullmatch(name):
         return ""
@@ -73,7 +73,7 @@ def download(name: str) -> str:
 
 
 def parse_object(raw: bytes, name: str) -> dict[str, Any]:
-    """Parse bytes that hold one JSON object.
+    """Parse the bytes of one JSON object.
 
     Args:
         name: name of the file that the bytes come from, for messages.
@@ -99,7 +99,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse a TOML text.
 
     Raises:
-        ValueError: the text is not TOML, has a number of thousands of digits, or is nested too deeply.
+        ValueError: the text is not TOML, has a number with thousands of digits, or is nested too deeply.
     """
     too_deep = f"expected at most {MAX_DEPTH} levels"
     try:
@@ -112,7 +112,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
-    """True if objects and lists are nested in more than MAX_DEPTH levels, so that a recursive walk might overflow."""
+    """True if objects and lists are nested more than MAX_DEPTH levels deep, so that a recursive walk might overflow."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         if not level:

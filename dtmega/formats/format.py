@@ -1,4 +1,4 @@
-"""The form in which one program stores a family: the names of its tensors, and the keys of its configuration."""
+"""One program's storage format for a family of models: tensor names and configuration keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dtmega.formats.sources import Source
 
 
 class Key(NamedTuple):
-    """A key of [model] and its names in the other program's configuration.
+    """A key of [model], and the key's names in the other program's configuration.
 
     Attributes:
-        ours: the key of [model].
+        ours: the key's name in [model].
         theirs: the other program's names for the key, oldest first. The first name that is present is read; the last
             name is written.
-        default: the other program's default, used where none of the names is present. None: the key is required, and
-            is a positive integer.
-        free: True if the weights mean the same whatever the value is, so that a run that starts from the weights may
-            choose a different value.
-        resolved: name of the section's property with the effective value, for a key in which 0 stands for "the usual
-            value"; '' if the value is that of the key itself.
+        default: the other program's default, used if none of the names is present. None if the key is required; its
+            value must then be a positive integer.
+        free: True if a run that starts from the weights may choose a different value, because the weights have the
+            same meaning for every value.
+        resolved: name of the section's property with the effective value, if the key's value 0 stands for "the usual
+            value"; '' if the key itself has the effective value.
     """
 
     ours: str
@@ -42,27 +42,27 @@ def _nothing(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    """The form in which one program stores one family.
+    """One program's storage format for one family of models.
 
     Attributes:
-        rules: rules between our tensors and theirs.
-        rules_of: function that returns further rules for a model, whose names depend on the model's configuration.
+        rules: rules that relate our tensors to theirs.
+        rules_of: function that returns further rules for a model, if tensor names depend on the model's configuration.
         keys: keys of [model] that each correspond to a single key of their configuration.
-        fixed: entries that their configuration has for every model of the family, `model_type` among them. Reading a
-            configuration compares each of them, if it is present, except the class names (`architectures`).
-        base: prefix of most of their names. Files of a bare base model lack it.
-        ignored: regular expression for the ends of stored names that are not weights.
-        older: ends of names in old files -> ends of today's names.
-        implied: values of [model] that every model of this form has. Where a program stores a family in several forms,
-            these values tell which form is meant.
-        heads: function that returns the model's numbers of heads, for rules with the word "heads".
+        fixed: entries that their configuration has for every model of the family, including `model_type`. If a
+            configuration has one of these keys, the value must be equal, except for the class names (`architectures`).
+        base: prefix of most of their names. The names in files of a bare base model lack this prefix.
+        ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
+        older: ends of names in old files -> ends of the present names.
+        implied: [model] values that every model in this format has. If a program stores a family in several formats,
+            these values tell which format applies.
+        heads: function that returns the model's head counts, for rules with the word "heads".
         refuse: function that raises ValueError for a model that the format cannot express.
-        to_section: function that returns keys of [model] that follow from several entries of their configuration. It
-            may raise ValueError.
-        section_from_tensors: function that returns keys of [model] that are not in their configuration but follow from
-            the stored tensors.
-        from_section: function that returns entries of their configuration that follow from [model], besides `fixed` and
-            `keys`.
+        to_section: function that returns keys of [model] that follow from several entries of their configuration, or
+            raises ValueError.
+        section_from_tensors: function that returns keys of [model] that follow from the stored tensors, not from
+            their configuration.
+        from_section: function that returns entries of their configuration that follow from [model], in addition to
+            `fixed` and `keys`.
     """
 
     rules: tuple[Rule, ...]
@@ -85,11 +85,11 @@ class Format:
         return self.fixed["model_type"]
 
     def fits(self, model: config.Model) -> bool:
-        """True if a model has the values that every model of this form has."""
+        """True if a model has the values that every model in this format has."""
         return not self.mismatches(model)
 
     def mismatches(self, model: config.Model) -> dict[str, Any]:
-        """The entries of `implied` that a model does not have: key of [model] -> value that the form implies."""
+        """The entries of `implied` that a model does not have: key of [model] -> value that the format implies."""
         return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
     def section(self, theirs: Mapping[str, Any], file: str, stored: Source | None = None) -> dict[str, Any]:
@@ -98,8 +98,7 @@ class Format:
         Args:
             theirs: the other program's configuration.
             file: path of the configuration, for messages.
-            stored: the tensors stored beside the configuration, under the other program's names; None if they are not
-                known.
+            stored: the tensors stored beside the configuration, under the other program's names; None if unknown.
 
         Raises:
             ValueError: the configuration describes another family or a variant that dtmega does not have, or lacks a
@@ -135,18 +134,18 @@ class Format:
         """Check that a [model] section agrees with the model that the other program's configuration describes.
 
         Args:
-            theirs, file, stored: arguments of `section`.
-            model: the section that the user asks for.
+            theirs, file, stored: the same as in `section`.
+            model: the [model] section that the user asks for.
 
         Raises:
-            ValueError: an error of `section` or `to_config`; or the models differ. The message names each key that
-                differs, with both values.
+            ValueError: for the reasons given in `section` and `to_config`, or if the models differ; the message then
+                names each differing key with both values.
         """
         self.refuse(model)
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
         keys = [key for key in self.keys if not key.free]
         keys += [Key(ours, ()) for ours in self._further_keys(theirs, stored)]
-        # A key in both lists is compared once, as the entry from `_further_keys`, which `section` prefers as well.
+        # A key in both lists is compared once. The entry from `_further_keys` wins, as in `section`.
         values = {key.ours: (key.value(described), key.value(model)) for key in keys}
         wrong = []
         for key, (stored_value, asked_value) in values.items():
@@ -156,6 +155,6 @@ class Format:
             raise ValueError(f"{file} is of a model with {'; '.join(wrong)}")
 
     def _further_keys(self, theirs: Mapping[str, Any], stored: Source | None) -> dict[str, Any]:
-        """The keys of [model] that follow from several entries of their configuration, or from the tensors."""
+        """The keys of [model] that follow from several entries of their configuration, or from the stored tensors."""
         from_tensors = self.section_from_tensors(stored) if stored is not None else {}
         return {**self.to_section(theirs), **from_tensors}

@@ -1,23 +1,24 @@
-"""Rules that translate between our tensors and another program's. They are data, and apply in both directions.
+"""Rules that translate between our tensors and another program's. Rules are data, and apply in both directions.
 
     Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose")
     Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")
     Rule("layers.{}.mlp.experts.down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "stack")
 
-A name that ends in a dot is a module and stands for its weight and its bias; any other name is one tensor. `{}` is the
-number of a layer. The form is one word or several:
+A name that ends in a dot names a module, and stands for its weight and bias; any other name is one tensor. `{}` is a
+layer number. The form is one or more of these words:
 
     same        both tensors are equal
-    transpose   theirs is [in, out], as in GPT-2's Conv1D; vectors are equal
-    concat      one tensor on one side is the concatenation, along the rows, of several equally large ones on the other
+    transpose   their matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
+    concat      a tensor on one side concatenates, along the rows, several equally sized tensors of the other side
     heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
-                tensor sorted by head: [groups, (the group's q heads, k, v), K]. Ours is the one sorted by head, unless
-                the rule names several of ours. If one side has two names, they are k and v, without q.
-    stack       theirs have one more `{}`, the number of an entry, and are the entries of ours, [entries, rows of each,
-                ...]; with concat, an entry of ours concatenates the rows of several of theirs
+                tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted by head, unless
+                the rule names several of our tensors. Two names on one side stand for k and v, without q.
+    stack       our tensor is [entries, rows of each, ...], and each of their tensors is one entry; their name has one
+                more `{}` for the entry's number. With concat, each of our entries concatenates, along the rows, several
+                of their tensors
 
-Every form moves whole rows (of a stack: the rows of all entries, one entry after the other). A rule therefore comes
-down to runs of rows, and a reader that needs a box of a tensor reads only the rows of that box.
+Every form moves whole rows (for a stack: the rows of all entries, one entry after the other). A rule is therefore
+equivalent to runs of rows, and a reader that needs a box of a tensor reads only the box's rows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Rule(NamedTuple):
     """The relation between our tensors (or modules) and theirs.
 
     Attributes:
-        ours: name of our tensor or module, or several names.
+        ours: name of our tensor or module, or a tuple of several names.
         theirs: name of their tensor or module; several names only if `ours` is one name.
         form: words of FORM_WORDS, separated by spaces.
     """
@@ -52,11 +53,11 @@ class Rule(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The numbers of attention heads of a model.
+    """A model's attention head counts.
 
     Attributes:
         n: number of query heads.
-        n_kv: number of heads of keys and values, each shared by a group of n / n_kv query heads.
+        n_kv: number of key/value heads, each shared by a group of n / n_kv query heads.
     """
 
     n: int
@@ -64,10 +65,10 @@ class Heads(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """Consecutive rows of a tensor that are consecutive rows of one tensor on the other side.
+    """Consecutive rows of a tensor that are also consecutive in one tensor on the other side.
 
     Attributes:
-        at: first row in the tensor that is assembled.
+        at: first row in the assembled tensor.
         tensor: name of the tensor on the other side.
         start: first row in the tensor on the other side.
         rows: number of rows.
@@ -80,14 +81,14 @@ class RowRun(NamedTuple):
 
 
 class Assembly(NamedTuple):
-    """The assembly of one tensor from tensors of the other side.
+    """The recipe for assembling one tensor from tensors on the other side.
 
     Attributes:
         shape: shape of the assembled tensor.
-        runs: the runs that make up the tensor, in order; they cover each row once.
-        view: the way to count the tensor's rows: "" (along dim 0), "transpose" (its columns are the rows), or "stack"
-            (consecutively through all its entries).
-        source_view: the way to count the rows of the tensors on the other side.
+        runs: the runs that make up the tensor, in order; together the runs cover each row once.
+        view: way of counting the tensor's rows: "" (along dim 0), "transpose" (columns count as rows), or "stack"
+            (consecutively through all entries).
+        source_view: way of counting the rows of the tensors on the other side.
     """
 
     shape: Shape
@@ -97,24 +98,24 @@ class Assembly(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """The assemblies in both directions, by name: of our tensors from theirs, and of theirs from ours."""
+    """The assemblies in both directions, by tensor name: our tensors from theirs, and theirs from ours."""
 
     ours: dict[str, Assembly]
     theirs: dict[str, Assembly]
 
 
 def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) -> Directions:
-    """Apply the rules of a format to one model.
+    """Apply a format's rules to one model.
 
     Args:
         shapes: name -> shape of every tensor of our model.
-        heads: the model's numbers of heads, for rules with the word "heads".
+        heads: the model's head counts, for rules with the word "heads".
 
     Returns:
-        Both directions, in the order of our names with layers sorted by number.
+        Both directions, ordered by our names, with layers sorted by number.
 
     Raises:
-        ValueError: a tensor is in no rule, or the model has only some of the tensors that one rule joins.
+        ValueError: a tensor occurs in no rule, or the model has only some of the tensors that one rule joins.
     """
     table = _table(rules)
     used = dict.fromkeys(_match(table, name) for name in sorted(shapes, key=_natural))
@@ -128,10 +129,10 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Add to `result` the tensors that one rule names at one place of the model.
+    """Add to `result` the tensors that one rule names at one place in the model.
 
     Args:
-        ours: name -> shape of each of our tensors in the rule.
+        ours: name -> shape of our tensors in the rule.
     """
     stacked = "stack" in rule.words
     view, source_view = "", ""
@@ -139,7 +140,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
         view = "stack"
     elif "transpose" in rule.words:
         source_view = "transpose"
-    # The rows of a stack are counted through all its entries, so its first two dims together make up the rows.
+    # A stack's rows are counted through all entries, so the stack's first two dims together make up the rows.
     n_row_dims = 2 if stacked else 1
     our_rows = {name: math.prod(shape[:n_row_dims]) for name, shape in ours.items()}
     total = sum(our_rows.values())
@@ -149,7 +150,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
-        if len(ours) > 1:  # then theirs is the tensor sorted by head
+        if len(ours) > 1:  # then their tensor is the one sorted by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():
@@ -164,11 +165,11 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Name -> number of rows of each of their tensors in one rule, counted before any transpose.
+    """Number of rows in each of their tensors in one rule, by tensor name, before any transpose.
 
     Args:
-        total: number of rows of all our tensors in the rule.
-        n_entries: number of entries of our tensor, if the rule is a stack.
+        total: number of rows in all our tensors in the rule.
+        n_entries: number of entries in our tensor, if the rule is a stack.
     """
     patterns = _several(rule.theirs)
     if "stack" in rule.words:
@@ -186,7 +187,7 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
-    """Runs of rows of a fused QKV: (first row if sorted by head, first row if q, k and v follow, number of rows).
+    """Runs of rows in a fused QKV: (first row if sorted by head, first row in the other order, number of rows).
 
     The order by head is [groups, (the group's q heads, k, v), K], the other order is [(q, k, v), heads of each, K].
     """
@@ -210,15 +211,15 @@ def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, 
 def _cut(
     runs: list[tuple[int, int, int]], ours: Mapping[str, int], theirs: Mapping[str, int]
 ) -> list[tuple[str, int, str, int, int]]:
-    """Cut runs wherever a tensor of either side ends.
+    """Cut runs wherever a tensor on either side ends.
 
     Args:
-        runs: (first row, counted through all our tensors; first row, counted through all of theirs; number of rows).
-        ours: name -> number of rows of our tensors in a rule, in order.
-        theirs: name -> number of rows of their tensors in the rule, in order.
+        runs: (first row counted through all our tensors, first row counted through all their tensors, number of rows).
+        ours: name -> number of rows, for our tensors in a rule, in order.
+        theirs: name -> number of rows, for their tensors in the rule, in order.
 
     Returns:
-        (our name, first row in that tensor, their name, first row in that tensor, number of rows) of each piece.
+        For each piece: (our name, first row in our tensor, their name, first row in their tensor, number of rows).
     """
     pieces = []
     for our_row, their_row, rows in runs:
@@ -233,7 +234,7 @@ def _cut(
 
 
 def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
-    """The tensor that holds a row counted through all tensors, and the row's number within it."""
+    """The tensor that holds `row` (counted through all tensors), and the row's number within that tensor."""
     for name, n in rows.items():
         if row < n:
             return name, row
@@ -242,7 +243,7 @@ def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
 
 
 def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
-    """The runs in order, with those that follow each other on both sides merged into one."""
+    """The runs in order; runs that follow each other on both sides are merged into one."""
     merged: list[RowRun] = []
     for run in sorted(runs):
         if merged and merged[-1].tensor == run.tensor and merged[-1].start + merged[-1].rows == run.start:
@@ -256,7 +257,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Put values of each dim, rows first as rules count them, into the order of the stored tensor's dims."""
+    """Reorder values that are given per dim, rows first as in rules, to match the dims of the stored tensor."""
     return dims[::-1] if view == "transpose" else dims
 
 
@@ -279,12 +280,12 @@ class _Place(NamedTuple):
     suffix: str
 
     def name(self, pattern: str, *entry: int) -> str:
-        """The tensor's name at this place; `entry` is its number in a stack."""
+        """The tensor's name at this place; `entry` is the tensor's number in a stack."""
         return pattern.format(*self.layers, *entry) + self.suffix
 
 
 def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
-    """The pattern of each of our names, with the rule that contains the name."""
+    """(pattern, rule) for each of our names: the pattern matches the name, and the rule contains the name."""
     table = []
     for rule in rules:
         assert rule.words <= {*FORM_WORDS}, rule
@@ -295,7 +296,7 @@ def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
 
 
 def _match(table: Sequence[tuple[re.Pattern[str], Rule]], name: str) -> tuple[Rule, _Place]:
-    """The rule for one of our tensors, and the place in the model."""
+    """The rule for one of our tensors, and the tensor's place in the model."""
     for pattern, rule in table:
         if match := pattern.fullmatch(name):
             *layers, suffix = match.groups()

@@ -1,6 +1,6 @@
 """Named tensors that are read in parts, and wrappers that rename, cast, combine or reassemble them.
 
-Everything is lazy: a read through any stack of wrappers reads from the file only the parts that it needs.
+Everything is lazy: a read through any stack of wrappers loads only the needed parts from the file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from dtmega.formats.rules import Assembly, RowRun, stored_dims
 
 Slices = tuple[slice, ...]
-# Tensors of dtmega's models with a row, or a number, for each token of the vocabulary. They alone may have rows of
-# padding after those of the tokens.
+# Tensors in dtmega's models with one row, or one number, per vocabulary token. Only these tensors may have padding
+# rows after the tokens' rows.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
 
@@ -25,7 +25,7 @@ class Source(Protocol):
     """Named tensors that can be read in parts, wherever they are stored.
 
     Attributes:
-        tensors: name -> dtype and whole shape.
+        tensors: name -> dtype, and shape of the whole tensor.
     """
 
     @property
@@ -37,10 +37,10 @@ class Source(Protocol):
 
 
 class Renamed:
-    """Some tensors of a source under other names."""
+    """Some of a source's tensors, under other names."""
 
     def __init__(self, source: Source, names: Mapping[str, str], on_read: Callable[[], object] = int) -> None:
-        """Rename tensors of a source; the others are hidden.
+        """Rename tensors of a source, and hide all others.
 
         Args:
             names: new name -> name in the source.
@@ -57,7 +57,7 @@ class Renamed:
 
 
 class Cast:
-    """The tensors of a source in another dtype; NaN, infinities and overflow in the new dtype are refused."""
+    """A source's tensors in another dtype; NaN, infinities and overflow in the new dtype are refused."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Cast:
 
         Args:
             where: path of the source, for messages.
-            dtype: dtype of the tensors that are read; None keeps each tensor's own.
+            dtype: dtype of the result of a read; None keeps each tensor's own dtype.
             allowed: names of tensors that may hold NaN and infinities.
             kind: kind of the tensors if they are not weights, such as "exp_avg", for messages.
             unchanged: names of tensors that keep their own dtype.
@@ -90,7 +90,7 @@ class Cast:
         """Read the part `index` of a tensor (None: the whole tensor).
 
         Raises:
-            ValueError: a number in that part is not finite in the new dtype; the message has the number's position.
+            ValueError: a number in that part is not finite in the new dtype; the message gives the number's position.
         """
         before = self._source.read(name, index)
         after = before.to(self.tensors[name][0])
@@ -101,7 +101,7 @@ class Cast:
         return after
 
     def _refusal(self, name: str, index: Slices | None, first: list[int], before: float, after: float) -> str:
-        """The message for a number that is not finite.
+        """The error message for a number that is not finite.
 
         Args:
             index: the part of the tensor that was read.
@@ -120,7 +120,7 @@ class Cast:
 
 
 class Combined:
-    """The tensors of several sources as one source. No two of them may have a name in common."""
+    """The tensors of several sources as one source. No name may occur in two sources."""
 
     def __init__(self, *sources: Source) -> None:
         self._source_of = {name: source for source in sources for name in source.tensors}
@@ -131,17 +131,17 @@ class Combined:
 
 
 class Translated:
-    """Tensors of one side of `Directions`, assembled from a source with the tensors of the other side.
+    """Tensors of one side of `Directions`, assembled from a source that has the other side's tensors.
 
-    A read fetches only the rows that the requested box consists of, and fetches adjacent rows at once. It needs memory
-    for the box and for one copy of those rows.
+    A read fetches only the rows that make up the requested box, and fetches adjacent rows together. Memory is
+    needed for the box and for one copy of these rows.
     """
 
     def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:
-        """Assemble tensors from another source.
+        """Prepare to assemble tensors from another source.
 
         Args:
-            assemblies: name -> assembly of the tensor from the source's tensors.
+            assemblies: name -> recipe for assembling the tensor from the source's tensors.
         """
         self._source = source
         self._assemblies = assemblies
@@ -167,16 +167,16 @@ class Translated:
         entries, rows, *others = box
         result = torch.empty([side.stop - side.start for side in box], dtype=self.tensors[name][0])
         for at, entry in enumerate(range(entries.start, entries.stop)):
-            # A stack's rows are counted through its entries: those of entry i begin at i times the rows of one entry.
+            # A stack's rows are counted through all entries: entry i begins at row i * shape[1].
             first = entry * assembly.shape[1]
             result[at] = self._part(name, slice(first + rows.start, first + rows.stop), others)
         return result
 
     def _part(self, name: str, rows: slice, others: Sequence[slice]) -> Tensor:
-        """Some rows of a tensor, as its assembly counts them.
+        """Read some rows of a tensor, counted as in the tensor's assembly.
 
         Args:
-            others: the part to take of each row, one slice per further dim.
+            others: the part of each row to return, one slice per further dim.
         """
         assembly = self._assemblies[name]
         runs = [_clipped(run, rows) for run in assembly.runs if run.at < rows.stop and rows.start < run.at + run.rows]
@@ -184,8 +184,8 @@ class Translated:
             return self._rows(runs[0], others, assembly.source_view)
         shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
-        # Runs may alternate, as q, k and v of each head do: rows that are adjacent in the source are read at once and
-        # then distributed to their places.
+        # Runs may alternate, for example between each head's q, k and v. Therefore read rows that are adjacent in the
+        # source together, then copy each row to its place.
         for stretch in _stretches(runs):
             first, last = stretch[0], stretch[-1]
             all_rows = first._replace(rows=last.start + last.rows - first.start)
@@ -197,7 +197,7 @@ class Translated:
         return result
 
     def _rows(self, run: RowRun, others: Sequence[slice], view: str) -> Tensor:
-        """The rows of a run, read from the source. If the source is a stack, they all lie in one entry."""
+        """The rows of a run, read from the source. If the source is a stack, one entry holds all rows of the run."""
         if view == "stack":
             _, (_, rows_of_each, *_) = self._stored[run.tensor]
             entry, start = divmod(run.start, rows_of_each)
@@ -208,14 +208,14 @@ class Translated:
 
 
 def _box(assembly: Assembly, index: Slices | None) -> Slices:
-    """The slices of an index (None: the whole tensor), with start and stop filled in."""
+    """The slices of an index (None: the whole tensor), with all starts and stops filled in."""
     index = index or (slice(None),) * len(assembly.shape)
     bounds = [part.indices(size) for part, size in zip(index, assembly.shape, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
 
 
 def _clipped(run: RowRun, rows: slice) -> RowRun:
-    """The part of a run that lies in these rows of the assembled tensor."""
+    """The part of a run that lies within `rows` of the assembled tensor."""
     before = max(0, rows.start - run.at)
     after = max(0, run.at + run.rows - rows.stop)
     return RowRun(run.at + before, run.tensor, run.start + before, run.rows - before - after)

@@ -1,4 +1,4 @@
-"""The tensors of a whole model under another program's names, and back, by the rules of that program's format."""
+"""Translate all tensors of a model into another program's format, and back, by the rules of that format."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
-# Sizes up to this one are not compared with the stored tensors: a model built with them on meta takes no memory.
+# Sizes up to this limit are not compared with the stored tensors, because a model on the meta device takes no memory.
 PLAUSIBLE_SIZE = 2**20
-# The same for lengths of sequences. It is larger, because most models have no tensor as long as their sequences.
+# The same limit for sequence lengths. This limit is larger, because most models have no tensor as long as a sequence.
 PLAUSIBLE_LENGTH = 2**31
 LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
 
 class TensorNames(NamedTuple):
-    """The tensors of one model by their names on both sides.
+    """The tensors of one model, under the names of both sides.
 
     Attributes:
-        translation: the assemblies of the tensors of each side from the other side's. A tied parameter has an entry
+        translation: recipes for assembling each side's tensors from the other side's. A tied parameter has an entry
             under each of its names.
-        parameters: all names of each parameter; the parameter is saved under the first.
+        parameters: all names of each parameter; the parameter is saved under the first name.
     """
 
     translation: Directions
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """True if their tensor `name` has a row for each token, and possibly rows of padding after those."""
+        """True if the other side's tensor `name` has one row per token, possibly followed by padding rows."""
         return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 
 def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter of a model once, with all its names (several, if it is tied)."""
+    """Each parameter of a model once, with all its names; a tied parameter has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -49,10 +49,10 @@ def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames:
-    """The names on both sides of all tensors of a model.
+    """Each tensor's name in our format and in the other format.
 
     Args:
-        build: function that builds the whole model; called on meta, with a vocabulary without padding.
+        build: function that builds the whole model; called on the meta device, with an unpadded vocabulary.
     """
     with torch.device("meta"):
         parameters = aliases(build(model.model_copy(update={"pad_vocab_to_multiple": 1})))
@@ -64,17 +64,17 @@ def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames
 
 
 class Deduplicated:
-    """A source under our names, in which a tied parameter occurs once even if files store several copies of it.
+    """A source under our names that has each tied parameter once, even if the files store several copies.
 
     Attributes:
-        tensors: name -> dtype and shape; a tied parameter is listed under its first name.
+        tensors: name -> dtype and shape; a tied parameter appears under its first name.
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
         """Prepare to read each parameter from its first copy, and to compare the other copies with the first.
 
         Args:
-            weights: tensors under all names that are stored.
+            weights: the stored tensors, with all copies.
             copies: name of a parameter -> its names in `weights`.
             where: path of the source, for messages.
             otherwise: end of the message "... are stored with different values, but ...".
@@ -89,7 +89,7 @@ class Deduplicated:
         """Read the part `index` of a tensor (None: the whole tensor), in its stored dtype.
 
         Raises:
-            ValueError: another copy of this tied parameter has different values in that part.
+            ValueError: another stored copy of this tied parameter has different values in that part.
         """
         first, *others = self._copies[name]
         part = self._weights.read(first, index)
@@ -104,10 +104,10 @@ class Deduplicated:
 
 
 def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> dict[str, list[str]]:
-    """First name of each parameter -> those of its names under which it is stored.
+    """Map the first name of each parameter to the names under which the parameter is stored.
 
     Args:
-        stored: names of the stored tensors, as the other program calls them.
+        stored: the other program's names of the stored tensors.
         where: path of the source, for messages.
 
     Raises:
@@ -124,17 +124,18 @@ def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> di
 
 
 def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Refuse, before the model is built, a [model] section whose sizes cannot be those of the stored tensors.
+    """Refuse a [model] section whose sizes cannot match the stored tensors, before the model is built.
 
-    A configuration may be damaged or crafted. Building its model, even on meta, would go on layer by layer until memory
-    runs out, or would ask for a tensor with more elements than torch can count.
+    A configuration may be damaged or malicious. Building its model, even on the meta device, could add layer after
+    layer until memory runs out, or request a tensor with more elements than torch can count.
 
     Args:
         stored: the stored tensors, under any program's names.
         where: path of the source, for messages.
 
     Raises:
-        ValueError: the model has more layers than there are tensors, or a size beyond every dim of the stored tensors.
+        ValueError: the model has more layers than there are stored tensors, or a size larger than every dim of these
+            tensors.
     """
     if model.n_layers > len(stored.tensors):
         raise ValueError(f"{where} has n_layers={model.n_layers}, but {len(stored.tensors)} tensors")
@@ -148,15 +149,15 @@ def check_stored(model: config.Model, stored: Source, where: str) -> None:
 
 
 def as_ours(source: Source, form: Format, model: config.Model, build: Build, where: str) -> Deduplicated:
-    """Our tensors, assembled from a source with the other program's names. Rows of padding are left out.
+    """Our tensors, assembled from a source with the other program's names. Padding rows are left out.
 
     Args:
-        build: argument of `tensor_names`.
+        build: function that builds the whole model, as in `tensor_names`.
         where: path of the source, for messages.
 
     Raises:
-        ValueError: a tensor is missing, is not part of the model, or has a different shape. `read` of the result raises
-            the error if copies of a tied parameter differ.
+        ValueError: a tensor is missing, is not part of the model, or has a different shape. The result's `read` also
+            raises ValueError if copies of a tied parameter differ.
     """
     names = tensor_names(form, model, build)
     theirs = names.translation.theirs
@@ -181,18 +182,18 @@ def as_ours(source: Source, form: Format, model: config.Model, build: Build, whe
 def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -> Source:
     """The other program's tensors, assembled from a source with our names.
 
-    Tied tensors occur once, and there are no rows of padding.
+    Each tied tensor occurs once, and padding rows are left out.
 
     Args:
-        build: argument of `tensor_names`.
+        build: function that builds the whole model, as in `tensor_names`.
 
     Raises:
-        ValueError: the source does not have exactly the tensors of the model.
+        ValueError: the source's tensors do not match the model's tensors.
     """
     (ours, theirs), parameters = tensor_names(form, model, build)
     stored = {known_as[0]: ours[known_as[0]] for known_as in parameters}
     _check_tensors(source, {name: assembly.shape for name, assembly in stored.items()})
-    # A tied parameter has several names on their side as well. Only the name that matches its first name is written.
+    # A tied parameter has several names on their side as well. Write only the name that corresponds to our first name.
     written = set()
     for assembly in stored.values():
         written |= {run.tensor for run in assembly.runs}
@@ -200,11 +201,11 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
 
 
 def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
-    """The key of the form that fits the names of some tensors best, with the fewest missing or unknown modules.
+    """The key of the format that fits these tensor names best, with the fewest missing or unknown modules.
 
     Args:
-        names: the tensors' names.
-        forms: key -> form; all forms are those of one program, in any order. There is at least one.
+        names: names of the tensors.
+        forms: key -> format; at least one format, all of the same program, in any order.
     """
     stored_modules = {_module(name) for name in names}
 
@@ -219,19 +220,19 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
 
 
 def _module(name: str) -> str:
-    """The name of a tensor's module, with `{}` in place of layer numbers.
+    """The name of the module that holds a tensor, with `{}` in place of layer numbers.
 
     Args:
-        name: name of a tensor; or a name in a rule, which may end in a dot.
+        name: name of a tensor, or a name from a rule, which may end in a dot.
     """
     return re.sub(r"\.\d+\.", ".{}.", name).rpartition(".")[0]
 
 
 def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a source that does not have exactly the tensors of a model.
+    """Refuse a source whose tensors do not match the model's.
 
     Args:
-        shapes: name -> shape of the model's tensors; the tensors in BY_TOKEN may have more rows in the source.
+        shapes: name -> shape of the model's tensors; in the source, tensors in BY_TOKEN may have more rows.
 
     Raises:
         ValueError: a tensor is missing, is unknown, or has a different shape.

@@ -1,7 +1,7 @@
-"""FSDP2: parameters, gradients and optimizer state cut over the data ranks; mixed precision with fp32 masters.
+"""FSDP2: parameters, gradients and optimizer state sharded over the data ranks; mixed precision with fp32 masters.
 
-FSDP2 is used if weights are cut or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
-`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same with fewer copies in memory.
+FSDP2 is used if weights are sharded or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
+`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same work with fewer copies.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from dtmega.ops.shards import dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
-    """True if FSDP2 holds the weights: they are cut, cast or offloaded, or their gradients are cast to be reduced.
+    """True if FSDP2 holds the weights: weights are sharded, cast or offloaded, or gradients are cast for the sum.
 
-    Otherwise gradients stay where backward writes them and are summed there (`replicas.py`), and a rank that holds the
-    whole model casts it by itself (`masters.py`).
+    Otherwise gradients are summed where the backward pass writes them (`replicas.py`), and a rank that holds the whole
+    model casts its weights itself (`masters.py`).
 
     Args:
-        sizes: resolved size of each axis of the mesh.
-        splits_backward: True if the schedule runs backward in two parts.
+        sizes: resolved size of each mesh axis.
+        splits_backward: True if the schedule splits the backward pass in two.
     """
-    # In a split backward, torch's pass for the weights visits a node that several weights share more than once, but
-    # frees it at the first visit (`stage_backward_weight`). FSDP's own nodes in the graph keep the weights apart.
+    # In a split backward, torch's pass for the weights visits an autograd node shared by several weights more than
+    # once, but frees the node at the first visit (`stage_backward_weight`). FSDP's own nodes in the graph keep the
+    # weights apart.
     if splits_backward:
         return True
     if keeps_masters(cfg, sizes):
@@ -41,7 +42,7 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
 
 
 def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-    """True if weights only have to be cast: each rank holds the whole model, and gradients are summed in fp32."""
+    """True if weights only need to be cast: each rank holds the whole model, and gradients are summed in fp32."""
     whole = all(size == 1 for axis, size in sizes.items() if axis != "dp_replicate") and not cfg.fsdp.cpu_offload
     return whole and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
 
@@ -57,15 +58,17 @@ def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
 def apply_fsdp(
     model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg: config.Config, *, reshard: bool
 ) -> None:
-    """Wrap each block, then the root with everything else, so that tied weights are in one group.
+    """Wrap each block, then the root. The root takes all other parameters, so that tied weights are in one group.
 
-    Parameters stay fp32 shards; forward and backward use them in `precision.params`. Gradients are summed, not
-    averaged, in `precision.reduce`, because the loss is divided by the counts of the global batch already.
+    Parameters stay fp32 shards; forward and backward use copies in `precision.params`. Gradients are summed, not
+    averaged, in `precision.reduce`, because the loss is already divided by the counts of the global batch.
 
     Args:
-        mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, which with dp_shard = 1 is the same as DDP.
-        reshard: True to free each block's gathered weights after the block's forward. The weights of the root are kept,
-            because backward needs them first and last, and so are those of the last block, which it needs next.
+        mesh: mesh of the data ranks: 1-D (dp_shard), or for HSDP 2-D (dp_replicate, dp_shard). HSDP with dp_shard = 1
+            is the same as DDP.
+        reshard: True to free each block's gathered weights after the block's forward. The root and the last block keep
+            their gathered weights, because backward begins with the root's weights and then the last block's, and ends
+            with the root's.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -74,7 +77,7 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     n_ranks = mesh.size()
-    # On a CPU mesh the shards are in host memory anyway.
+    # On a CPU mesh the shards are already in host memory.
     offload = cfg.fsdp.cpu_offload and mesh.device_type != "cpu"
     for module in (*blocks, model):
         fully_shard(
@@ -92,35 +95,35 @@ def apply_fsdp(
                 module.set_custom_all_gather(Gathers())  # pyright: ignore[reportArgumentType]
                 module.set_custom_reduce_scatter(ReducesAndScatters())  # pyright: ignore[reportArgumentType]
         else:
-            # Over one rank, torch 2.13 would divide the gradients by 1.0, which makes another copy of them.
+            # With a single rank, torch 2.13 would divide the gradients by 1.0, and so copy the gradients once more.
             module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # If only some data ranks have used a parameter, the others contribute zeros instead of leaving it out.
+            # If only some data ranks have used a parameter, the others contribute zeros for this parameter.
             module.set_reduce_scatter_unused_params(True)
-        # Otherwise FSDP asks for a sum multiplied by a factor, here 1.0, which gloo does not have.
+        # Otherwise FSDP asks for a sum scaled by a factor (here 1.0), which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
 
 
 class _NothingToReduce:
-    """A reduce-scatter over one rank: output and input are the same memory, so nothing is copied."""
+    """A reduce-scatter over one rank: output and input share the same memory, so nothing is copied."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input at FSDP's first call; return it again at the second call, which is for the output."""
+        """Allocate a buffer for the input at FSDP's first call; return the same buffer for the output at the second."""
         buffer, self._input = self._input, None
         if buffer is None:
             buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
         return buffer
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        # Over one rank FSDP itself copies the input to the output, and skips the copy if both are the same memory.
+        # With a single rank, FSDP itself copies the input to the output, and skips the copy if the two share memory.
         raise AssertionError("one rank has nothing to reduce")
 
 
 def keep_masters(model: nn.Module, cfg: config.Config) -> None:
-    """Make a model that this rank holds whole compute in `precision.params`; its parameters stay fp32."""
+    """Make a model that this rank holds as a whole compute in `precision.params`, with fp32 parameters."""
     model.masters = Masters(model, getattr(torch, cfg.precision.params))  # pyright: ignore[reportArgumentType]
 
 
@@ -129,9 +132,9 @@ def _masters(model: nn.Module) -> Masters | None:
 
 
 def release(model: nn.Module) -> None:
-    """Put the fp32 parameters, which optimizer and checkpoints use, back into the modules, and free gathered weights.
+    """Put the fp32 parameters back into the modules, for optimizer and checkpoints, and free gathered weights.
 
-    Call this after the last microbatch, and after forwards without a backward, which leave the copies in place.
+    Call this function after the last microbatch, and after a forward without a backward, which leaves the copies.
     """
     masters = _masters(model)
     if masters is not None:
@@ -142,10 +145,10 @@ def release(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) -> None:
-    """Prepare for the backward of a microbatch: only the last one of a step reduces gradients over the data ranks.
+    """Prepare for a microbatch's backward: only the last microbatch of a step reduces gradients over the data ranks.
 
-    Until then gradients add up on each rank, and the root's weights stay gathered. The blocks' weights stay gathered
-    too, unless `reshard` is True, which saves their memory at the price of more traffic.
+    Until then, gradients add up on each rank, and the root's weights stay gathered. The blocks' weights stay gathered
+    too, unless `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
     """
     masters = _masters(model)
     if masters is not None:

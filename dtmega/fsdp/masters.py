@@ -1,9 +1,9 @@
-"""Mixed precision for a model that a rank holds whole: parameters stay fp32, and copies in another dtype compute.
+"""Mixed precision for a model that one rank holds as a whole: fp32 parameters, and copies in the compute dtype.
 
-FSDP2 can do this too, but it works as if there were other ranks to gather from: it copies weights twice, and gradients
-through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The results equal FSDP2's to the bit:
-the gradient of a microbatch is rounded to the dtype of the copies and added up in fp32. Over several ranks
-`replicas.py` sums the fp32 gradients.
+FSDP2 also offers mixed precision, but works as if there were other ranks to gather from: FSDP2 copies weights twice,
+and gradients through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The results are
+bit-identical to FSDP2's: the gradient of a microbatch is rounded to the dtype of the copies and added up in fp32. With
+several ranks, `replicas.py` sums the fp32 gradients.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """The fp32 parameters of a model, which optimizer and checkpoints use, and the copies that compute.
+    """A model's fp32 parameters, which optimizer and checkpoints use, and the copies that forward and backward use.
 
-    From the model's forward until `release` the copies replace the parameters in the modules. Between steps the copies
-    have no memory. As soon as backward has computed the gradient of a copy, the gradient is added to that of the
-    parameter and freed.
+    From the model's forward until `release`, the copies replace the parameters in the modules. Between steps the copies
+    take no memory. As soon as backward has computed a copy's gradient, this gradient is added to the parameter's
+    gradient and freed.
 
     Args:
-        model: the model; its parameters may still be on meta.
+        model: the model; its parameters may still be on the meta device.
         dtype: dtype of the copies.
 
     Attributes:
-        last: True if the next backward is that of a step's last microbatch, which frees each copy with its gradient.
+        last: True if the next backward is for the last microbatch of a step. That backward then frees each copy
+            together with the copy's gradient.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -64,13 +65,13 @@ class Masters:
             copy.grad = None
             assert gradient is not None
             if master.grad is None:
-                # empty_like gives the gradient the parameter's strides, which the optimizer's kernel expects.
+                # With empty_like the gradient has the parameter's strides, as the optimizer's kernel expects.
                 master.grad = torch.empty_like(master).copy_(gradient)
             else:
                 master.grad += gradient
             if self.last:
                 _free(copy)
-            # Backward runs only the hooks of the copy. Those of the parameter, such as `Replicas`', are run here.
+            # Backward runs only the copy's hooks, so run the parameter's hooks here, such as the hook of `Replicas`.
             for hook in (master._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
                 hook(master)
 
@@ -78,7 +79,7 @@ class Masters:
         return copy
 
     def release(self) -> None:
-        """Put the parameters back, after a step or after forwards without backward."""
+        """Put the parameters back into the modules, after a step or after forwards without a backward."""
         if not self._computing:
             return
         for slot in self._slots:
@@ -89,7 +90,7 @@ class Masters:
 
 
 class _Slot(NamedTuple):
-    """A module's attribute that holds a parameter.
+    """A module attribute that holds a parameter.
 
     Attributes:
         module: the module.

@@ -1,11 +1,11 @@
-"""Data parallelism over whole copies of a model: gradients are summed in place, like DDP but without its buckets.
+"""Data parallelism over whole copies of a model: gradients are summed in place, like DDP but without DDP's buckets.
 
-DDP and FSDP2 copy the gradients of a block into one buffer before they reduce them. If nothing is cut or cast, that
-copy is not needed: the gradient of each matrix is summed in its own memory. Only vectors are packed together, because
-each is too small for a message of its own.
+DDP and FSDP2 copy a block's gradients into one buffer before reducing the gradients. If nothing is sharded or cast,
+that copy is not needed: each matrix's gradient is summed in its own memory. Only vectors are packed together, because
+each vector is too small for a message of its own.
 
     replicas = Replicas(stage, blocks, group)
-    replicas.expect()      # before the last backward of a step: sums start while it runs
+    replicas.expect()      # before the last backward of a step: sums start during that backward
     replicas.finish()      # afterwards all gradients are sums
 """
 
@@ -21,22 +21,23 @@ from dtmega.ops.shards import local
 
 
 class Replicas:
-    """The copies of one stage on the ranks of a group, with the sums of their gradients.
+    """Sums the gradients of one stage's copies on the ranks of a group.
 
-    Sums start block by block, the last block first, as backward finishes the blocks. A block waits for those before it
-    in this order, so that all ranks launch the same collectives in the same order even if the ranks use different
+    Sums start block by block, the last block first, as backward finishes the blocks. Each block waits for the blocks
+    ahead of it, so that all ranks launch the same collectives in the same order even if different ranks use different
     parameters.
 
     Args:
-        stage: the stage; its parameters must not be replaced afterwards.
+        stage: the stage; its parameters must not be replaced later.
         blocks: the stage's blocks, in order.
-        group: the ranks that hold a copy of the stage.
+        group: process group of the ranks that hold a copy of the stage.
     """
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._group = group
-        # Each block is a unit, and everything outside the blocks is the last unit. The gradient of a parameter that
-        # several blocks share is complete only with the last of them, so later blocks overwrite earlier ones here.
+        # Each block is a unit, and everything outside the blocks is the last unit. If several units share a parameter,
+        # the parameter's gradient is complete only after the last of these units, so later units overwrite earlier
+        # units here.
         unit_of: dict[nn.Parameter, int] = {}
         for number, module in enumerate(reversed(blocks)):
             unit_of |= dict.fromkeys(module.parameters(), number)
@@ -53,11 +54,11 @@ class Replicas:
         self._packed: list[tuple[Tensor, list[Tensor]]] = []
 
     def expect(self) -> None:
-        """Start sums as soon as gradients are complete, because the next backward is the last of the step."""
+        """Prepare for the step's last backward: each sum then starts as soon as its gradients are complete."""
         self._awaited = [set(unit) for unit in self._units]
 
     def finish(self) -> None:
-        """Start the remaining sums and wait for all sums. Every trained parameter must have a gradient by now."""
+        """Start the remaining sums, and wait for all sums. By now every trained parameter must have a gradient."""
         while self._n_launched < len(self._units):
             self._launch()
         for work in self._under_way:
@@ -73,7 +74,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Note that a parameter's gradient is complete, and launch the units that no longer wait for any gradient."""
+        """Note that a parameter's gradient is complete, and launch the units whose gradients are all complete."""
         if self._awaited is None:
             return
         for awaited in self._awaited:
@@ -87,7 +88,7 @@ class Replicas:
         gradients = [local(parameter.grad) for parameter in self._units[self._n_launched] if parameter.grad is not None]
         assert len(gradients) == len(self._units[self._n_launched])
         self._n_launched += 1
-        # A gradient that is not contiguous cannot be reduced in place: it is packed, too.
+        # A gradient that is not contiguous cannot be reduced in place, so it is packed with the vectors.
         matrices = [gradient for gradient in gradients if gradient.ndim > 1 and gradient.is_contiguous()]
         vectors = [gradient for gradient in gradients if not (gradient.ndim > 1 and gradient.is_contiguous())]
         for matrix in matrices:

@@ -1,8 +1,8 @@
 """FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
 
-gloo implements reduce-scatter as an all-reduce of everything, from which it keeps one part, and all-gather through a
-buffer. As messages, both move only (n - 1) / n of the payload, the least possible, in a third of the CPU time
-(benchmarks/TIMINGS.md).
+gloo implements reduce-scatter as an all-reduce of the whole input, after which each rank keeps one part, and all-gather
+as copies through a buffer. Sent as messages, both collectives move only (n - 1) / n of the payload, which is the
+minimum, and take a third of the CPU time (benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Gathers(_Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather [m] from each of n ranks into [n m], in the order of ranks.
+        """Gather [m] from each of n ranks into [n m], in rank order.
 
         `input_tensor` may be a view of this rank's part of the output.
         """
@@ -45,19 +45,19 @@ class Gathers(_Allocates):
 
 
 class ReducesAndScatters(_Allocates):
-    """A reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`. Parts are added in the order of ranks."""
+    """A reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`. Parts are added in rank order."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Sum [n m] over n ranks; this rank keeps its [m] of the sum."""
+        """Sum [n m] over n ranks; this rank keeps its part [m] of the sum."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
         rank = group.rank()
         parts = [*input_tensor.view(group.size(), -1)]
-        # received[i] is rank i's part for this rank. The sum starts from a message received straight into the output,
-        # which saves a copy: that of rank 0, or on rank 0 that of rank 1. A sum of two numbers has the same bits in
-        # either order, so the result is still that of adding in the order of ranks.
+        # received[i] is rank i's part for this rank. To save a copy, the message from rank 0 (on rank 0: from rank 1)
+        # is received directly into the output, and the sum starts from that message. A sum of two numbers has the same
+        # bits in either order, so the result is the same as when adding in rank order.
         first, second = (1, 0) if rank == 0 else (0, 1)
         buffers = {rank: parts[rank], first: output_tensor}
         received = [buffers[i] if i in buffers else torch.empty_like(part) for i, part in enumerate(parts)]
@@ -67,7 +67,7 @@ class ReducesAndScatters(_Allocates):
 
 
 class _Messages(dist.Work):
-    """Several messages that are waited for as one."""
+    """Several messages with a joint `wait`."""
 
     def __init__(self, messages: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class _Messages(dist.Work):
 
 
 def _exchange(parts: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> _Messages:
-    """Send `parts[i]` to each other rank i, and receive its part for this rank into `received[i]`."""
+    """Send `parts[i]` to each other rank i, and receive rank i's part for this rank into `received[i]`."""
     n, rank = group.size(), group.rank()
     messages = []
-    # All ranks send to their next neighbour first, then to the one after it: no rank gets all messages at once.
+    # All ranks send to the next rank first, then to the second next, ..., so no rank gets all messages at once.
     for distance in range(1, n):
         to, source = (rank + distance) % n, (rank - distance) % n
         messages.append(dist.P2POp(dist.isend, parts[to], group=group, group_peer=to))

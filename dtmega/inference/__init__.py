@@ -1,1 +1,1 @@
-"""Trained models in use: a model opened from a checkpoint, and lm-evaluation-harness on it."""
+"""Inference with trained models: opening a model from a checkpoint, and running lm-evaluation-harness on the model."""

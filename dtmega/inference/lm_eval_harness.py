@@ -1,11 +1,11 @@
-"""Scores a run with lm-evaluation-harness, on one process or with the model cut over several.
+"""Score a run with lm-evaluation-harness, on one process or with the model split over several processes.
 
     tasks = ["hellaswag"]
     scores = evaluate(trained, tasks, find_tasks(tasks, None), batch_size=8)
 
-Every rank runs the whole harness on the same questions in the same order, because all ranks of a cut model compute each
-batch together; to the harness, each rank is the only process. Tokenization, truncation of long texts and the end of an
-answer follow the harness's own class for models of transformers (`HFLM`), so that scores are comparable.
+Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
+each batch together. The harness on each rank believes that it runs on a single process. Tokenization, truncation of
+long texts and the end of an answer follow the harness's `HFLM` class for transformers models, so scores are comparable.
 
 Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
 """
@@ -34,21 +34,21 @@ from dtmega import families, mesh
 from dtmega.inference.trained import TrainedModel, settle_as_rank_0
 from dtmega.models.generate import Sampling, generate, settle_alone
 
-DEFAULT_LENGTH = 2048  # the harness's own default, for a model that does not limit the length of a sequence
-N_BOOTSTRAPS = 1000  # for the standard error of metrics that have no formula for it
+DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a maximum sequence length
+N_BOOTSTRAPS = 1000  # for metrics whose standard error has no formula
 REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
 
-Pair = tuple[Any, list[int], list[int]]  # a key, the tokens of a context, the tokens of its continuation
+Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of the continuation
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
-    """Load the definitions of these tasks.
+    """Load the definitions of tasks.
 
-    A folder of YAML files is tried alone first, because the harness itself has thousands of such files.
+    The folder is first searched alone, because the harness's own collection has thousands of YAML files.
 
     Args:
         names: names of the tasks.
-        folder: folder with more definitions; None for only the harness's own.
+        folder: folder with further definitions as YAML files; None to use only the harness's own.
 
     Raises:
         ValueError: a task has no definition.
@@ -70,20 +70,20 @@ def evaluate(
     n_shots: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Score a model. Every rank calls it, and every rank has the result.
+    """Score a model. Every rank calls this function, and every rank gets the result.
 
     Args:
         trained: the model with its tokenizer.
         tasks: names of the tasks.
         manager: the tasks' definitions, from `find_tasks`.
         batch_size: number of texts in one forward.
-        n_shots: number of examples before each question; None for the task's own number.
-        limit: number of questions to ask per task, from the first on; None for all.
+        n_shots: number of examples before each question; None for the task's default.
+        limit: number of questions per task, counted from the first; None for all questions.
 
     Returns:
-        The harness's scores, with the checkpoint, its step, the date, the harness's version and the limit.
+        The harness's scores, with checkpoint, step, date, version of the harness, and limit.
     """
-    # Keep the harness from a pool of processes for its bootstraps: it would fork this process, which has threads.
+    # Keep the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     evaluation = simple_evaluate(
         model=RunLM(trained, batch_size),
@@ -111,7 +111,7 @@ def table(scores: dict[str, Any]) -> str:
 
 
 class RunLM(TemplateLM):
-    """A decoder of dtmega with the harness's interface for models.
+    """A dtmega decoder, wrapped in the harness's model interface.
 
     Args:
         trained: the model with its tokenizer.
@@ -137,9 +137,8 @@ class RunLM(TemplateLM):
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation given its context, and whether greedy decoding would produce it."""
-        # Longest first: texts in a batch then have nearly the same length, and a batch too large for memory fails at
-        # the start.
+        """Score each continuation given its context, as in `_score`, in batches of similar length."""
+        # Longest first: lengths within a batch are nearly equal, and a batch too large for memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
         for batch in _batches(order, self.batch_size, "texts"):
@@ -152,12 +151,13 @@ class RunLM(TemplateLM):
         """Score pairs in one forward; a text that is too long loses tokens at its beginning.
 
         Returns:
-            For each pair, the log-likelihood of the continuation, and whether greedy decoding would produce it.
+            For each pair, the log-likelihood of the continuation, and True if greedy decoding would produce the
+            continuation.
         """
-        # The model predicts each next token, so the last token of a text is never an input.
+        # The model predicts the next token at each position, so the last token of a text is never an input.
         inputs = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in pairs]
         longest = max(map(len, inputs))
-        # Padding follows each text, where no token of the text sees it, because the model is causal.
+        # Padding goes after each text: the model is causal, so no token of the text sees the padding.
         tokens = torch.tensor([text + [0] * (longest - len(text)) for text in inputs], device=self._device)
         masks = {}
         if self._prompt_is_prefix:
@@ -166,7 +166,7 @@ class RunLM(TemplateLM):
                 n_given.append(len(text) - (len(continuation) - 1))
             lengths = torch.tensor(n_given, device=self._device).unsqueeze(1)
             masks["prefix"] = torch.arange(longest, device=self._device) < lengths
-        # The model's vocabulary may be padded; padding must take no part in the softmax.
+        # The model's vocabulary may be padded; padding ids must not take part in the softmax.
         logits = self._model(tokens, **masks)[:, :, : self._tokenizer.vocab_size].float()
         scores = []
         for (_, _, continuation), text, row in zip(pairs, inputs, logits, strict=True):
@@ -178,7 +178,7 @@ class RunLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each text, summed over windows that do not overlap, each after one token of context."""
+        """Compute each text's log-likelihood as the sum over disjoint windows, each with one token of context."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -198,12 +198,12 @@ class RunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate the text after each context, up to a stop sequence, which is left out."""
+        """Generate the text after each context, up to but excluding a stop sequence."""
         numbers = _batches(list(range(len(requests))), 1, "answers")
         return [self._generate_answer(*requests[i].args) for (i,) in numbers]
 
     def _generate_answer(self, context: str, task_options: dict[str, Any]) -> str:
-        """Generate one answer, with the generation options that the task sets."""
+        """Generate one answer with the task's generation options."""
         keys = dict(normalize_gen_kwargs(task_options))
         n_tokens = keys.pop("max_gen_toks")
         eod = self._tokenizer.decode([self.eot_token_id])
@@ -228,7 +228,7 @@ class RunLM(TemplateLM):
 def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
     """A `Sampling.settle` for one answer.
 
-    It ends the answer once the tokens before the latest one contain a stop sequence.
+    The returned function ends the answer once the tokens before the latest one contain a stop sequence.
     """
     agree = settle_as_rank_0 if mesh.world_size() > 1 else settle_alone
     answer: list[int] = []
@@ -243,7 +243,7 @@ def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callab
 
 
 def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
-    """Yield `size` numbers at a time, with a progress bar on rank 0 that has `what` as its title."""
+    """Yield `size` numbers at a time, with a progress bar on rank 0; `what` is the bar's title."""
     with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]

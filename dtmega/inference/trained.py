@@ -1,11 +1,11 @@
-"""A trained model for inference: read from a checkpoint, on one process or cut over several.
+"""A trained model for inference: read from a checkpoint, on one process or split over several.
 
     trained = open_trained(path, step, axes, startup)   # on every rank
     logits = trained.model(tokens)                      # [B, S, V], the same on every rank
 
-Use several processes for a model that does not fit into the memory of one, or that is too slow on one. They use [mesh]
-as training does, with two differences: they compute in fp32, and without sequence parallelism, because generation
-computes one token at a time and there is no sequence to cut.
+Use several processes for a model that is too large or too slow for one process. The processes use [mesh] as in
+training, except that they compute in fp32, and without sequence parallelism: generation computes one token at a time,
+so there is no sequence to split.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class TrainedModel(NamedTuple):
     """A model that has been read from a checkpoint.
 
     Attributes:
-        cfg: the run's configuration, in which `inference_config` has replaced what only concerns training.
+        cfg: the run's configuration, after `inference_config` has replaced the sections that matter only for training.
         checkpoint: path of the checkpoint.
         step: number of steps that the model was trained for.
         tokenizer: the run's tokenizer.
-        show: kind of sample that `dtmega generate` prints for this family of models, such as continuations of prompts.
-        model: a whole `Model`; or a `Relay` of pipeline stages, which is called in the same way.
+        show: kind of sample that `dtmega generate` prints for this model family, such as continuations of prompts.
+        model: a whole `Model`, or a `Relay` of pipeline stages; both are called in the same way.
     """
 
     cfg: config.Config
@@ -51,7 +51,7 @@ class TrainedModel(NamedTuple):
 
 
 def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: Startup) -> TrainedModel:
-    """Read the model of a run. All ranks call this.
+    """Read a run's model from a checkpoint. All ranks call this function.
 
     Args:
         path: a run directory, or the folder of one checkpoint.
@@ -60,8 +60,8 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
         startup: startup of the ranks that take part.
 
     Raises:
-        Refused: there is no checkpoint, it is damaged, or the mesh does not fit the model. Every rank raises this,
-            after the reason has been printed.
+        Refused: there is no checkpoint, the checkpoint is damaged, or the mesh does not fit the model. Every rank
+            raises this error, after the reason has been printed.
     """
     first: Checkpoint | None = None
     with startup.step("checkpoint") as search:
@@ -100,7 +100,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
 
 
 def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
-    """The run's configuration for inference: these mesh axes, fp32, and defaults for what only training needs.
+    """Adapt a run's configuration to inference: these mesh axes, fp32, and defaults for keys that only training needs.
 
     Args:
         cfg: the run's configuration.
@@ -122,10 +122,10 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
 
     Args:
         cfg: the run's configuration.
-        sizes: size of each axis of the mesh.
+        sizes: size of each mesh axis.
 
     Raises:
-        ValueError: the model cannot be cut like this, or it is not a decoder alone and so cannot run in a pipeline.
+        ValueError: the model cannot be split this way, or the mesh has a pipeline and the model is not decoder-only.
     """
     family = families.of(cfg.model)
     family.check(cfg, sizes)
@@ -137,27 +137,27 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
 
 
 def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill the parameters (name in the whole model -> tensor) of this rank from the checkpoint."""
+    """Fill this rank's parameters, (name in the whole model, tensor) pairs, from the checkpoint."""
     load_weights(weights, parameters, cfg.model.padded_vocab_size)
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """A `Sampling.settle` for several processes: replace the tokens, int64 [B], by those of rank 0, and go on.
+    """A `Sampling.settle` for several processes: replace the tokens, int64 [B], with rank 0's, and go on.
 
-    The logits of different ranks may differ in their last bit, and so might the tokens drawn from them.
+    Logits may differ between ranks in the last bit, so ranks might draw different tokens.
     """
     dist.broadcast(tokens, src=0)
     return True
 
 
 def config_of_run(path: str, checkpoint: Checkpoint) -> config.Config:
-    """The configuration of a run: `config.toml` of a run directory, or else the one recorded in the checkpoint.
+    """The configuration of a run: `config.toml` of a run directory, or else the checkpoint's copy.
 
     Raises:
-        ValueError: the checkpoint holds weights only, as `convert` writes them, so the run's tokenizer is not known.
+        ValueError: the checkpoint holds weights only (as written by `convert`), so the run's tokenizer is unknown.
     """
     config_file = Path(path, "config.toml")
-    # A config.toml in the folder of a checkpoint is a draft by `convert`, which may not know the tokenizer.
+    # A config.toml in a checkpoint's folder is a draft written by `convert`, which may not know the tokenizer.
     if config_file.is_file() and not Path(path, manifest.NAME).exists():
         return config.read(config_file)
     recorded = state_of(checkpoint).config

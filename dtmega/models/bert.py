@@ -1,6 +1,6 @@
 """BERT (Devlin et al., arXiv:1810.04805), by default in Megatron's order (arXiv:1909.08053): LayerNorm first.
 
-An encoder: every token attends to all tokens of its sample except padding. It is trained to fill in masked tokens and
+An encoder: every token attends to all tokens of its sample except padding. BERT is trained to fill in masked tokens and
 to tell whether the two segments of a sample were swapped. bloom.py explains how a model written for one device also
 runs in pieces.
 """
@@ -31,7 +31,9 @@ N_TYPES = 2  # token types: 0 in segment A with its [CLS] and [SEP], and 1 in se
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward. `[model] norm` decides where each of the two, f, has its LayerNorm.
+    """One layer: attention, then a feed-forward. `[model] norm` selects the place of the LayerNorms.
+
+    With f for the attention or the feed-forward:
 
     `pre` is h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
     `post` is LN(h + drop(f(h))).
@@ -63,7 +65,7 @@ class Block(nn.Module):
 
 
 class WordHead(nn.Module):
-    """Head that predicts the masked tokens: LN(gelu(dense(h))), then logits by the tied embedding and a bias."""
+    """Head that predicts the masked tokens: LN(gelu(dense(h))), then logits from the tied embedding and a bias."""
 
     def __init__(self, cfg: config.Bert) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class OrderHead(nn.Module):
         self.classifier = nn.Linear(cfg.hidden_size, 2)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute logits [B, 2] from hidden [B, S, D]: column 0 for segments in order, column 1 for swapped ones."""
+        """Compute logits [B, 2] from hidden [B, S, D]: column 0 for ordered, column 1 for swapped segments."""
         return self.classifier(torch.tanh(self.pooler(hidden[:, 0])))
 
 
@@ -100,8 +102,8 @@ class Bert(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: global number of each head, which keys attention dropout. It is a buffer, so that a plan can cut it
-            with the heads.
+        head_ids: global number of each head, used in the keys of attention dropout; a buffer, so that a plan can cut
+            the numbers along with the heads.
     """
 
     cfg: config.Bert
@@ -113,10 +115,10 @@ class Bert(Model):
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings
-        # For the FLOP counter: WordHead computes only labelled tokens, and OrderHead one token per sample.
+        # For the FLOP counter: WordHead processes only labelled tokens, and OrderHead one token per sample.
         self.works_per = {"head": "label", "order": "sequence"}
 
-        # With norm = "post" the embedding and each layer end in a LayerNorm, so the last layer needs no further one.
+        # With norm = "post" the embedding and each layer end in a LayerNorm, so no norm follows the last layer.
         def norm_if(order: str) -> nn.LayerNorm | None:
             return stream_norm(cfg, cfg.layer_norm_eps) if cfg.norm == order else None
 
@@ -147,28 +149,28 @@ class Bert(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64, some of them replaced by [MASK].
-            labels: [B, S] int64, the token that a [MASK] hides; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
-            token_types: [B, S] int64, the segment of each token, 0 or 1; None: all are 0.
-            swapped: [B] int64, 1 if the sample's segments were swapped; needed with labels.
-            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
+            tokens: token ids, [B, S] int64, some replaced by [MASK].
+            labels: original token at each masked place, [B, S] int64; a label of -100 takes no part in the loss.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
+            token_types: segment of each token, 0 or 1, [B, S] int64; None: all are 0.
+            swapped: 1 for each sample whose segments were swapped, else 0, [B] int64; needed with labels.
+            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding is a document of its own.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
-                the sequence, only this rank's part of S.
-            places: [B, S] int64, the global index of each token in its sample, below `longest`.
+            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
+                sequence, only this rank's part of S.
+            places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
-            With labels, fp32 sums over the microbatch: "lm", the token losses; "order", the losses of the segments'
-            order; "order_right", the number of samples whose order is predicted correctly, without a gradient. Without
-            labels, the logits of the tokens, "logits" [B, S, V], and of the segments' order, "order" [B, 2]. Earlier
-            stages return {"hidden": hidden state}.
+            With labels, fp32 sums over the microbatch: "lm", the token losses; "order", the segment order losses;
+            "order_right", the number of samples whose order is predicted correctly, without a gradient. Without labels,
+            "logits", the token logits [B, S, V], and "order", the segment order logits [B, 2]. Earlier stages return
+            {"hidden": hidden state}.
 
         Raises:
             ValueError: dropout in training without sample_ids, or labels without swapped.
         """
         # A fused kernel is compiled again for each length, and batches without labels come in many lengths. Attention
-        # dropout needs the plain formula: no kernel takes a keyed mask.
+        # dropout cannot use a fused kernel either, because no fused kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, document_ids=document_ids, fused=fused)
         if self.embed is not None and self.positions is not None and self.types is not None:
@@ -200,5 +202,5 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops`, twice a decoder's: every token attends to all, and padding counts like text."""
+        """`Piece.attention_flops`, twice a decoder's: a token attends to all tokens, and padding counts like text."""
         return 2 * super().attention_flops(piece)

@@ -1,4 +1,4 @@
-"""The interface of a family of models, and the checks that all families share.
+"""The interface of a model family, and the checks that all families share.
 
 families.py has one record for each family; no other file knows a family by name.
 """
@@ -25,16 +25,16 @@ from dtmega.ops.cost import Piece
 
 
 class Family(Protocol):
-    """The interface through which all other code uses a family of models.
+    """The interface through which all other code uses a model family.
 
     Attributes:
         libraries: libraries besides torch whose versions must be the same on all ranks.
         directory: True if the model is read from the directory that [model] path names.
-        formats: formats in which other programs store the family's models, by the name of the program in `convert`; a
-            program with several classes for such models has several formats.
-        objectives: objectives that the family can be trained for, by [data] objective; "auto" is the default.
+        formats: program name in `convert` -> formats in which that program stores the family's models. A program with
+            several classes for these models has several formats.
+        objectives: value of [data] objective -> objective that the family can be trained for; "auto" is the default.
         show: the kind of sample shown at the end of training.
-        dtypes: values of [precision] params that the family can be trained in. float16 needs heads that know the loss
+        dtypes: values of [precision] params that the family can be trained with. float16 needs heads that know the loss
             scale.
     """
 
@@ -57,10 +57,10 @@ class Family(Protocol):
     def dtypes(self) -> tuple[str, ...]: ...
 
     def resolve(self, cfg: config.Config) -> config.Config:
-        """The configuration, completed with the values that only the family knows.
+        """Complete the configuration with the values that only the family knows.
 
         Raises:
-            ValueError: keys that the family would ignore or cannot follow.
+            ValueError: keys that the family would ignore or does not support.
         """
         ...
 
@@ -69,14 +69,14 @@ class Family(Protocol):
         ...
 
     def reread_directory(self, model: config.Model, trained: str) -> config.Model:
-        """A checkpoint's [model] section, completed again from the present content of the model's directory.
+        """Complete a checkpoint's [model] section again, from the current content of the model's directory.
 
         Args:
             model: the section that the checkpoint stores.
-            trained: `digest` of the directory during training; '' if it is not known.
+            trained: `digest` of the directory during training; '' if the digest is not known.
 
         Raises:
-            ValueError: a directory that is gone, or whose configuration differs from the one during training.
+            ValueError: a directory that no longer exists, or whose configuration has changed since training.
         """
         ...
 
@@ -85,7 +85,7 @@ class Family(Protocol):
         ...
 
     def build(self, model: config.Model) -> Model:
-        """The whole model on the default device, which may be meta. Its parameters are not initialised yet."""
+        """The whole model on the default device, which may be meta, with uninitialised parameters."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
@@ -102,11 +102,11 @@ class Family(Protocol):
         ...
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        """Cut a stage on meta over tp. Return the names of the parameters whose gradients must be summed over tp."""
+        """Cut a meta stage over tp. Return the names of the parameters whose gradients must be summed over tp."""
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        """Allocate a stage that was cut on meta. Ties and buffers are set up again; parameters have no values yet."""
+        """Allocate a stage that was cut on meta, and set up ties and buffers again. Parameters have no values yet."""
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class Family(Protocol):
         ...
 
     def weights(self, model: config.Model) -> Source | None:
-        """The weights that a new run starts with, by our names; None: draw initial values from the seed.
+        """The weights that a new run starts with, keyed by our names; None if initial values come from the seed.
 
         Raises:
             ValueError: [model] init_from or path without usable weights, or with the weights of a different model.
@@ -123,7 +123,7 @@ class Family(Protocol):
         ...
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights in a directory that transformers saved, by our names.
+        """The weights from a directory saved by transformers, keyed by our names.
 
         Raises:
             ValueError: a config.json that does not agree with the [model] section, or tensors of a different model.
@@ -131,16 +131,16 @@ class Family(Protocol):
         ...
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights that another program has stored, by our names.
+        """The weights stored by another program, keyed by our names.
 
         Args:
             program: a key of `formats`.
-            source: tensors of a whole model by the program's names; padding rows of the vocabulary are dropped.
+            source: a whole model's tensors, keyed by the program's names; padding rows of the vocabulary are dropped.
             where: path of the source, for messages.
 
         Raises:
             ValueError: a tensor that is missing, is unknown, or has the wrong shape. Reading from the returned source
-                also raises it, for copies of one parameter that differ.
+                also raises a ValueError, if several copies of one parameter differ.
         """
         ...
 
@@ -156,27 +156,28 @@ class Family(Protocol):
         ...
 
     def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        """A model in the form that another program stores.
+        """Convert a model to the form that another program stores.
 
         Args:
             program: a key of `formats`.
-            source: tensors of the whole model by our names.
+            source: the whole model's tensors, keyed by our names.
 
         Returns:
-            The program's configuration, and the tensors by the program's names: without padding of the vocabulary, and
-            tied tensors once.
+            The program's configuration, and the tensors keyed by the program's names: without vocabulary padding, and
+            with each tied tensor only once.
 
         Raises:
-            ValueError: a model that the program does not have, or a source of a different model.
+            ValueError: a model that the program does not support, or a source of a different model.
         """
         ...
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        """Write weights as a directory that transformers can load. All ranks call it together.
+        """Write weights as a directory that transformers can load. All ranks call this method together.
 
         Args:
-            source: tensors of the whole model by our names.
-            tokenizer: text of tokenizer.json; None: the tokenizer in the model's own directory, if it has one.
+            source: the whole model's tensors, keyed by our names.
+            folder: directory to write.
+            tokenizer: text of tokenizer.json; None: the tokenizer in the model's own directory, if there is one.
             options: options of `hf.files.export.export`.
 
         Raises:

@@ -1,12 +1,12 @@
 """Generation: sample text from a model token by token, for one prompt or a small batch of prompts.
 
-Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. A
-model that tp cuts along the sequence cannot keep them, because a single token cannot be cut over ranks. Such a model
-computes all tokens again for every new token, with the same result.
+Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. If
+tp cuts a model along the sequence, the model cannot keep keys and values, because a single token cannot be cut over
+ranks. The model then computes all tokens again for every new token, with the same result.
 
 Prompts of different lengths are padded to a common length. If keys and values are kept, padding goes on the left, so
-that the next token of every prompt is in the same column; the padding is a document of its own, at places below 0.
-Otherwise padding goes on the right, where a causal model does not see it.
+that every prompt's next token is in the same column; the padding is a document of its own, at places below 0. Otherwise
+padding goes on the right, where a causal model does not see it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtmega.files.console import counted
 from dtmega.models.model import Model
 from dtmega.ops.key_value_cache import KeyValueCache
 
-PADDING = 64  # sequences are padded to multiples of this, because some kernels are compiled anew for each length
+PADDING = 64  # lengths are padded to a multiple of 64, because some kernels are compiled anew for each length
 Settle = Callable[[Tensor], bool]
 
 
@@ -39,16 +39,16 @@ class Sampling:
 
     Attributes:
         vocab_size: size of the tokenizer's vocabulary; the model's vocabulary may be larger.
-        end_ids: tokens that end the sample and are not part of it.
+        end_ids: tokens that end a sample; a sample does not include its end token.
         seed: seed of the draws.
         temperature: temperature of the softmax; 0 takes the most probable token.
         top_k: number of most probable tokens to draw from; 0 = all.
-        top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): draw from the fewest most probable tokens
-            that reach it together, among those that top_k leaves; 1 = all.
-        multiple: number of equal parts that a sequence must divide into: the size of tp. If it is more than 1, all
+        top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set
+            of most probable tokens with a total probability of at least top_p; 1 = all.
+        multiple: number of equal parts that a sequence must divide into: the size of tp. With more than 1 part, all
             tokens are computed again for every new token.
-        settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on them. It may overwrite
-            the tokens. If it returns False, all samples end.
+        settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on these tokens. The
+            function may overwrite the tokens. If it returns False, all samples end.
         uses_cache: True to keep keys and values; False to compute all tokens again for every new token.
         prompt_is_prefix: True if each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
     """
@@ -74,7 +74,7 @@ class Sampling:
         probabilities = (logits / self.temperature).softmax(-1)
         if self.top_p < 1:
             ordered, ids = probabilities.sort(descending=True, stable=True)
-            # Each token is compared by the sum of the tokens before it, so the token that reaches top_p is kept.
+            # The sum before each token leaves out the token itself, so the token that reaches top_p is kept.
             before = ordered.cumsum(-1) - ordered
             probabilities = probabilities.index_fill(0, ids[before >= self.top_p], 0.0)
         return torch.multinomial(probabilities, 1, generator=generator)
@@ -94,10 +94,10 @@ def generate(model: Model, tokens: list[int], n: int, sampling: Sampling) -> lis
 
 @torch.no_grad()
 def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampling: Sampling) -> list[list[int]]:
-    """Sample up to `n` tokens that follow each prompt, all prompts in one batch.
+    """Sample up to `n` tokens that follow each prompt, with all prompts in one batch.
 
-    Each prompt gets the tokens that `generate` would give it, with one exception: products of larger matrices may add
-    their terms in a different order. Logits may then differ in their last bits, and very rarely a sampled token does.
+    Each prompt gets the same tokens as from `generate`, with one exception: products of larger matrices may add their
+    terms in a different order. Logits may then differ in their last bits, and very rarely a sampled token may differ.
 
     Raises:
         ValueError: a prompt that is empty, or so long that the model has no position for a new token.
@@ -112,7 +112,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
     same_length = all(len(prompt) == width for prompt in prompts)
 
     def logits_of_all(texts: list[list[int]]) -> Tensor:
-        """Logits [B, V] of the next tokens; computes all tokens. Padding is on the right, where causality hides it."""
+        """Compute all tokens to get the next tokens' logits [B, V]. Padding is on the right, hidden by causality."""
         padded = torch.tensor(_padded(texts, 0, sampling.multiple, longest), device=device)
         last = [len(text) - 1 for text in texts]
         rows = {}
@@ -121,7 +121,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         return model(padded, **rows)[torch.arange(len(texts)), last]
 
     def logits_of_new(texts: list[list[int]], cache: KeyValueCache) -> Tensor:
-        """Logits [B, V] of the next tokens; computes only new tokens. Padding is on the left, at places below 0."""
+        """Compute only new tokens to get the next tokens' logits [B, V]. Padding is on the left, at places below 0."""
         new = _new_to_model(texts, cache, device)
         places = cache.length + torch.arange(new.shape[1], device=device) - n_padding
         rows = {"places": places}
@@ -130,8 +130,8 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         if not same_length:
             # Padding is a document of its own, so no text sees it.
             rows["document_ids"] = (places < 0).long()
-            # Every token needs a valid position. Padding has none, and neither has a sample that has used all positions
-            # and stays in the batch while other samples go on.
+            # Clamp places to valid positions: padding has no position, nor does a sample that has used all positions
+            # but stays in the batch while other samples go on.
             rows["position_ids"] = places.clamp(0, longest - 1)
         return model(new, cache=cache, **rows)[:, -1]
 
@@ -184,7 +184,7 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
 
 
 def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_separate: bool) -> int:
-    """The largest length that the model has positions for and that `multiple` divides.
+    """The largest length that `multiple` divides and that the model has positions for.
 
     Args:
         model: model whose `longest` limits the sequence.
@@ -238,9 +238,8 @@ def _draw_tokens(
 
     Args:
         model: the model that `next_logits` calls.
-        next_logits: function of the texts so far and the cache of keys and values (None: nothing is kept) that returns
-            the logits [B, V] of each text's next token. Texts that have ended stay in the batch, unchanged; their
-            logits are ignored.
+        next_logits: function (texts so far, key/value cache) -> logits [B, V] of each text's next token. The cache is
+            None if nothing is kept. Texts that have ended stay in the batch, unchanged, and their logits are ignored.
         prompts: tokens of each prompt.
         limits: largest number of new tokens for each prompt.
         sampling: settings of the draws.
@@ -252,8 +251,8 @@ def _draw_tokens(
     going = [limit > 0 for limit in limits]
     while any(going):
         logits = next_logits(texts, cache)[:, : sampling.vocab_size].float()
-        # Each prompt has a generator, so that its tokens do not depend on the other prompts. The generators are made
-        # here because only the logits tell the device: FSDP may offload the parameters to the host.
+        # Each prompt has its own generator, so that its tokens do not depend on the other prompts. The generators are
+        # made here, on the device of the logits, because FSDP may offload the parameters to the host.
         if not generators:
             generators = [torch.Generator(logits.device).manual_seed(sampling.seed) for _ in prompts]
         drawn = []

@@ -14,7 +14,7 @@ from dtmega.ops.shards import boxes
 
 @torch.no_grad()
 def init_weights(model: Model, seed: int) -> None:
-    """Fill this rank's parts of the parameters: N(0, std) if `Model.init_std` has an std, else `init_constant`."""
+    """Fill this rank's parts of the parameters: N(0, std) if `Model.init_std` gives an std, else `init_constant`."""
     for name, parameter in model.named_parameters():
         name = model.full_name(name)
         std = model.init_std(name)
@@ -31,15 +31,16 @@ def init_weights(model: Model, seed: int) -> None:
 
 
 def _values_per_draw(device: torch.device) -> int:
-    """The number of values to draw at a time: few enough for a CPU's caches, or many, to save launches on a GPU."""
+    """The number of values to draw at a time: on a CPU, few enough for the caches; on a GPU, many, to save launches."""
     return 2**16 * torch.get_num_threads() if device.type == "cpu" else 2**22
 
 
 def _global_indices(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """The row-major index in the whole tensor of each element of `part`, int64 in its shape.
+    """Each element's row-major index in the whole tensor, int64 in the shape of `part`.
 
     Args:
-        offsets: index in the whole tensor at which `part` begins, for each dim.
+        part: part of the whole tensor.
+        offsets: start of `part` in the whole tensor, one index for each dim.
         whole: shape of the whole tensor.
     """
     indices = torch.zeros((), dtype=torch.int64, device=part.device)

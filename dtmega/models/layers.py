@@ -41,11 +41,11 @@ class KeyedDropout(nn.Module):
         """Drop elements of x, [B, S, D], and scale up the rest by 1 / (1 - p).
 
         Args:
-            x: [B, S, D], or a rank's part of it along S or D.
-            sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
-            places: [B, S] int, the global place of each token of x. If x is only a part along S, the plan replaces the
-                places of the whole sequence by those of the part.
-            channel_ids: [D] int32, global numbers of the channels of x; None: x has all channels.
+            x: activations, [B, S, D], or this rank's part along S or D.
+            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
+            places: global place of each token of x, [B, S] int. If x is only a part along S, the plan replaces the
+                places of the whole sequence by the places of that part.
+            channel_ids: global numbers of the channels of x, [D] int32; None: x has all channels.
         """
         if self.p == 0.0 or not self.training:
             return x
@@ -53,7 +53,7 @@ class KeyedDropout(nn.Module):
         channels = channel_ids
         if channels is None:
             channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
-        # One hash per token; `keep` hashes each with the channel numbers into the mask [B, S, D].
+        # One hash per token, [B, S]; `keep` combines these hashes with the channel numbers into the mask [B, S, D].
         rows = keyed.mix(keyed.fold(sample_ids) ^ self.key).unsqueeze(1) ^ places.to(torch.int32)
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
@@ -61,8 +61,8 @@ class KeyedDropout(nn.Module):
         """This site's dropout in the form that `attention` takes, without places; None if nothing is dropped.
 
         Args:
-            head_ids: [H] int32, global numbers of the heads of this rank.
-            sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
+            head_ids: global numbers of this rank's heads, [H] int32.
+            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
         """
         if self.p == 0.0 or not self.training:
             return None
@@ -88,9 +88,9 @@ def residual_stream(embedded: Tensor, cfg: config.DropoutModel) -> Tensor:
 
 
 class MixedLayerNorm(nn.LayerNorm):
-    """A LayerNorm that reads the fp32 residual stream and returns the dtype of its weight.
+    """A LayerNorm that reads the fp32 residual stream and returns its result in the dtype of the weight.
 
-    It computes in fp32 and rounds once, at the end, like Megatron's `MixedFusedLayerNorm`.
+    The norm is computed in fp32 and rounded once, at the end, as in Megatron's `MixedFusedLayerNorm`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -106,11 +106,12 @@ def stream_norm(cfg: config.DropoutModel, eps: float) -> nn.LayerNorm:
 
 
 class FusedAttention(nn.Module):
-    """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
+    """Self-attention with one fused projection, whose rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
 
     With query-key layer scaling, queries are divided by `number` x sqrt(K), and scores are multiplied by `number` in
-    fp32. Mathematically nothing changes, but the products q k^T stay below the largest number of float16. That matters
-    with attention dropout, whose plain formula stores the products in float16; all other kernels keep them in fp32.
+    fp32. Mathematically nothing changes, but the products q k^T stay below the largest float16 number. This limit only
+    matters with attention dropout, because the plain formula stores the products in float16; all other kernels keep the
+    products in fp32.
 
     Args:
         cfg: sizes and dropout rate.
@@ -126,7 +127,7 @@ class FusedAttention(nn.Module):
         self.dropout = KeyedDropout(cfg.attention_dropout)
 
     def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
-        # -1 because under tp the projection has only this rank's heads: the tensor tells their number.
+        # -1 is the number of heads, inferred from the tensor: under tp the projection has only this rank's heads.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
         dropout = self.dropout.of_probabilities(head_ids, sample_ids)
         if self.coefficient is not None:
@@ -135,7 +136,7 @@ class FusedAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The mask of the keys' rows in the fused bias, bool [3 D], by the bias's name (`Model.unseen`)."""
+        """The mask of the key rows in the fused bias, bool [3 D], keyed by the bias's name (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
         return {"qkv.bias": rows % 3 == 1}
 
@@ -150,7 +151,7 @@ def gelu(x: Tensor, form: Gelu) -> Tensor:
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
-# Activation of the gate; the activated gate multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's
+# Activation functions of the gate; the activated gate multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's
 # glu_activations).
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
@@ -167,7 +168,7 @@ class MLP(nn.Module):
 
     Args:
         cfg: sizes and the kind of gate.
-        form: form of the GELU; Megatron, BLOOM and GPT-2 use the approximation by tanh.
+        form: form of the GELU; Megatron, BLOOM and GPT-2 use the tanh approximation.
     """
 
     def __init__(self, cfg: config.DropoutModel, form: Gelu = "tanh") -> None:
@@ -188,7 +189,7 @@ class MLP(nn.Module):
 class LMHead(nn.Module):
     """The output layer: logits from the last hidden state, or with labels the sum of token losses.
 
-    The head owns the loss, so that product and cross-entropy run chunk by chunk and all logits never exist at once.
+    The head owns the loss, so that matrix product and cross-entropy run chunk by chunk, never with all logits at once.
     Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the extra rows give no
     logits.
 
@@ -219,9 +220,9 @@ class LMHead(nn.Module):
         """Compute logits [..., V] from h, or with labels the fp32 scalar sum of token losses.
 
         Args:
-            h: [..., D].
-            labels: [...] int64, the token to predict; a label of -100 takes no part in the sum.
-            label_weights: [...] fp32, the weight of each token's loss in the sum; None: all 1.
+            h: hidden states, [..., D].
+            labels: tokens to predict, [...] int64; a label of -100 takes no part in the sum.
+            label_weights: weight of each token's loss in the sum, [...] fp32; None: all 1.
         """
         if labels is None:
             bias = None if self.bias is None else self.bias[: self.vocab_size]
@@ -232,7 +233,7 @@ class LMHead(nn.Module):
 
     def loss_terms(self, label_weights: Tensor | None = None) -> dict[str, Any]:
         """The keyword arguments for `linear_cross_entropy`."""
-        # Only training has these terms, so that evaluations of runs with different settings can be compared.
+        # Only training adds these terms, so that evaluations of runs with different settings can be compared.
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         weights = None if label_weights is None else label_weights.flatten()
         return {

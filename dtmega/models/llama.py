@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
     """The rotation of queries and keys by their positions (Su et al., arXiv:2104.09864).
 
     Attributes:
-        cos, sin: [B, S, 1, K / 2] fp32, cosine and sine of the angle by which each pair of channels is rotated.
+        cos, sin: cosine and sine of each channel pair's rotation angle, [B, S, 1, K / 2] fp32.
     """
 
     cos: Tensor
@@ -53,8 +53,8 @@ class Attention(nn.Module):
         q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
         k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        # Transpose only after the rotation. Memory then keeps the order [B, S, H, K] that the linears write and read in
-        # forward and backward, and nothing is copied.
+        # Transpose only after the rotation. The tensors then keep the memory order [B, S, H, K], which the linear
+        # layers write and read in forward and backward, and nothing is copied.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
         return self.out(out.transpose(1, 2).flatten(2))
 
@@ -91,7 +91,8 @@ class Llama(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        frequencies: angle per position of each pair of channels. It is the same for all heads, so no plan cuts it.
+        frequencies: rotation angle per position, for each pair of channels. All heads use the same frequencies, so no
+            plan cuts them.
     """
 
     cfg: config.Llama
@@ -128,24 +129,24 @@ class Llama(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64.
-            labels: [B, S] int64, the token to predict at each place; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, ignored: Llama has no dropout.
-            position_ids: [B, S] int64, the positions by which queries and keys are rotated; None: `places`.
-            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
-            prefix: [B, S] bool, True for tokens that all tokens of their document see, even those before them.
-            label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
-                the sequence, only this rank's part of S.
-            places: [B, S] int64, the global index of each token in its sample.
-            cache: cache with the keys and values of earlier tokens; this call adds those of `tokens`.
+            tokens: token ids, [B, S] int64.
+            labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
+            sample_ids: ignored, [B] int64, because Llama has no dropout.
+            position_ids: positions for the rotation of queries and keys, [B, S] int64; None: `places`.
+            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
+            prefix: mask of the tokens that all tokens of the same document see, even earlier tokens, [B, S] bool.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
+            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
+                sequence, only this rank's part of S.
+            places: global index of each token in its sample, [B, S] int64.
+            cache: key/value cache of the earlier tokens, to which this call adds `tokens`.
 
         Returns:
             The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, S, V] without.
             Earlier stages return {"hidden": hidden state}.
         """
-        # A fused kernel is compiled again for each length. A forward without labels mostly belongs to generation, which
-        # has a new length at each token, so only batches with labels (training, evaluation) use such a kernel.
+        # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
+        # token brings a new length, so only batches with labels (training, evaluation) use a fused kernel.
         rule = attention_rule(
             places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=labels is not None
         )
@@ -163,16 +164,16 @@ class Llama(Model):
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
-    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low ones reduced.
+    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low frequencies reduced.
 
     Llama 3.1 extends its context by reducing the low frequencies. A frequency that turns fewer than
     `rope_low_freq_factor` times within `rope_original_length` is divided by `rope_factor`. A frequency that turns more
-    than `rope_high_freq_factor` times stays, and frequencies between these two are interpolated
+    than `rope_high_freq_factor` times stays, and frequencies between these two bounds are interpolated
     (github.com/meta-llama/llama-models, models/llama3/model.py `apply_scaling`).
     """
     frequencies = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     turns = cfg.rope_original_length * frequencies / (2 * math.pi)
     width = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
-    # 1 for a frequency that stays, 0 for a frequency that is divided by the whole factor.
+    # 1 for a frequency that stays, 0 for a frequency that is divided by the full factor.
     stays = ((turns - cfg.rope_low_freq_factor) / width).clamp(0, 1)
     return frequencies * (stays + (1 - stays) / cfg.rope_factor)

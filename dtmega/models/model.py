@@ -18,30 +18,31 @@ class Model(nn.Module):
     """A whole model, or the part of it that one pipeline stage holds. Every model that dtmega trains is a subclass.
 
     A model is called as `model(**rows of a microbatch, **tensors from the stage before)` and returns tensors by name:
-    the tensors that it hands on to the next stage (listed by the family's `boundary`), and its sums over the microbatch
-    (listed by the family's objective) as fp32 scalars. Without labels the last stage returns predictions instead of a
-    loss; those of a language model are the logits [B, S, V].
+    tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32 scalars (listed
+    by the family's objective). Without labels the last stage returns predictions instead of a loss; a language
+    model's predictions are the logits [B, S, V].
 
-    A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. A tensor
-    that a stage is given and does not return goes on to the next stage unchanged, if the boundary lists it.
+    A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. If a
+    stage receives a tensor and does not return it, the tensor goes on to the next stage unchanged, provided that the
+    boundary lists the tensor.
 
-    Places are the global index of each token in its sample. They come with the batch, because a rank's tokens may be
-    any part of a sequence, so a model cannot count them itself. Without places, as in a notebook, the tokens are
+    The place of a token is its global index in its sample. Places come with the batch, because a rank's tokens may be
+    any part of a sequence, and a model cannot count places itself. Without places, as in a notebook, the tokens are
     treated as a whole sequence that starts at 0.
 
     Attributes:
-        cfg: the [model] section.
+        cfg: the [model] section of the configuration.
         layers: the blocks by number, in a model with a single stack.
-        ties: groups of names that share one parameter in the whole model; the first name is the one in checkpoints.
+        ties: groups of names that share one parameter in the whole model; checkpoints use the first name.
         longest: length of the longest sequence that the model has positions for; None: any length.
-        runs_layers: True if the model calls `run_layers` for all layers of a stack. Recomputing units of several layers
-            needs this.
+        runs_layers: True if the model calls `run_layers` for all layers of a stack. Recomputing several layers as a
+            unit needs `run_layers`.
         has_cache: True if forward takes a `cache`, so that generation computes each token once.
         experts_per_token: number of experts that each token uses, if a weight [experts, rows, columns] stacks experts;
-            None: no weight does.
-        works_per: names of modules that do not run on every token -> how often they run: once per token with a label,
-            per token of a decoder, or per sequence. A name covers all modules inside; later names override earlier
-            ones.
+            None: no weight stacks experts.
+        works_per: module name -> unit of work, for modules that do not run on every token: the module runs once per
+            labelled token, per decoder token, or per sequence. A name also covers all nested modules; later names
+            override earlier names.
         lengths: keys of [data] that hold the lengths of the model's sequences.
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' if there is none.
         one_backward: reason why backward cannot run in two parts; '' if it can.
@@ -65,34 +66,36 @@ class Model(nn.Module):
         return super().__call__(tokens, *args, places=places, **kwargs)
 
     def stored_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that checkpoints store, by name. Training does not change them."""
+        """The buffers that checkpoints store, with their names. Training does not change these buffers."""
         for prefix, module in self.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                     yield name, buffer
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that checkpoints store, by name: the parameters, then the stored buffers."""
+        """The tensors that checkpoints store, with their names: the parameters, then the stored buffers."""
         yield from self.named_parameters()
         yield from self.stored_buffers()
 
     def blocks(self) -> list[nn.Module]:
-        """The layers that this stage holds, in order. Each is recomputed, compiled and wrapped by FSDP on its own."""
+        """This stage's layers, in order. Each layer is recomputed, compiled and wrapped by FSDP on its own."""
         return list(self.layers.values())
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
-        """Run hidden through these layers in turn; all of them also get the `shared` arguments.
+        """Run `hidden` through these layers in turn. Every layer also gets the `shared` arguments.
 
-        A model calls this once for all layers of a stack, so that `recompute.py` can recompute several as a unit.
+        A model calls this method once for all layers of a stack, so that `recompute.py` can recompute several layers as
+        a unit.
         """
         for layer in layers:
             hidden = layer(hidden, *shared)
         return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of a whole model, in the pipeline's order: name -> all its modules, nested ones included.
+        """The pieces of a whole model, in the pipeline's order: name -> the piece's modules, including nested ones.
 
-        By default modules registered before the blocks belong to the embedding, and those after them to the head.
+        By default, modules registered before the blocks belong to the embedding, and modules registered after the
+        blocks belong to the head.
         """
         blocks = self.blocks()
         layer_of: dict[nn.Module, str] = {}
@@ -114,17 +117,18 @@ class Model(nn.Module):
         return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the named piece; 0 if there is one stack."""
+        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the named piece; both 0 by default."""
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """The tensors [B, length, D] that a stage ending with the piece `after` hands on: name -> key of the length."""
+        """The tensors [B, length, D] handed on by a stage that ends with piece `after`: name -> key of the length."""
         return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
-        """Delete all modules that none of these pieces needs. The model is a copy of the whole model, on meta.
+        """Delete all modules that none of these pieces needs. Call this method on a meta copy of the whole model.
 
-        A layer disappears from its ModuleDict, any other module becomes None; the modules that stay keep their names.
+        A deleted layer disappears from its ModuleDict, and any other deleted module becomes None. The remaining modules
+        keep their names.
         """
         parts = self.parts()
         needed = set[nn.Module]()
@@ -133,13 +137,13 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Set in the heads the gradient that backward will pass to each sum. Call it before a forward in training.
+        """Tell the heads which gradient backward will pass to each sum. Call this method before a forward in training.
 
-        A head already computes its gradient in forward. In float16 the head must multiply by this factor before it
-        rounds, or small gradients become 0.
+        A head computes its gradient during the forward pass. In float16 the head must multiply the gradient by the
+        sum's factor before rounding, or small gradients become 0.
 
         Args:
-            factors: the factor of each sum, by the sum's name: loss scale x weight / count.
+            factors: name of a sum -> the sum's factor, which is loss scale x weight / count.
         """
         for module in self.modules():
             if hasattr(module, "expected"):
@@ -152,9 +156,10 @@ class Model(nn.Module):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
 
     def tie(self) -> None:
-        """Make the tied names share one parameter. Call it again after anything that replaces parameters (`to_empty`).
+        """Make tied names share one parameter. Call this method again after parameters are replaced (`to_empty`).
 
-        A stage may hold only some of the names; those share, and `pipelining/tied.py` takes care of the other stages.
+        If a stage holds only some of the tied names, those names share one parameter; `pipelining/tied.py` ties the
+        parameters of different stages.
         """
         here = dict(self.named_parameters(remove_duplicate=False))
         for names in self.ties:
@@ -164,7 +169,7 @@ class Model(nn.Module):
                 self.get_submodule(owner).register_parameter(attribute, self.get_parameter(names_here[0]))
 
     def init_std(self, name: str) -> float | None:
-        """The std of N(0, std) for the parameter with that full name; None for those that `init_constant` fills."""
+        """The std of N(0, std) for the parameter with this full name; None if `init_constant` fills the parameter."""
         if name.endswith("bias") or "norm" in name:
             return None
         # 2 L of these weights write to the residual stream. Dividing their std by sqrt(2 L) makes the variance of the
@@ -178,14 +183,14 @@ class Model(nn.Module):
         return 1.0 if name.endswith("weight") else 0.0
 
     def unseen(self) -> dict[str, Tensor]:
-        """Masks of the parameter elements that no output depends on: name -> bool, in the whole parameter's shape.
+        """Masks of the parameter elements that no output depends on: name -> bool mask in the whole parameter's shape.
 
-        The bias of keys that are not rotated adds the same number to all scores of a query, so softmax cancels it. The
-        gradient of that bias is 0, but computing it leaves rounding noise, which Adam would turn into full steps. So
-        training sets these gradients to 0, and the bias keeps its initial value. The bias exists because other
-        programs' weights have it.
+        The bias of unrotated keys adds the same number to all scores of a query, and softmax cancels that number. The
+        gradient of this bias is 0, but computing the gradient leaves rounding noise, which Adam would turn into full
+        steps. So training sets these gradients to 0, and the bias keeps its initial value. The bias exists only because
+        the weights of other programs have this bias.
 
-        A module with such parameters also has a method `unseen`, which returns the masks by the module's own names.
+        A module with unseen elements has its own method `unseen`, which returns masks by the module's parameter names.
         """
         masks = {}
         for prefix, module in self.named_modules():
@@ -194,10 +199,10 @@ class Model(nn.Module):
         return masks
 
     def init_buffers(self, seed: int) -> None:
-        """Set the values of all buffers; needed after `to_empty`, which leaves them undefined."""
+        """Set the values of all buffers; needed after `to_empty`, which leaves buffers undefined."""
 
     def full_name(self, name: str) -> str:
-        """A parameter's name in checkpoints: its name in the whole model, or if names are tied, the first of them."""
+        """A parameter's name in checkpoints: its name in the whole model, or the first name of its tied group."""
         return next((names[0] for names in self.ties if name in names), name)
 
 
@@ -212,7 +217,7 @@ def _keep(owner: nn.Module, needed: Collection[nn.Module]) -> None:
         if isinstance(module, CONTAINERS) or any(inside in needed for inside in module.modules()):
             _keep(module, needed)
         elif isinstance(owner, CONTAINERS):
-            # `del owner[i]` would renumber the other items of a ModuleList, and with them the parameters' names.
+            # `del owner[i]` would renumber the other items of a ModuleList and thus change their parameters' names.
             del owner._modules[name]
         else:
             setattr(owner, name, None)

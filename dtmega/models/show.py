@@ -1,6 +1,6 @@
 """Samples for people to read: a model continues a prompt, or fills in the prompt's masks or hidden spans.
 
-Each family names one of these kinds of sample, which is shown at the end of a run and by `dtmega generate`.
+Each family has one of these kinds of sample. `dtmega generate` prints samples of that kind, as does a run at its end.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dtmega.models.model import Model
 
 
 class Show(NamedTuple):
-    """A kind of sample. Each family names one.
+    """The kind of sample that a family shows.
 
     Attributes:
-        options: options of `dtmega generate` that `text` takes. Each has a default, and no other option is passed.
-        text: function (model, tokenizer, prompt, **options) -> text to print. It also takes `multiple` and `settle` of
-            `Sampling`, and the options that `families.sample_options` derives from the run. It raises a ValueError for
-            a prompt that it cannot use.
-        reads: keys of [data] whose values in the run are passed to `text`.
-        together: function like `text` for several prompts, which share each forward pass; None: prompts are processed
-            one by one.
+        options: options of `dtmega generate` that `text` takes. Each option has a default; no other options are passed.
+        text: function (model, tokenizer, prompt, **options) -> text to print. The options also include `multiple` and
+            `settle` of `Sampling`, and the options that `families.sample_options` derives from the run. The function
+            raises a ValueError for a prompt that it cannot use.
+        reads: [data] keys; `text` gets the values that these keys have in the run.
+        together: function like `text`, but for several prompts that share each forward pass; None: prompts are
+            processed one by one.
     """
 
     options: tuple[str, ...]
@@ -47,7 +47,7 @@ class Show(NamedTuple):
 
 
 def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, **options: Any) -> str:
-    """The prompt and its continuation by a decoder.
+    """Continue a prompt with a decoder. Return the prompt and its continuation.
 
     Args:
         model: a decoder that returns logits [B, S, V].
@@ -66,7 +66,7 @@ def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 
 def all_continued(
     model: Model, tokenizer: Tokenizer, prompts: Sequence[str], *, tokens: int = 128, **options: Any
 ) -> list[str]:
-    """Each prompt and its continuation. Like `continued`, but for all prompts in one batch."""
+    """Continue several prompts in one batch. Return each prompt and its continuation, as `continued` does."""
     sampling = Sampling(tokenizer.vocab_size, frozenset([tokenizer.eod_id]), **options)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     continuations = generate_together(model, encoded, tokens, sampling)
@@ -83,7 +83,7 @@ def filled(
     multiple: int = 1,
     settle: Settle = settle_alone,
 ) -> str:
-    """The prompt, and for each [MASK] in it a line with the most probable tokens at that place.
+    """The prompt, then one line per [MASK] with the most probable tokens at that place.
 
     Args:
         model: an encoder that returns logits [B, S, V] by name.
@@ -91,11 +91,11 @@ def filled(
         prompt: text with at least one [MASK].
         top_k: number of tokens to list per mask; 0 = all.
         multiple: number of equal parts that a sequence must divide into: the size of tp.
-        settle: function called with the ids of these tokens, int64 [masks, top_k], which it may overwrite
-            (`Sampling.settle`).
+        settle: function called with the ids of the listed tokens, int64 [masks, top_k]. The function may overwrite the
+            ids (`Sampling.settle`).
 
     Raises:
-        ValueError: a prompt without a mask, or one with more tokens than the model has positions for.
+        ValueError: a prompt without a mask, or a prompt with more tokens than the model has positions for.
     """
     tokens, masks = masked(tokenizer, prompt)
     longest = (model.longest or sys.maxsize) // multiple * multiple
@@ -120,7 +120,7 @@ def filled(
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """The ids of a prompt between [CLS] and [SEP], and the indices of its masks among them.
+    """The ids of a prompt, enclosed in [CLS] and [SEP], and the indices of the mask ids.
 
     Raises:
         ValueError: a prompt without a mask.
@@ -152,26 +152,26 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """The prompt, and for each <extra_id_0>, <extra_id_1>, ... in it a line with the text that the decoder puts there.
+    """The prompt, then one line per <extra_id_0>, <extra_id_1>, ... with the text that the decoder puts there.
 
-    A prompt without any such mark gets <extra_id_0> at its end.
+    A prompt without any <extra_id_...> gets <extra_id_0> at its end.
 
     Args:
         model: a model with an encoder and a decoder.
         tokenizer: the model's tokenizer.
         prompt: text in which <extra_id_0> and so on stand for hidden spans.
         tokens: largest number of tokens in the answer, all spans together.
-        objective, sentinels: keys of [data] as in training.
+        objective, sentinels: values of these [data] keys in training.
         options: fields of `Sampling`.
 
     Raises:
-        ValueError: a sentinel in the prompt whose number the model does not have, or a prompt that `answer` refuses.
+        ValueError: a prompt with a sentinel number that the model does not have, or a prompt that `answer` refuses.
     """
     if not SENTINEL.search(prompt):
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    # In training the encoder's text ended with this token, except with separate spans (`data/objectives/rows.py`).
+    # In training the encoder's text ended with the end token, except with separate spans (`data/objectives/rows.py`).
     if objective != "separate-spans":
         read = [*read, known.end]
     sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)
@@ -206,7 +206,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
     """The ids that follow each sentinel in a decoder's answer, by the sentinel's number.
 
-    A model that has learnt little may begin with other tokens. These count as part of the span with the number `first`.
+    A model that has learnt little may begin with other tokens. These tokens count as part of span number `first`.
     """
     numbers = {sentinel: number for number, sentinel in enumerate(known.sentinels)}
     spans: dict[int, list[int]] = {}

@@ -1,9 +1,9 @@
 """T5 (Raffel et al., arXiv:1910.10683) and T5 v1.1: an encoder, and a decoder that reads the encoder's output.
 
-Positions are relative: each stack learns one number per head and bucket of distances, and all layers of the stack add
-this number to their attention scores. With other values of the [model] keys the same classes are Megatron's T5, which
-has learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for one
-device also runs in pieces: as pipeline stages, or cut by tensor parallelism.
+Positions are relative: each stack learns one number per head and distance bucket, and all layers of the stack add these
+numbers to their attention scores. With other values of the [model] keys the same classes form Megatron's T5, which has
+learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for one device
+also runs in pieces: as pipeline stages, or cut by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         super().__init__()
         inner = cfg.n_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
-        # None is the usual 1 / sqrt(K). T5 does not scale scores; `init_std` makes the initial queries smaller instead.
+        # None means 1 / sqrt(K). T5 does not scale scores; `init_std` makes the initial queries smaller instead.
         self.scale = None if cfg.scale_scores else 1.0
         self.q = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
         self.k = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
@@ -53,11 +53,11 @@ class Attention(nn.Module):
         """Attend from x to itself, or to the encoder's output.
 
         Args:
-            x: [B, T, D], the source of the queries.
-            rule: rule that says which pairs attend, and what is added to their scores.
-            head_ids: [H] int32, global numbers of this rank's heads.
-            sample_ids: [B] int64, global sample numbers, which key dropout.
-            encoded: [B, S, D], the encoder's output as the source of keys and values; None: x.
+            x: source of the queries, [B, T, D].
+            rule: attention rule: which queries attend to which keys, and which bias each score gets.
+            head_ids: global numbers of this rank's heads, [H] int32.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks.
+            encoded: encoder's output as the source of keys and values, [B, S, D]; None: x is that source.
         """
         source = x if encoded is None else encoded
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
@@ -67,12 +67,12 @@ class Attention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The mask of the keys' bias, bool [H K], by its name (`Model.unseen`)."""
+        """The mask of the keys' bias, bool [H K], keyed by the bias's name (`Model.unseen`)."""
         return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
 
 
 class MLP(nn.Module):
-    """The feed-forward down(drop(act(up x))), or if it is gated, down(drop(act(gate x) * up x)) (arXiv:2002.05202)."""
+    """The feed-forward down(drop(act(up x))), or with a gate down(drop(act(gate x) * up x)) (arXiv:2002.05202)."""
 
     def __init__(self, cfg: config.T5) -> None:
         super().__init__()
@@ -86,10 +86,10 @@ class MLP(nn.Module):
         """Compute the feed-forward of x.
 
         Args:
-            x: [B, T, D].
-            channel_ids: [F] int32, global numbers of this rank's channels.
-            sample_ids: [B] int64, global sample numbers, which key dropout.
-            places: [B, T] int64, the global index of each token in its sample.
+            x: input, [B, T, D].
+            channel_ids: global numbers of this rank's channels, [F] int32.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks.
+            places: global index of each token in its sample, [B, T] int64.
         """
         up = self.up(x)
         inner = self._act(up) if self.gate is None else self._act(self.gate(x)) * up
@@ -102,7 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: self-attention, cross-attention (only in the decoder), feed-forward. Each is h + drop(f(norm h))."""
+    """One layer: self-attention, cross-attention (only in the decoder), feed-forward; each is h + drop(f(norm h))."""
 
     def __init__(self, cfg: config.T5, decodes: bool) -> None:
         super().__init__()
@@ -140,10 +140,10 @@ class _Text(NamedTuple):
     """The tokens that one stack reads.
 
     Attributes:
-        tokens: [B, S] int64.
-        places: [B, S] int64, the global index of each token in its sample.
-        document_ids: [B, S] int64, the number of each token's document. A token attends only to tokens of its own
-            document, and padding is a document of its own. None: all tokens are of one document.
+        tokens: token ids, [B, S] int64.
+        places: global index of each token in its sample, [B, S] int64.
+        document_ids: number of each token's document, [B, S] int64. A token attends only to tokens of its own
+            document, and padding is a document of its own. None: all tokens belong to one document.
     """
 
     tokens: Tensor
@@ -156,14 +156,14 @@ class T5(Model):
 
     Attributes:
         encoder, decoder: the blocks of each stack by number.
-        encoder_bias, decoder_bias: biases of relative positions, [buckets, H], shared by all layers of a stack; None
-            with learned positions.
-        memory: identity through which the encoder's output passes once, before all layers of the decoder read it. A
+        encoder_bias, decoder_bias: relative position biases, [buckets, H], shared by all layers of a stack; None with
+            learned positions.
+        memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A
             plan gathers the output here, once for all layers.
-        head_ids: global number of each head, which keys attention dropout. It is a buffer, so that a plan can cut it
-            with the heads.
-        channel_ids: global number of each inner channel of the feed-forward, which keys dropout there. It is a buffer,
-            so that a plan can cut it with the channels.
+        head_ids: global number of each head, used in the keys of attention dropout; a buffer, so that a plan can cut
+            the numbers along with the heads.
+        channel_ids: global number of each inner channel of the feed-forward, used in the keys of dropout there; a
+            buffer, so that a plan can cut the numbers along with the channels.
     """
 
     cfg: config.T5
@@ -180,8 +180,9 @@ class T5(Model):
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
         # Some schedules run backward in two parts. torch finds the weights for the second part by following the graph
-        # from a stage's inputs, and walks through that graph once for each input. The decoder's embedding depends on no
-        # input of its stage, and all layers share the table of relative positions. Both cases give wrong gradients.
+        # from a stage's inputs, and walks through that graph once for each input. This search gives wrong gradients for
+        # the decoder's embedding, which depends on no input of its stage, and for the table of relative positions,
+        # which all layers share.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -226,10 +227,10 @@ class T5(Model):
         return [*self.encoder.values(), *self.decoder.values()]
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of both stacks, encoder first. Each layer also lists the modules that its whole stack shares."""
+        """Pieces of both stacks, encoder first. A layer's piece includes the modules that the whole stack shares."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
-            """These modules and all nested ones; None stands for a module that this variant of T5 does not have."""
+            """These modules and all nested modules. None stands for a module that this variant of T5 lacks."""
             nested: list[nn.Module] = []
             for module in modules:
                 if module is not None:
@@ -246,7 +247,7 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The tensors handed on: inside a stack its hidden state, and after the encoder's end the encoder's output."""
+        """The tensors handed on: the hidden state inside a stack, and the encoder's output after the encoder."""
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
         encoded = {"encoded": "seq_len"}
@@ -275,31 +276,31 @@ class T5(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64, the text that the encoder reads.
-            decoder_tokens: [B, T] int64, the decoder's text so far; None: run the encoder only.
-            labels: [B, T] int64, the token to predict at each place; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
-            document_ids, decoder_document_ids: [B, S] and [B, T] int64, numbers of the tokens' documents; both or
+            tokens: text that the encoder reads, [B, S] int64.
+            decoder_tokens: decoder's text so far, [B, T] int64; None: run the encoder only.
+            labels: token to predict at each place, [B, T] int64; a label of -100 takes no part in the loss.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
+            document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; both or
                 neither. A token attends only to tokens of its own document, in cross-attention too. Padding is a
                 document of its own.
-            hidden: [B, S, D] or [B, T, D], the hidden state from the stage before, on stages that begin inside a stack.
-                If a plan cuts the sequence, only this rank's part of it.
-            encoded: [B, S, D], the encoder's output, on stages behind the encoder; cut like hidden. With `encoded` a
-                whole model runs only the decoder, so that generation encodes once.
-            places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
-            cache: cache with the keys and values of the decoder's earlier tokens; this call adds those of
-                `decoder_tokens`.
+            hidden: hidden state from the stage before, [B, S, D] or [B, T, D], on stages that begin inside a stack. If
+                a plan cuts the sequence, only this rank's part of the sequence.
+            encoded: encoder's output, [B, S, D], on stages after the encoder; cut like `hidden`. A whole model with
+                `encoded` runs only the decoder, so that generation runs the encoder once.
+            places, decoder_places: global index of each token in its sample, [B, S] and [B, T] int64.
+            cache: key/value cache of the decoder's earlier tokens, to which this call adds `decoder_tokens`.
 
         Returns:
             The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, T, V] without.
-            Earlier stages return {"hidden": hidden state}, and the stage on which the encoder ends returns {"encoded":
-            the encoder's output}. A whole model without decoder_tokens also returns "encoded".
+            Earlier stages return {"hidden": hidden state}. The stage on which the encoder ends, and a whole model
+            without decoder_tokens, return {"encoded": the encoder's output}.
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled again for each length. A forward without labels mostly belongs to generation, which
-        # has a new length at each token. Attention dropout needs the plain formula: no kernel takes a keyed mask.
+        # A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
+        # mostly for generation, where each token brings a new length. So only passes with labels and without attention
+        # dropout use a fused kernel.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         source = _Text(tokens, places, document_ids)
         handed_on: dict[str, Tensor] = {}
@@ -318,7 +319,7 @@ class T5(Model):
             return handed_on
         hidden = self.decoder_dropout(self.decoder_norm(hidden), sample_ids, decoder_places)
         if self.cfg.scale_head:
-            # The first T5 ties the head to the embedding, whose std of 1 would make its logits too large.
+            # The first T5 ties the head to the embedding, and the embedding's std of 1 would make the logits too large.
             hidden = hidden * self.cfg.hidden_size**-0.5
         logits_or_loss = self.head(hidden, labels)
         return logits_or_loss if labels is None else {"lm": logits_or_loss}
@@ -329,8 +330,8 @@ class T5(Model):
         """Run the modules of the encoder that this stage holds.
 
         Returns:
-            The encoder's hidden state, or None if the encoder ends on this stage; and the encoder's output, or None if
-            the encoder does not end on this stage.
+            (encoder's hidden state, None) if the encoder goes on after this stage; (None, encoder's output) if the
+            encoder ends on this stage.
         """
         if self.embed is not None and self.embed_dropout is not None:
             hidden = _embedded(self.embed, self.positions, source)
@@ -355,15 +356,15 @@ class T5(Model):
         cache: KeyValueCache | None,
         fused: bool,
     ) -> Tensor | None:
-        """Run the decoder's embedding and layers that this stage holds, without the norm before the head.
+        """Run the decoder's embedding and layers, as far as this stage holds them, without the norm before the head.
 
         Args:
             target: the decoder's text.
-            hidden: [B, T, D], the decoder's hidden state from the stage before; None if the decoder begins here.
+            hidden: decoder's hidden state from the stage before, [B, T, D]; None if the decoder begins here.
             source: the encoder's text.
-            encoded: [B, S, D], the encoder's output.
+            encoded: encoder's output, [B, S, D].
             sample_ids, cache: as in `forward`.
-            fused: True if attention may use a kernel that is compiled for this length.
+            fused: True if attention may use a fused kernel, which is compiled for this length.
 
         Returns:
             The decoder's hidden state [B, T, D]. A stage without any part of the decoder returns `hidden` unchanged.
@@ -378,7 +379,7 @@ class T5(Model):
         rule = attention_rule(
             target.places, causal=True, document_ids=target.document_ids, table=table, cache=cache, fused=fused
         )
-        # Cross-attention knows no positions: it adds no table, and only documents restrict it.
+        # Cross-attention ignores positions: it adds no table, and only documents restrict it.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,
@@ -392,7 +393,7 @@ class T5(Model):
         return self.run_layers(layers, hidden, rule, *shared, cross_rule, self.memory(encoded))
 
     def _table(self, bias: nn.Embedding | None, bidirectional: bool) -> Tensor | None:
-        """The numbers that relative positions add to scores, [H, 2 M + 1] fp32; None with learned positions."""
+        """The biases that relative positions add to scores, [H, 2 M + 1] fp32; None with learned positions."""
         if bias is None:
             return None
         cfg = self.cfg
@@ -400,11 +401,11 @@ class T5(Model):
         return bias(buckets.to(self.head_ids.device)).float().T
 
     def init_std(self, name: str) -> float | None:
-        """The std of N(0, std) for the parameter with that full name; None for those that `init_constant` fills.
+        """The std of N(0, std) for the parameter with this full name; None if `init_constant` fills the parameter.
 
-        With `init = "normal"` the values are Megatron's. Otherwise they are those of mesh_tensorflow and transformers:
-        1 / sqrt(inputs) for all weights but the embedding, with another factor 1 / sqrt(K) for queries, because their
-        scores are not divided by sqrt(K). An untied head has the std that t5x uses.
+        With `init = "normal"` the values are Megatron's. Otherwise the values are the same as in mesh_tensorflow and
+        transformers: 1 / sqrt(inputs) for all weights but the embedding. Query weights have the extra factor
+        1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x uses.
         """
         cfg = self.cfg
         if name.endswith(".bias") or "norm" in name:
@@ -434,8 +435,8 @@ class T5(Model):
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
         """FLOPs of the decoder's self-attention and cross-attention.
 
-        A token of the decoder attends to the decoder's tokens before it, on average half of them, and to all tokens of
-        the encoder.
+        A decoder token attends to all earlier decoder tokens, on average half of the decoder's sequence, and to all
+        encoder tokens.
         """
         if not piece.startswith("decoder."):
             return 0, 0

@@ -5,17 +5,17 @@
 
 - CUDA: FlexAttention. The bias is computed inside the kernel and never stored.
 - CPU: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a chunk reads only the keys
-  that it may see, and the bias depends only on the distance. Then a single strip of bias, [H, C, S] floats instead of
-  [H, S, S] per layer, serves every chunk as a view. Otherwise, and for documents, a chunk's bias is computed when it is
-  needed, and once more in backward.
-- CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16: batched products over the same chunks
+  that it may see, and the bias depends only on the distance. A single strip of biases then serves every chunk as a
+  view: [H, C, S] floats instead of [H, S, S] per layer. Otherwise, and for documents, each chunk's bias is computed
+  when the chunk is processed, and again in the backward pass.
+- CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16: batched matrix products over the same chunks
   (`cpu/attention.py`).
 - Attention dropout on other devices, and a learned bias without FlexAttention: the plain formula over the same chunks.
   No fused kernel takes a dropout mask that is keyed by global indices.
 
-The bias stays in fp32 in every compute dtype. Rounded to bf16, as in the original BLOOM, `slope * place` would be a
-staircase. Distances are measured between places in the sequence, even if position ids start again in each document,
-because Megatron's ALiBi ignores those ids.
+The bias stays in fp32 whatever the compute dtype is. If `slope * place` were rounded to bf16, as in the original BLOOM,
+the bias would become a staircase. Distances are measured between places in the sequence, even if position ids restart
+in each document, because Megatron's ALiBi ignores those ids.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
 
-FEW_QUERIES = 64  # with fewer queries, calling the batched products would take longer than computing them
+FEW_QUERIES = 64  # with fewer queries, calls to the batched products would take longer than their arithmetic
 
 
 class Dropout(NamedTuple):
@@ -55,16 +55,16 @@ def attention(
     dropout: Dropout | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T scale + bias) v over the pairs that the rule allows.
+    """Compute softmax(q k^T scale + bias) v over the pairs that the rule allows.
 
     Args:
-        q: [B, H, S, K].
-        k, v: [B, G, T, K], where G divides H: the first H / G heads of q share the first head of k, and so on. With a
-            cache, keys and values of the new tokens only, [B, G, S, K].
-        rule: result of `attention_rule`; built with `fused=False` if `dropout` is given.
+        q: queries, [B, H, S, K].
+        k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
+            k, and so on. With a cache, keys and values of the new tokens only, [B, G, S, K].
+        rule: result of `attention_rule`, which must be built with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None: nothing is dropped.
-        scale: factor of the scores; None: 1 / sqrt(K). It is applied in fp32, but the plain formula computes the
-            products q k^T in the dtype of q.
+        scale: factor of the scores; None: 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
+            the products q k^T in the dtype of q.
 
     Returns:
         Output [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
@@ -108,7 +108,7 @@ def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
 
 
 def _slice(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries of a chunk, and the keys and values that they may see."""
+    """Slice a chunk's queries from q, and the keys and values that these queries may see from k and v."""
     keys = slice(chunk.first, chunk.last)
     return q[:, :, chunk.start : chunk.stop], k[:, :, keys], v[:, :, keys]
 
@@ -122,11 +122,11 @@ def _plain(
     dropout: Dropout | None,
     scale: float | None,
 ) -> Tensor:
-    """The plain formula for one chunk, for what no kernel supports: keyed dropout, and a table that is learned."""
+    """Compute one chunk by the plain formula, for cases that no kernel supports: keyed dropout and learned tables."""
     bias = rule.bias(chunk)
     scores = _scores(q, k, bias, scale)
-    # The softmax of a row of -inf is NaN, and so is its gradient. So if a query sees no key, its row is set to 0 before
-    # and after the softmax. With a strip every query sees at least itself.
+    # The softmax of a row of -inf is NaN, and so is its gradient. Therefore the row of a query that sees no key is set
+    # to 0 before and after the softmax. With a strip, every query sees at least itself.
     if bias is not None and rule.strip is None:
         sees_none = (bias == -math.inf).all(-1, keepdim=True)
         probabilities = scores.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
@@ -147,23 +147,23 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 
 
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """The bias, in fp64 if q is fp64. With an fp32 bias torch's CPU kernel returns wrong numbers then (torch 2.13)."""
+    """Convert the bias to fp64 if q is fp64: torch's CPU kernel would return wrong numbers otherwise (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 
 class _ByChunks(torch.autograd.Function):
-    """torch's fused kernel for CPUs, chunk by chunk, with a backward that saves memory.
+    """torch's fused kernel for CPUs, chunk by chunk, with a backward pass that saves memory.
 
-    torch would keep the mask of each chunk for backward; here the mask is computed once more. The gradients of keys and
-    values, which many chunks read, are added up in place; autograd would instead create a gradient of full length,
-    mostly zeros, for each chunk.
+    torch would keep each chunk's mask for the backward pass; here the backward pass computes each mask again. Many
+    chunks read the same keys and values, so the gradients of keys and values are summed in place; autograd would
+    instead create a full-length gradient, mostly zeros, for each chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *fields: Any) -> Tensor:
         rule = AttentionRule(*fields)
         n_rows, n_heads, n_queries, _ = q.shape
-        # The memory layout is [B, S, H, K], in which the following projection reads it.
+        # The output lies in memory as [B, S, H, K], the order in which the following projection reads it.
         out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
         sums: list[Tensor] = []
         for chunk in rule.chunks():
@@ -186,7 +186,7 @@ class _ByChunks(torch.autograd.Function):
         dk = torch.zeros_like(k)
         dv = torch.zeros_like(v)
         chunks = list(zip(rule.chunks(), sums, strict=True))
-        # Go from the last chunk to the first, as autograd would, so that the sums have the same bits.
+        # Go from the last chunk to the first, as autograd would, so that the sums get the same bits as autograd's.
         for chunk, log_sum_exp in reversed(chunks):
             queries = slice(chunk.start, chunk.stop)
             keys = slice(chunk.first, chunk.last)
@@ -218,7 +218,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> T
 
 
 def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """The product of x [B, H, C, n] and y [B, G, n, m], [B, H, C, m]. Each head of y serves H / G heads of x."""
+    """Multiply x [B, H, C, n] by y [B, G, n, m], which gives [B, H, C, m]. Each head of y serves H / G heads of x."""
     # The heads of x that share a head of y are stacked into one tall matrix, so that y is not repeated.
     n_groups = y.shape[1]
     return _unstacked(torch.matmul(_stacked(x, n_groups), y), x.shape[1])
@@ -247,10 +247,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | N
 
 
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
-    """FlexAttention for a type of device: compiled on CUDA, because without compilation it stores all S x S scores.
+    """FlexAttention for a device type: compiled on CUDA, because the uncompiled function stores all S x S scores.
 
-    A block that is being compiled gets the plain function, because Inductor compiles it as a part of the block, and
-    Dynamo would warn about the cached function.
+    A block that is itself being compiled gets the plain function: Inductor compiles that function as part of the block,
+    and Dynamo would warn about the cached function.
     """
     if device_type != "cuda" or torch.compiler.is_compiling():
         return flex_attention

@@ -1,19 +1,20 @@
-"""The attention rule of a batch, for every kernel: which queries see which keys, and the bias added to their scores.
+"""A batch's attention rule, used by every kernel: which queries see which keys, and which bias each score gets.
 
     rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=slopes)    # once per forward
     out = attention(q, k, v, rule, dropout)                                                 # in each layer
 
 A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
-its sample. Places are global and come with the batch: a rank may hold any part of a sequence, in any order. Documents
-and padding are numbers [B, S], and pairs of equal numbers attend. A mask [B, S, S] of all pairs never exists.
+its sample. Places are global and come with the batch, because a rank may hold any part of a sequence, in any order.
+Documents and padding are given as document numbers [B, S], and a query attends only to keys with the same number. The
+full mask [B, S, S] of all pairs is never built.
 
 Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
-them in its kernel; the other kernels evaluate them for a chunk of queries at a time. The rest of this file saves work
-where the result for many pairs is known without looking at each pair:
+both methods in its kernel; the other kernels evaluate both for one chunk of queries at a time. The rest of this file
+saves work where the result for many pairs is known without looking at each pair:
 
-- on CUDA, blocks of pairs that are all allowed or all forbidden, found from the bounds of places and document numbers;
-- elsewhere, if places are consecutive, one strip of biases that serves all chunks of queries, because causality,
-  windows, ALiBi and tables depend on the distance alone.
+- On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden.
+- Elsewhere, if places are consecutive, one strip of biases serves all chunks of queries, because causality, windows,
+  ALiBi and tables depend on the distance alone.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from dtmega.ops.key_value_cache import KeyValueCache
 
 BLOCK = 128  # queries and keys in one block of FlexAttention's masks
-# Approximate number of queries in a chunk. With fewer than 192, torch's kernel for CPUs works in its smallest tiles.
+# Approximate number of queries in a chunk. With fewer than 192 queries, torch's CPU kernel uses its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
 N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the fields after them are settings
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, [start, stop), and the range of keys that they can see at most, [first, last)."""
+    """A chunk of queries, [start, stop), and a range of keys, [first, last), with all keys that the queries see."""
 
     start: int
     stop: int
@@ -44,17 +45,17 @@ class Chunk(NamedTuple):
 
 
 class AttentionRule(NamedTuple):
-    """The attention rule of a batch as tensors, built by `attention_rule`.
+    """A batch's attention rule as tensors, built by `attention_rule`.
 
     Attributes:
-        query_places, key_places: [B, S] and [B, T] int32.
-        query_documents, key_documents: [B, S] and [B, T], document numbers; only pairs of equal numbers attend. None:
-            all tokens are of one document.
-        prefix: [B, T] bool, True for keys that causality does not hide.
-        slopes: [H], factors of the distance (place of the key - place of the query) in the bias.
-        table: [H, 2 M + 1], biases for the distances from -M to M; larger distances have the entry at the end.
-        strip: [1, H or 1, C, columns], the bias of the last chunk, which contains the bias of every other chunk. None
-            if places are not consecutive, and in rules with a `block_mask`.
+        query_places, key_places: places of the queries, [B, S] int32, and of the keys, [B, T] int32.
+        query_documents, key_documents: document numbers, [B, S] and [B, T]; a query attends only to keys with the same
+            number. None: all tokens belong to one document.
+        prefix: mask of the keys that causality does not hide, [B, T] bool.
+        slopes: one factor per head, [H]; the bias is factor x distance (place of the key - place of the query).
+        table: biases for the distances from -M to M, [H, 2 M + 1]; larger distances use the entry at the nearest end.
+        strip: bias of the last chunk, [1, H or 1, C, columns], which contains the bias of every other chunk; None if
+            places are not consecutive, and in rules with a `block_mask`.
         causal, window: arguments of `attention_rule`.
         block_mask: FlexAttention's mask; None if the kernels work on chunks of queries.
         cache: cache of keys and values; the first columns of `key_places` belong to the cached tokens.
@@ -85,14 +86,14 @@ class AttentionRule(NamedTuple):
             conditions.append((query - key).abs() < self.window)
         if self.query_documents is not None and self.key_documents is not None:
             conditions.append(self.query_documents[b, i] == self.key_documents[b, j])
-        # Begin with the first condition: on a CPU, `True & first` would take as long as the rest of this method.
+        # Start from the first condition: on a CPU, `True & first` would take as long as the rest of this method.
         pairs = conditions[0] if conditions else b.new_ones((), dtype=torch.bool)
         for condition in conditions[1:]:
             pairs = pairs & condition
         return pairs
 
     def added(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
-        """The bias of the score of the i-th query of row b and the j-th key in head h; None if the rule has no bias."""
+        """The bias that head h adds to the score of row b's i-th query and j-th key; None if the rule has no bias."""
         distance = self.key_places[b, j] - self.query_places[b, i]
         bias = None if self.slopes is None else self.slopes[h] * distance
         if self.table is not None:
@@ -111,11 +112,11 @@ class AttentionRule(NamedTuple):
 
     @property
     def chunk_size(self) -> int:
-        """The number of queries in a chunk, and of rows in the strip."""
+        """The number of queries in a chunk, which is also the number of rows in the strip."""
         return _chunk_size(self.query_places.shape[1], self.query_places.device)
 
     def chunks(self, size: int | None = None) -> Iterator[Chunk]:
-        """Cut all queries into chunks of `size`, or of `chunk_size`."""
+        """Cut all queries into chunks of `size` queries (default: `chunk_size`)."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
         n_cached = n_keys - n_queries  # used only with consecutive places; cached keys come before the first query
@@ -133,13 +134,13 @@ class AttentionRule(NamedTuple):
     def bias(self, chunk: Chunk) -> Tensor | None:
         """The bias of a chunk's scores, -inf for pairs that are not allowed: [B or 1, H or 1, queries, keys].
 
-        It is None if the rule adds nothing and allows all pairs.
+        The result is None if the rule adds nothing and allows all pairs.
         """
         if self.strip is None:
             return self._bias_pair_by_pair(chunk)
         n_queries = chunk.stop - chunk.start
-        # The strip is the bias of the last chunk. This chunk starts `shift` places earlier, so its distances are in the
-        # strip `shift` columns further right.
+        # The strip is the bias of the last chunk. This chunk starts `shift` places earlier, so the bias of its key j is
+        # in column j + `shift` of the strip.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
         return self._in_documents(self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last], chunk)
 
@@ -148,16 +149,16 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        # The strip's last query has all negative distances in its row, and the first query all others.
+        # The strip's last row has all negative distances, and its first row has all others.
         negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
         zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
         return torch.cat([negative, zero_and_positive], dim=1)
 
     def bias_reversed(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
-        """The bias of a chunk with the last query first.
+        """The bias of a chunk, [B or 1, H or 1, queries, keys], with the last query first.
 
-        In this order all distances grow by 1 from one row to the next. So all rows are views of a single row of
-        numbers, and each begins one number further right. The single row stays in the CPU's cache.
+        In this order, all distances grow by 1 from each row to the next. The rows are therefore views of a single row
+        of numbers, and each view starts one number further right. The single row stays in the CPU's cache.
 
         Args:
             chunk: chunk of at most `chunk_size` queries.
@@ -168,7 +169,7 @@ class AttentionRule(NamedTuple):
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # The index of distance 0, and from it the index of the distance from the last query to the first key.
+        # Index `zero` is for distance 0, `at` for the distance from the chunk's last query to the chunk's first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
@@ -177,12 +178,12 @@ class AttentionRule(NamedTuple):
 
     @property
     def _strip_start(self) -> int:
-        """The column in which the strip's first query is the key. That query is the first one of the last chunk."""
+        """The column in which the strip's first row has distance 0. That row is for the last chunk's first query."""
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
         return n_cached + _last_start(self.query_places.shape[1], self.query_places.device)
 
     def _in_documents(self, bias: Tensor, chunk: Chunk, is_reversed: bool = False) -> Tensor:
-        """A chunk's bias with -inf for pairs of different documents, which the strip does not contain."""
+        """Set a chunk's bias to -inf for pairs from different documents, because the strip ignores documents."""
         if self.query_documents is None or self.key_documents is None:
             return bias
         queries = self.query_documents[:, None, chunk.start : chunk.stop, None]
@@ -192,7 +193,7 @@ class AttentionRule(NamedTuple):
         return torch.where(queries == keys, bias, -math.inf)
 
     def select_rows(self, rows: slice) -> AttentionRule:
-        """The rule for some rows of the batch."""
+        """Restrict the rule to some rows of the batch."""
         return self._replace(
             query_places=self.query_places[rows],
             key_places=self.key_places[rows],
@@ -229,30 +230,30 @@ def attention_rule(
     cache: KeyValueCache | None = None,
     fused: bool = True,
 ) -> AttentionRule:
-    """Build the attention rule of a batch, which all layers share.
+    """Build a batch's attention rule, which all layers share.
 
-    A query sees a key if all given conditions hold (causal, window, documents). `prefix` makes an exception from
-    causality only. A query that sees no key gets the output 0.
+    A query sees a key if all given conditions hold (causal, window, documents). `prefix` is an exception to causality
+    only. A query that sees no key gets the output 0.
 
     Args:
-        places: [B, S] int, global places of the query tokens in their samples.
+        places: global places of the query tokens in their samples, [B, S] int.
         causal: True if a query sees only the keys up to its own place.
-        window: distance in places from which a query no longer sees a key; 0: keys at any distance are seen.
-        document_ids: [B, S] int, document of each query; a query sees only the keys of its own document. Padding is a
+        window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
+        document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding is a
             document of its own.
-        prefix: [B, T] bool, True for keys that all queries of their document see, even queries before them. With a
-            cache, a prefix is allowed only for the first tokens.
-        slopes: [H], ALiBi's slopes: the bias is slope x (place of the key - place of the query). Under tp, the slopes
-            of this rank's heads.
-        table: [H, 2 M + 1], biases of relative positions (`distance_buckets`): the bias is the entry for (place of the
-            key - place of the query), clamped to -M ... M. Its gradient is computed. Under tp, the rows of this rank's
-            heads.
-        key_places, key_document_ids: [B, T], places and documents of the keys, if these belong to other tokens than
-            the queries (an encoder's).
+        prefix: mask of the keys that all queries of the same document see, even earlier queries, [B, T] bool. With a
+            cache, a prefix is allowed only while the cache is empty.
+        slopes: ALiBi's slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the
+            slopes of this rank's heads.
+        table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`): the bias is the entry for (place of the
+            key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, only the rows of
+            this rank's heads.
+        key_places, key_document_ids: places and documents of the keys, [B, T], if the keys come from other tokens than
+            the queries do (for example, from an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
-            so the rule is for one forward only.
-        fused: False to use no fused kernel on CUDA: for attention dropout, or for lengths that occur only once. The
-            chunked formula then waits for the device once, to see whether places are consecutive.
+            so a rule with a cache serves one forward pass only.
+        fused: False to avoid fused kernels on CUDA, for attention dropout or for lengths that occur only once. The
+            host then waits for the device once, to learn whether places are consecutive.
     """
     if cache is not None:
         assert key_places is None, "a cache is of the same tokens"
@@ -300,8 +301,8 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
     Args:
         n_buckets: number of buckets.
         max_distance: distance from which all distances share the last bucket.
-        bidirectional: True if keys after the query have half of the buckets for themselves; False if they share the
-            bucket of distance 0.
+        bidirectional: True if half of the buckets are reserved for keys after the query; False if all these keys share
+            the bucket of distance 0.
     """
     if bidirectional:
         n_buckets //= 2
@@ -323,7 +324,7 @@ def _chunk_size(n_queries: int, device: torch.device) -> int:
 
 
 def _last_start(n_queries: int, device: torch.device) -> int:
-    """The first query of the last chunk."""
+    """The index of the last chunk's first query."""
     size = _chunk_size(n_queries, device)
     return (n_queries - 1) // size * size
 
@@ -335,10 +336,10 @@ def _consecutive(places: Tensor) -> bool:
 
 
 def _strip(rule: AttentionRule) -> Tensor | None:
-    """The bias of the last chunk's queries, for all keys at distances that any chunk sees.
+    """The bias of the last chunk's queries, for every distance that occurs in any chunk.
 
-    Without causality, the first chunk sees keys further ahead than any key of the last chunk. For such distances the
-    strip has columns beyond the last key.
+    Without causality, the first chunk sees keys further ahead than the last chunk does. For these keys, the strip has
+    extra columns beyond the last key.
     """
     n_queries = rule.query_places.shape[1]
     device = rule.query_places.device
@@ -356,11 +357,11 @@ def _strip(rule: AttentionRule) -> Tensor | None:
 
 
 def block_mask(rule: AttentionRule) -> BlockMask:
-    """FlexAttention's mask, from the smallest and largest place and document in each block of queries and of keys.
+    """Build FlexAttention's mask from the bounds of places and document numbers in each block of queries or keys.
 
-    Each block of pairs is marked as full (all pairs allowed), empty or partial. The bounds prove that a block is full
-    or empty. In a partial block the kernel looks at each pair, so a full block that is marked as partial costs time but
-    is not wrong. `create_block_mask` would look at all B S^2 pairs and take 12 bytes for each (torch 2.13).
+    A block of pairs is marked as full (all pairs allowed) or empty if the bounds prove so, and as partial otherwise. In
+    a partial block the kernel checks each pair, so marking a full block as partial costs time but is not wrong.
+    `create_block_mask` would check all B S^2 pairs and take 12 bytes for each (torch 2.13).
     """
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -392,7 +393,7 @@ def block_mask(rule: AttentionRule) -> BlockMask:
 
 
 def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest number of x [B, S] in each block, both [B, blocks]."""
+    """The smallest and the largest value of x [B, S] in each block, as two tensors [B, blocks]."""
     n_blocks = -(-x.shape[1] // BLOCK)
     index = torch.arange(n_blocks * BLOCK, device=x.device).clamp(max=x.shape[1] - 1)
     low, high = x[:, index].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=-1)
@@ -400,7 +401,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """True for each block, [blocks], but False for a shorter last block, in which the kernel has to check the end."""
+    """A mask [blocks] that is False only for a shorter last block, where the kernel has to check the end."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 

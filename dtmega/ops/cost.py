@@ -1,13 +1,13 @@
-"""The cost of a model in numbers, without torch: parameters, FLOPs, and the peak FLOP/s of devices."""
+"""The cost of a model, computed without torch: parameters, FLOPs, and the peak FLOP/s of devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Dense FLOP/s in bf16 or fp16, by a part of torch.cuda.get_device_name(); the first match counts. The numbers are from
-# the datasheets of NVIDIA A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and of AMD Instinct MI300X. The datasheets
-# of Hopper and Blackwell state twice this number, "with sparsity".
+# Dense FLOP/s in bf16 or fp16. A key is a substring of torch.cuda.get_device_name(), and the first matching key wins.
+# The numbers are from the datasheets of NVIDIA A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and of AMD Instinct
+# MI300X. The datasheets for Hopper and Blackwell state twice these numbers, "with sparsity".
 PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
@@ -23,11 +23,11 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of dense matrix products, from the datasheet; None if the table does not have the device or the dtype.
+    """A device's peak FLOP/s for dense matrix products; None if PEAK_FLOPS lacks the device or the dtype.
 
     Args:
         device_name: name that `torch.cuda.get_device_name()` returns.
-        dtype: torch's name of the dtype.
+        dtype: torch's name for the dtype.
     """
     if dtype not in ("bfloat16", "float16"):
         return None
@@ -35,25 +35,23 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 class Piece(NamedTuple):
-    """The smallest unit that a pipeline can assign to a stage, and its cost. A model is the sequence of its pieces.
+    """The smallest unit that a pipeline can assign to a stage, with its costs. A model is a sequence of pieces.
 
     Attributes:
         name: name of the piece: "embed", "layers.0", ..., "head"; a layer's name ends in its number.
-        elements: number of elements in the piece's weights. A weight that several pieces share counts only in the first
-            of them.
-        matmul_flops: FLOPs of the piece's matrix products, forward and backward, per token. An element of a weight
-            costs 2 in forward and 4 in backward (Kaplan et al. 2020, section 2.1); looking up a row of an embedding
-            costs none.
+        elements: number of elements in the piece's weights. A weight shared by several pieces counts only in the first
+            piece that has it.
+        matmul_flops: FLOPs of the piece's matrix products, forward and backward, per token. Each weight element costs
+            2 in forward and 4 in backward (Kaplan et al. 2020, section 2.1); an embedding look-up costs nothing.
         attention_flops: FLOPs of QK^T and PV, forward and backward, per token and key. For a key that the query sees,
-            each product costs 2 H K in forward and twice that in backward (Narayanan et al. 2021, appendix): 12 H K
-            together. A causal query sees half of the sequence on average, which reduces this to 6 H K.
+            each product costs 2 H K in forward and 4 H K in backward (Narayanan et al. 2021, appendix), so both
+            products cost 12 H K. A causal query sees half of the sequence on average, which halves the cost to 6 H K.
         shared: number of elements in weights that an earlier piece has too, such as the weight of a tied head.
-        label_flops: FLOPs of the products that only tokens with a label need, per such token.
-        sequence_flops: FLOPs of the products that are computed once for a sequence, per sequence.
-        decoder_flops: FLOPs of the products for the tokens of a decoder, per such token.
-        decoder_attention_flops: FLOPs of the decoder's self-attention, per token and key of the decoder.
-        cross_attention_flops: FLOPs of the decoder's attention to the encoder, per token of the decoder and key of the
-            encoder.
+        label_flops: FLOPs of the products that only labelled tokens need, per labelled token.
+        sequence_flops: FLOPs of the products that are computed once per sequence.
+        decoder_flops: FLOPs of the products for decoder tokens, per decoder token.
+        decoder_attention_flops: FLOPs of the decoder's self-attention, per decoder token and decoder key.
+        cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
         begins_decoder: True for the first piece of a decoder that follows an encoder.
     """
 
@@ -75,10 +73,10 @@ class Piece(NamedTuple):
         return self.name.rpartition(".")[2].isdigit()
 
     def flops_per_token(self, seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
-        """Model FLOPs of the piece for one token, as in the function `flops_per_token`.
+        """The piece's model FLOPs for one token; the arguments are the same as in the function `flops_per_token`.
 
-        The FLOPs that a sequence needs once, and all FLOPs of a decoder with `decoder_seq_len` tokens, are spread
-        evenly over the `seq_len` tokens.
+        FLOPs needed once per sequence, and all FLOPs for the `decoder_seq_len` tokens of a decoder, are spread evenly
+        over the `seq_len` tokens.
         """
         every_token = self.matmul_flops + seq_len * self.attention_flops
         decoder_token = self.decoder_flops + decoder_seq_len * self.decoder_attention_flops
@@ -93,14 +91,14 @@ def n_parameters(pieces: Sequence[Piece]) -> int:
 
 
 def flops_per_token(pieces: Sequence[Piece], seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
-    """Model FLOPs of forward and backward for one token of a sequence of `seq_len` tokens, without recomputation.
+    """Model FLOPs of forward and backward for one token in a sequence of `seq_len` tokens, without recomputation.
 
     Biases, norms, activations and softmax are left out, as is usual. Padding counts like text.
 
     Args:
         pieces: pieces of the whole model.
-        seq_len: number of tokens in the sequence; in a model with encoder and decoder, of the encoder's.
-        labelled: share of tokens with a label. It matters only if the model's head computes just these tokens.
+        seq_len: number of tokens in the sequence; in a model with encoder and decoder, in the encoder's sequence.
+        labelled: share of tokens with a label, which matters only if the model's head skips unlabelled tokens.
         decoder_seq_len: number of tokens in the decoder's sequence; 0 in a model without encoder and decoder.
     """
     return sum(piece.flops_per_token(seq_len, labelled, decoder_seq_len) for piece in pieces)

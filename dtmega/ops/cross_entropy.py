@@ -3,15 +3,15 @@
 The vocabulary may be cut over ranks:
 
     loss = linear_cross_entropy(h, weight, labels)                         # one device
-    loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same number from this rank's rows
+    loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same loss from this rank's rows
     loss = linear_cross_entropy(h, weight, labels, bias=bias)              # logits are h @ weight.T + bias
 
-The gradient is computed in the forward pass, while the logits are in memory (Liger, arXiv:2410.10989): three matrix
-products and one softmax for each chunk of tokens, and nothing is computed twice. In float16 much of this gradient would
-underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as
-`expected`, and applies it before the first rounding.
+The gradient is computed in the forward pass, while the logits are in memory (Liger, arXiv:2410.10989). Each chunk of
+tokens takes three matrix products and one softmax, and nothing is computed twice. In float16 much of this gradient
+would underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as the
+argument `expected`, and applies the scale before the first rounding.
 
-With a group, one all-gather exchanges the row maxima, the sums and the label's logits of a chunk. (Megatron's
+With a group, one all-gather per chunk exchanges row maxima, sums and the labels' logits. (Megatron's
 `mpu/cross_entropy.py` makes three all-reduces, and has neither smoothing nor ignored labels.)
 """
 
@@ -29,10 +29,10 @@ from dtmega.ops.head_gradient import WeightGradient
 from dtmega.ops.softmax import CompiledPasses, Passes, slices, wide
 
 IGNORED = -100
-# Tokens per chunk, whose logits exist at once. Each chunk adds a product to dW [V, D]; with this number of tokens, the
-# addition costs little compared with the product.
+# Number of tokens in a chunk; the logits of one chunk exist at once. Each chunk adds a product to dW [V, D]; with this
+# number of tokens, the addition costs little compared with the product.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
-# With a small vocabulary a chunk has more tokens than that, up to this number of logits.
+# With a small vocabulary a chunk has more tokens than CHUNK_TOKENS, up to this number of logits.
 CHUNK_LOGITS = 2**24
 
 
@@ -41,7 +41,7 @@ class Columns(NamedTuple):
 
     Attributes:
         start: global number of this rank's first column.
-        n_valid: number of columns of all ranks of `group` together, without the padding at the end.
+        n_valid: number of columns on all ranks of `group` together, without the padding at the end.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
     """
 
@@ -69,27 +69,27 @@ def linear_cross_entropy(
     """The sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
     Args:
-        h: [N, D], any floating dtype, the same on all ranks. Products are computed in this dtype, softmax and sums in
-            fp32. With N = 0 the loss and all gradients are 0.
-        weight: [V, D], in the dtype of h; with `group`, this rank's rows of the whole weight, [V_local, D].
-        labels: [N] int64, global numbers. A label of -100 takes no part in the loss; any other number outside
-            [0, n_valid) is an index error.
-        bias: [V], in the dtype of h; with `group`, cut like the weight, [V_local]. Its gradient is summed over tokens
-            in fp32.
-        label_weights: [N] fp32, the weight of each token's loss in the sum; None: all 1.
+        h: hidden states, [N, D] in any floating dtype, the same on all ranks. Products are computed in this dtype,
+            softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
+        weight: the head's weight, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
+        labels: token numbers in the whole vocabulary, [N] int64. A label of -100 takes no part in the loss; any
+            other number outside [0, n_valid) raises an index error.
+        bias: the head's bias, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the
+            bias is summed over tokens in fp32.
+        label_weights: weight of each token's loss in the sum, [N] fp32; None: all 1.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
         softcap: cap of the logits, which become softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2,
             arXiv:2408.00118); None: no cap. The derivative needs a second buffer for a chunk's logits.
-        n_valid: V without the padding rows at the end, which never enter the softmax. None: there is no padding.
-        vocab_start: global number of the first row. None: the ranks exchange the numbers of their rows.
+        n_valid: V without the padding rows at the end, which never enter the softmax; None: no padding.
+        vocab_start: global number of this rank's first row. None: the ranks exchange their row counts.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary. With a group there is one
             all-gather per chunk, of 3 fp32 numbers per token (4 with smoothing).
         expected: gradient that backward will pass to this sum; in float16, loss scale / count. The gradients are
-            multiplied by it in fp32, before they are rounded. If backward passes a different number, the gradients are
-            rescaled and rounded once more.
-        compiled: True to compute the softmax by two kernels of Inductor, compiled once for all sizes. On a GPU these
-            never store the softmax in fp32.
+            multiplied by this factor in fp32, before they are rounded. If backward passes a different number, the
+            gradients are rescaled and rounded once more.
+        compiled: True to compute the softmax with two Inductor kernels, compiled once for all sizes. On a GPU these
+            kernels never store the softmax in fp32.
 
     Returns:
         The loss as an fp32 scalar, the same on all ranks. The gradients of weight and bias are final. The gradient of h
@@ -98,8 +98,8 @@ def linear_cross_entropy(
     """
     columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
     n_tokens = h.shape[0]
-    # Every chunk has a collective, so all ranks must cut the tokens in the same way. So the size follows from numbers
-    # that are equal on all ranks, not from V_local, which is smaller on the last rank.
+    # Every chunk has a collective, so all ranks must cut the tokens in the same way. Therefore the chunk size follows
+    # from numbers that are equal on all ranks, not from V_local, which is smaller on the last rank.
     n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
     chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
     gradients = _Gradients(h, weight, bias, chunk)
@@ -117,11 +117,11 @@ def linear_cross_entropy(
                 if tanh is not None:
                     torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
                 gradients.add(rows, dlogits, h, weight)
-        # Free the logits first: the weight's gradient in its final dtype can then take their memory.
+        # Free the logits first: the weight's gradient in its final dtype can then use the logits' memory.
         logits = dlogits = tanh = buffer = None
         dh, dweight, dbias = gradients.finish(weight.dtype)
-    # h, weight and bias each get a node of the graph, because zero-bubble schedules run backward for h and for the
-    # parameters at different times.
+    # h, weight and bias each get their own node in the graph, because zero-bubble schedules run backward for h and for
+    # the parameters at different times.
     for x, dx in ((h, dh), (weight, dweight), (bias, dbias)):
         if x is not None and dx is not None:
             loss = loss + with_gradient(torch.zeros_like(loss), x, dx.to(x.dtype), expected)
@@ -131,9 +131,9 @@ def linear_cross_entropy(
 def _logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The logits of a chunk, and the tanh that the derivative of the cap needs, or None without a cap.
+    """Compute a chunk's logits, and the tanh that the derivative of the cap needs (None without a cap).
 
-    Both are [n, V_local].
+    Both results have the shape [n, V_local].
 
     Args:
         h, weight, bias, softcap: as in `linear_cross_entropy`, but with the n tokens of the chunk.
@@ -176,7 +176,7 @@ class _Gradients:
         self._dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
 
     def add(self, rows: slice, dlogits: Tensor, h: Tensor, weight: Tensor) -> None:
-        """Add the contribution of the tokens `rows`, computed from the gradient of their logits, [n, V_local]."""
+        """Add the contribution of the tokens `rows`, given the gradient of these tokens' logits, [n, V_local]."""
         if self._dh is not None:
             torch.mm(dlogits, weight, out=self._dh[rows])
         if self._products is not None:
@@ -185,7 +185,7 @@ class _Gradients:
             self._dbias += dlogits.sum(dim=0, dtype=self._dbias.dtype)
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of h, of weight in `dtype`, and of bias, which is still in fp32."""
+        """The gradients of h, of the weight in `dtype`, and of the bias (still in fp32)."""
         if self._products is not None:
             self._dweight = self._products.finish(dtype)
         return self._dh, self._dweight, self._dbias
@@ -202,18 +202,18 @@ def token_losses(
     weights: Tensor | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """The losses [N] of the tokens in fp32, from logits [N, V_local]. All ranks of the group call this together.
+    """The tokens' losses [N] in fp32, from logits [N, V_local]. All ranks of the group call this function together.
 
-    A rank without columns also has to call it, because the other ranks would wait for it in the collective.
+    A rank without columns has to call this function too, because the other ranks wait for it in the collective.
 
     Args:
-        logits: [N, V_local], this rank's columns of the logits.
+        logits: this rank's columns of the logits, [N, V_local].
         labels, label_smoothing, z_loss, compiled: as in `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
-        gradient: [N, V_local], memory for the derivative of each loss by its logits; None: no derivatives. It may be
-            the logits themselves. Columns of padding, which are never read, get a gradient of 0.
+        gradient: memory for the derivative of each loss by the token's logits, [N, V_local]; None: no derivatives. The
+            memory may be `logits` itself. Padding columns, which are never read, get a gradient of 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
-        weights: [N] fp32, the factor of each loss; None: all 1.
+        weights: factor of each loss, [N] fp32; None: all 1.
     """
     start, n_valid, group = columns
     n_tokens = logits.shape[0]
@@ -221,12 +221,13 @@ def token_losses(
     if gradient is not None:
         gradient[:, n_local:] = 0
         gradient = gradient[:, :n_local] if n_local else None
-    # A rank without columns uses a dummy column that no label refers to. Its logits are finite: -inf would become NaN.
+    # A rank without columns uses a dummy column that no label refers to. The dummy logits are finite, because -inf
+    # would become NaN.
     logits = logits[:, :n_local] if n_local else logits.new_full((n_tokens, 1), torch.finfo(logits.dtype).min)
     is_counted, is_local, column = _find_labels(labels, columns, n_local)
 
-    # The tensors from here on have one fp32 number per row, [N, 1]. Names with `local_` are for this rank's columns.
-    # The label's logits are read now, because the derivatives may overwrite the logits below.
+    # From here on, tensors have one fp32 number per row, [N, 1]. Names with `local_` stand for numbers from this rank's
+    # columns only. The labels' logits are read now, because the derivatives may overwrite the logits below.
     dtype = wide(logits.dtype)
     local_label = logits.gather(1, column).to(dtype)
     local_peak = torch.empty_like(local_label)
@@ -249,7 +250,7 @@ def token_losses(
             slope = _slope(peak, total, factor[rows], z_loss)
             passes.derivatives(logits[rows], gradient[rows], peak, slope, _rows(smooth, rows), reuse_scratch=True)
     sums = _all_gather(torch.cat(local_sums, dim=1), group).split(1, dim=2)  # 3 or 4 of [ranks, N, 1]
-    # Each rank has summed exp(x - its own peak). To add these sums, they are rescaled to the peak of all ranks.
+    # Each rank has summed exp(x - its own peak). Rescale each sum to the peak over all ranks, then add the sums.
     peak = sums[0].amax(dim=0)
     total = (sums[1] * (sums[0] - peak).exp()).sum(dim=0)  # Z / exp(peak)
     slope = _slope(peak, total, factor, z_loss)
@@ -280,8 +281,8 @@ def _find_labels(labels: Tensor, columns: Columns, n_local: int) -> tuple[Tensor
 
         - True if the token takes part in the loss;
         - True if this rank has the label's column;
-        - the index of that column on this rank. It is 0 if another rank has the column, and -1, which fails in
-          `gather`, if the label is invalid.
+        - the index of that column on this rank. The index is 0 if another rank has the column, and -1 if the label is
+          invalid (`gather` then fails).
     """
     start, n_valid, _ = columns
     labels = labels.unsqueeze(1)
@@ -301,10 +302,10 @@ def _subtract_target(
     smooth: Tensor | None,
     target: Tensor,
 ) -> None:
-    """Subtract `target` [N, 1] in the label's column of each row of `gradient`; a target of 0 changes nothing.
+    """Subtract `target` [N, 1] from the label's column in each row of `gradient`; a target of 0 changes nothing.
 
-    The derivative in that column is computed again from the label's logit. The number in `gradient` is rounded to its
-    dtype already, so subtracting from it would round twice.
+    The derivative in that column is computed again from the label's logit. The number in `gradient` is already rounded,
+    so subtracting from that number would round twice.
     """
     derivative = (local_label - peak).exp() * slope - target
     if smooth is not None:
@@ -330,9 +331,9 @@ def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
 def locate(
     n_local: int, vocab_start: int | None, n_valid: int | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> Columns:
-    """Find this rank's `n_local` columns among those of the group.
+    """Find the place of this rank's `n_local` columns among the columns of the group.
 
-    If `vocab_start` or `n_valid` is None, it is computed from the sizes of all ranks, which one all-gather exchanges.
+    If `vocab_start` or `n_valid` is None, one all-gather of all ranks' sizes provides the missing number.
     """
     sizes, rank = [n_local], 0
     if group is not None and (vocab_start is None or n_valid is None):
@@ -342,13 +343,14 @@ def locate(
 
 
 def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 1.0) -> Tensor:
-    """Return `value` as a function of x whose derivative is known already.
+    """Return `value`, connected to x in autograd's graph with an already known derivative.
 
     Args:
-        value: one or more numbers. The leading dims of x are those of `value`, and each number depends on its part of
-            x.
+        value: one or more numbers. The dims of `value` are the leading dims of x, and each number depends only on its
+            own part of x.
         x: tensor that `value` was computed from.
-        gradient: `expected` times the derivative, in the shape of x. Backward changes it in place and hands it out.
+        gradient: `expected` times the derivative, in the shape of x. Backward changes this tensor in place and
+            returns it as the gradient of x.
         expected: gradient that backward will probably pass to `value`.
     """
     return _KnownGradient.apply(value, x, gradient, expected)  # pyright: ignore[reportReturnType]
@@ -370,13 +372,13 @@ class _KnownGradient(torch.autograd.Function):
             # Dividing by a tensor of the same dtype gives exactly 1 for the expected gradient, and then the product
             # below changes no bit.
             upstream = upstream / upstream.new_full((), ctx.expected)
-        # A scalar stays a tensor without dims, because such a tensor does not promote dtypes: a bf16 gradient is then
+        # A scalar stays a tensor without dims, because 0-dim tensors do not promote dtypes: a bf16 gradient is then
         # multiplied without an fp32 copy.
         if upstream.ndim:
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
-        # Multiply in place, because dW [V, D] is the largest buffer of the step. This also marks the buffer as changed,
-        # so that autograd raises an error in a second backward. If the factor is 1, multiplying zero rows is enough to
-        # mark the buffer. Only a factor on the CPU is compared with 1: reading one from a GPU would make the host wait.
+        # Multiply in place, because dW [V, D] is the largest buffer of the step. Multiplying also marks the buffer as
+        # changed, so that a second backward raises an error. If the factor is 1, multiplying zero rows is enough to
+        # mark the buffer. Only a factor on the CPU is compared with 1: reading a GPU's factor would make the host wait.
         is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(upstream == 1)
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None

@@ -1,12 +1,12 @@
-"""The cache of keys and values, with which a decoder that generates token by token computes each token only once.
+"""A key/value cache, so that a decoder that generates token by token computes each token only once.
 
     cache = KeyValueCache()
     model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values
-    model(token, places=torch.tensor([[S]]), cache=cache)       # [1, 1]: attention also sees those of the prompt
+    model(token, places=torch.tensor([[S]]), cache=cache)       # [1, 1]: attention also sees the prompt's keys
 
-A model only passes the cache to `attention_rule`, as it does with places and documents; the rule passes it on to
-`attention`. Places are global, so masks and biases follow from the same formulas as without a cache. A rank stores the
-keys and values that it computes: under tp those of its own heads, in a pipeline those of its own layers.
+A model only passes the cache to `attention_rule`, together with places and documents; the rule passes the cache on to
+`attention`. Places are global, so masks and biases follow from the same formulas as without a cache. Each rank stores
+the keys and values that it computes: only for its own heads under tp, and only for its own layers in a pipeline.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """The keys and values of one model, or of one pipeline stage, for a batch whose rows grow. It has no backward.
+    """The keys and values of one model, or of one pipeline stage, for a growing batch. For inference only.
 
     Attributes:
-        places: [B, P] int, places of the cached tokens; None: no token is cached.
-        documents: [B, P] int, documents of the cached tokens; None: all tokens are of one document.
-        inner: the cache of a model that stores keys and values itself: transformers' `past_key_values`, or for a
-            pipeline one cache for each stage, by its number.
+        places: places of the cached tokens, [B, P] int; None: no token is cached.
+        documents: documents of the cached tokens, [B, P] int; None: all tokens belong to one document.
+        inner: cache of a model that stores keys and values in its own way: transformers' `past_key_values`, or in a
+            pipeline a dict from stage number to that stage's cache.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class KeyValueCache:
         return 0 if self.places is None else self.places.shape[1]
 
     def begin_forward(self, places: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add the tokens of a new forward pass; their keys and values follow, layer by layer.
+        """Add the tokens of a new forward pass. `append` then adds the tokens' keys and values, layer by layer.
 
         Args:
-            places, documents: [B, S] int, places and documents of the new tokens.
+            places, documents: places and documents of the new tokens, [B, S] int.
 
         Returns:
-            Places and documents [B, P + S] of all keys: the cached ones, then the new ones.
+            Places and documents of all keys, [B, P + S], with cached keys before new keys.
         """
         self._next_layer = 0
         self.places = _joined(self.places, places)
@@ -56,7 +56,7 @@ class KeyValueCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, heads, S, K] of the new tokens in the next layer.
 
-        Layers are not named: they must come in the same order in every forward pass.
+        Layers are not named, so every forward pass must call this method for the layers in the same order.
 
         Returns:
             All keys and values of that layer, [B, heads, P + S, K].

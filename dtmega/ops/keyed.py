@@ -1,11 +1,11 @@
 """Randomness as a function: a counter-based hash of (seed, name, global index) instead of a generator with a state.
 
-There is no state, so a mask or an initial value is the same on every layout, is repeated by recompute, and needs no
-place in a checkpoint. The hash uses integers, and the normal values use correctly rounded operations only. So the bits
-do not depend on the device, the number of threads, or the place of an element in a tensor.
+Without a state, a mask or an initial value is the same on every layout, does not change when it is recomputed, and
+needs no place in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations, so
+the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
 
-The hash and the normal values are written once for both tensors and numpy arrays, because on a CPU numpy takes half of
-torch's time.
+The functions for hashes and normal values take tensors or numpy arrays, because numpy needs half of torch's time on a
+CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def key(seed: int, name: str) -> int:
 
 def mix(x: Numbers) -> Numbers:
     """Bijective hash of int32 lanes: "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018)."""
-    # int32 has no logical shift: the mask removes the copies of the sign bit. The operations are in place, except on x.
+    # int32 has no logical shift, so a mask removes the copies of the sign bit. x itself is not changed.
     first = x >> 16
     first &= 0xFFFF
     first ^= x
@@ -54,7 +54,7 @@ def fold(index: Tensor) -> Tensor:
 
 def keep(p: float, rows: Numbers, columns: Numbers) -> Numbers:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
-    # A hash is a uniform number in [-2^31, 2^31), so the share p of all hashes lies below this bound.
+    # Hashes are uniform in [-2^31, 2^31), so a share p of all hashes lies below p 2^32 - 2^31.
     hashed = mix(rows[..., None] ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
 
@@ -72,16 +72,16 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
     return mix(mix(rows) ^ query_places[:, None])
 
 
-# Rounds of the Feistel network. Four make a permutation pseudo-random (Luby, Rackoff 1988); small n need more.
+# Feistel rounds. Four rounds make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
 ROUNDS = 8
 
 
 def permuted(i: int, n: int, name: str) -> int:
     """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), without a table of n entries.
 
-    A Feistel network on two digits in base ceil(sqrt(n)) permutes the numbers that two such digits can write, which are
-    n or a few more. A result outside 0 to n - 1 goes through the network again until it is inside; the result is still
-    a permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A Feistel network permutes all two-digit numbers in base ceil(sqrt(n)); there are n of these numbers, or a few more.
+    A result outside 0 to n - 1 goes through the network again until it is inside. The mapping of 0 to n - 1 is then
+    still a permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     assert 0 <= i < n
     base = math.isqrt(n - 1) + 1
@@ -96,7 +96,7 @@ def permuted(i: int, n: int, name: str) -> int:
 
 
 def key64(name: str) -> int:
-    """A key in [0, 2**64) for everything drawn under `name`, to be used in `draws`."""
+    """A key in [0, 2**64) for all bits drawn under `name`, to be passed to `draws`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -104,7 +104,7 @@ def draws(keys: NDArray[np.uint64], name: str, index: NDArray[np.integer]) -> ND
     """64 uniform bits for each pair of a key and an index.
 
     The bits are output number `index` of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number
-    Generators"), seeded with a hash of key and name. So they depend only on key, index and name.
+    Generators"), seeded with a hash of key and name. So the bits depend only on key, index and name.
 
     Args:
         keys, index: arrays that broadcast, each with at least one dim, because numpy warns of overflows in scalars.
@@ -115,7 +115,7 @@ def draws(keys: NDArray[np.uint64], name: str, index: NDArray[np.integer]) -> ND
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's bijective hash of 64 bits: Stafford's variant 13 of the finalizer of MurmurHash3."""
+    """SplitMix64's bijective 64-bit hash: Stafford's variant 13 of MurmurHash3's finalizer."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -127,7 +127,7 @@ def uniform(drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np.int64]:
-    """Integers in [0, n) from the upper 32 bits; n <= 2**32. Each has probability 1 / n to within 2**-32."""
+    """Integers in [0, n) from the upper 32 bits; n <= 2**32. Each integer has probability 1 / n to within 2**-32."""
     return (((drawn >> np.uint64(32)) * np.asarray(n).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
@@ -135,13 +135,13 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
     Each value is the quantile of a hashed uniform number, by Wichura's PPND7 (Applied Statistics 37, 1988, AS 241),
-    accurate to 1e-7. The logarithm in that formula is computed by a series here, because library logarithms differ in
-    the last bit between devices, and between the vectorised part of a tensor and its tail.
+    accurate to 1e-7. A series computes the formula's logarithm, because library logarithms differ in the last bit
+    between devices, and between a tensor's vectorised part and its tail.
     """
     if index.numel() == 0:
         return torch.empty(index.shape, dtype=torch.float32, device=index.device)
     flat = index.reshape(-1)
-    # `fold` does not change numbers of 32 bits (their upper half is 0, and its hash is 0), so the cast is enough.
+    # `fold` does not change numbers below 2^32 (the upper half is 0 and hashes to 0), so the cast is enough.
     folded = flat.to(torch.int32) if int(flat.max()) < 2**32 else fold(flat)
     keys = key(seed, name), key(seed, name + "#")
     if index.device.type != "cpu":
@@ -160,7 +160,7 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
             draw(start)
     else:
         with ThreadPoolExecutor(n_threads) as pool:
-            list(pool.map(draw, starts))  # the list raises an error of any thread
+            list(pool.map(draw, starts))  # list() re-raises an error from any thread
     return values
 
 
@@ -177,7 +177,7 @@ def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
     u *= 2.0**-32  # in (0, 1), symmetric about 1/2
     q = u - 0.5
     values = _cast(_central(q), library.float32)
-    # The outer 15 % take ten times the arithmetic of the central ones, so they are computed separately.
+    # The outer 15 % of the values take ten times the arithmetic, so only these values go through `_outer`.
     outer = _places(abs(q) > 0.425)
     values[outer] = _cast(_outer(u[outer]), library.float32)
     return values

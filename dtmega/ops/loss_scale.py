@@ -1,14 +1,15 @@
-"""The loss scale of float16: a factor of the loss, without which gradients below 6e-8 would be rounded to zero.
+"""The loss scale of float16: a factor on the loss that keeps gradients below 6e-8 from being rounded to zero.
 
-The scale starts high and adapts. A step with a gradient that is not finite is skipped, and from the second such step on
-the scale is halved. After a thousand steps without such a step the scale is doubled. This is Megatron-LM's
-`DynamicGradScaler` (optimizer/grad_scaler.py), with the same factors; its four numbers are keys of [precision].
+The scale starts high and adapts. A step with a non-finite gradient (an overflow) is skipped. From the second overflow
+on, an overflow also halves the scale. After a thousand steps without an overflow, the scale is doubled. The algorithm,
+BACKOFF and GROWTH are the same as in Megatron-LM's `DynamicGradScaler` (optimizer/grad_scaler.py). All other settings
+are keys of [precision].
 
-The scale is applied at the start of backward: for each sum, `Tally.factors` has scale x weight / count, the gradient
-that backward begins with. A head that computes its gradients in forward gets this number in advance (`Model.expect`).
-From then on all gradients are scaled, both in float16 and while they are summed over microbatches and ranks in the
-dtype of [precision] reduce. `optim.unscale` divides the fp32 gradients by the scale. After that, norm, clipping and
-update are the same as in any other precision.
+The scale is applied at the start of backward: for each sum, `Tally.factors` holds the gradient that backward begins
+with, scale x weight / count. A head that computes its gradients in forward gets this factor in advance
+(`Model.expect`). From then on all gradients are scaled, both in float16 and while they are summed over microbatches and
+ranks in the dtype of [precision] reduce. `optim.unscale` divides the fp32 gradients by the scale. After that, norm,
+clipping and update are the same as in any other precision.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class ScaleState(NamedTuple):
 
     Attributes:
         scale: factor of the loss.
-        growth: number of steps since the last overflow, or since the scale was doubled.
-        hysteresis: number of overflows until the scale is halved, including the overflow that halves it. At 0 each
-            overflow halves the scale, until a doubling restores this number.
+        growth: number of steps since the last overflow or the last doubling of the scale.
+        hysteresis: number of overflows left until the scale is halved, including the overflow that halves it. At 0,
+            every overflow halves the scale, until a doubling restores this number.
     """
 
     scale: Annotated[float, Field(gt=0)]
@@ -39,7 +40,7 @@ class ScaleState(NamedTuple):
 
 
 class LossScale:
-    """The loss scale of a run, changed after each step. It is the same on all ranks, because they agree on overflows.
+    """The loss scale of a run, updated after each step. The ranks agree on overflows, so they have the same scale.
 
     Args:
         precision: section [precision] of the run's configuration.
@@ -55,9 +56,9 @@ class LossScale:
         return self.state.scale
 
     def update(self, overflowed: bool) -> None:
-        """Change the scale after a step.
+        """Update the scale after a step.
 
-        Only a doubling restores the hysteresis. Steps without an overflow do not, however many there are.
+        Only a doubling restores the hysteresis; a series of steps without an overflow does not.
 
         Args:
             overflowed: True if a gradient was not finite in this step.

@@ -1,4 +1,4 @@
-"""Optimizers as in Megatron: parameter groups, schedules of learning rate and decay, gradient clipping, loss spikes."""
+"""Optimizers as in Megatron: parameter groups, learning rate and weight decay schedules, clipping, loss spikes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dtmega.ops.shards import local
 
 
 class _OnLocalParts(torch.optim.Adam):
-    """An Adam whose fused kernel gets this rank's part of each DTensor.
+    """Adam that gives its fused kernel this rank's part of each DTensor.
 
-    This gives the same result because Adam updates every element by itself. DTensor would do the same, but would first
-    work out the placements of the lists of tensors, which takes longer than a small step.
+    The result is the same, because Adam updates each element independently of the others. With DTensors, torch would
+    first work out placements for whole lists of tensors, and this work takes longer than a small step.
     """
 
     def _init_group(
@@ -34,7 +34,7 @@ class _OnLocalParts(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fill the lists as torch does, and replace the DTensors in them by local parts. The state keeps DTensors."""
+        """Fill the lists as torch does, but with local parts in place of DTensors. The state itself holds DTensors."""
         lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = super()._init_group(group, *lists)
         for parameter, gradient in zip(params_with_grad, grads, strict=True):
@@ -55,17 +55,18 @@ class Adam(_OnLocalParts, torch.optim.Adam):
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
     """Build AdamW (arXiv:1711.05101), Adam with weight decay added to the gradient, or SGD with momentum.
 
-    Biases and LayerNorms are not decayed; embeddings are (Megatron's `get_param_groups`). A group holds the parameters
-    with the same decay and the same factor of the learning rate; `set_rates` reads both as `decays` and `lr_factor`.
-    Frozen parameters are left out. A pipeline stage with only frozen parameters gets one empty group.
+    Biases and LayerNorms are not decayed, but embeddings are (Megatron's `get_param_groups`). Each group holds
+    parameters with the same decay and the same learning rate factor, stored as `decays` and `lr_factor` for
+    `set_rates`. Frozen parameters are left out. A pipeline stage with only frozen parameters gets one empty group.
 
     Args:
-        named: parameters with their names in the whole model.
+        named: (name, parameter) pairs, with each name as in the whole model.
+        optim: section [optim] of the run's configuration.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
-            # The first pattern that matches counts.
+            # The first matching pattern wins.
             factor = next((factor for pattern, factor in optim.factors if fnmatchcase(name, pattern)), 1.0)
             is_matrix = parameter.ndim >= 2  # vectors are biases and norm weights
             groups.setdefault((is_matrix, factor), []).append(parameter)
@@ -118,7 +119,7 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
     if optim.schedule == "inverse-sqrt":
         return max(low, peak * math.sqrt(max(warmup, 1) / progress))
     if optim.schedule == "wsd":
-        # The configuration refuses a tail that begins before the warm-up ends, where the rate would jump.
+        # If the tail began before the warm-up ended, the rate would jump; the configuration refuses such a tail.
         tail = optim.wsd_decay or min(max(1, end // 10), end - warmup)
         return low + (peak - low) * min(1.0, (end - progress) / tail)
     done = (progress - warmup) / (end - warmup)
@@ -127,19 +128,19 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
 
 
 def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
-    """The learning rate of the update after which the run has done `steps` steps with `samples` samples.
+    """The learning rate of the update that brings the run to `steps` steps and `samples` samples.
 
     Args:
         cfg: the run's configuration.
-        steps: number of steps after the update.
-        samples: number of samples after the update.
+        steps: number of steps done, including the step of this update.
+        samples: number of samples consumed, including the samples of this update.
         end: end of the run in steps and samples, from `cfg.end`.
     """
     return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
 
 
 def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
-    """A line for the user if the warm-up takes more than half of the run, so that [optim] lr is reached late or never.
+    """A note for the user if the warm-up takes over half of the run: the rate then reaches [optim] lr late or never.
 
     Args:
         cfg: the run's configuration.
@@ -157,15 +158,15 @@ def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
 
 
 def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
-    """The weight decay of the update after which the run has done `steps` steps with `samples` samples.
+    """The weight decay of the update that brings the run to `steps` steps and `samples` samples.
 
-    The curves are Megatron's (`optimizer_param_scheduler.py`, get_wd) and end with the training. As for the learning
+    The curves are Megatron's (`optimizer_param_scheduler.py`, get_wd) and end when training ends. As for the learning
     rate, progress includes the batch of the update itself.
 
     Args:
         cfg: the run's configuration.
-        steps: number of steps after the update.
-        samples: number of samples after the update.
+        steps: number of steps done, including the step of this update.
+        samples: number of samples consumed, including the samples of this update.
         end: end of the run in steps and samples, from `cfg.end`.
     """
     optim = cfg.optim
@@ -177,9 +178,10 @@ def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.Ru
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float) -> None:
-    """Set learning rate and weight decay of the groups that `build_optimizer` made.
+    """Set the learning rate and weight decay of the groups that `build_optimizer` made.
 
-    Each group gets the rate times the group's factor, and the weight decay, or 0 if the group is not decayed.
+    A group's learning rate is `rate` times the group's factor. A group's weight decay is `weight_decay`, or 0 if the
+    group is not decayed.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]
@@ -187,12 +189,12 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float
 
 
 class Spikes:
-    """A detector of steps whose loss or gradient norm is far above the recent ones (OLMo-core's `SkipStepOptimizer`).
+    """Detector of steps whose loss or gradient norm is far above recent values (OLMo-core's `SkipStepOptimizer`).
 
     Args:
         sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
-            0: no step does.
-        recent: pairs (loss, gradient norm) of the last steps, as a checkpoint stores them.
+            0: no step counts as a spike.
+        recent: (loss, gradient norm) pairs of the last steps, as a checkpoint stores them.
     """
 
     WINDOW = 128
@@ -201,7 +203,7 @@ class Spikes:
         self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """True if a step is a spike compared with the steps before it. The step is then added to the recent steps.
+        """True if a step is a spike compared with the recent steps. Afterwards the step itself counts as recent.
 
         In the first WINDOW / 2 steps there is too little to compare with, so no step counts as a spike.
         """
@@ -210,7 +212,7 @@ class Spikes:
             losses, norms = zip(*self.recent, strict=True)
             for value, before in ((loss, losses), (grad_norm, norms)):
                 is_spike |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
-        # A single number that is not finite would make the means of the next WINDOW steps useless.
+        # A single non-finite value would make the means of the next WINDOW steps useless.
         if self.sigmas and math.isfinite(loss) and math.isfinite(grad_norm):
             self.recent.append((loss, grad_norm))
         return is_spike
@@ -222,7 +224,7 @@ def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessG
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """The square of the L2 norm over tensors of this rank, an fp64 scalar on their device."""
+    """The square of the L2 norm over this rank's tensors, an fp64 scalar on the tensors' device."""
     on_cpu = not tensors or tensors[0].device.type == "cpu"
     norm = _norm(tensors) if on_cpu else nn.utils.get_total_norm(tensors)
     return norm.to(torch.float64).square()
@@ -231,8 +233,8 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
     """The L2 norm over tensors on a CPU, an fp64 scalar.
 
-    On a CPU torch adds up the squares of a tensor in fp32. The sum of half a million squares is 5e-5 off, and differs
-    with the layout. So the norms of short rows are computed first, and then the norm of these in fp64.
+    On a CPU torch sums a tensor's squares in fp32. With half a million squares the sum is off by 5e-5, and the error
+    differs between layouts. So the norms of short rows are computed first, and then the norm of those norms in fp64.
     """
     norms = [torch.zeros(1)]
     for tensor in tensors:
@@ -267,8 +269,8 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
     Args:
         gradients: this rank's parts of the gradients.
-        norm: present norm over all ranks.
-        largest: largest norm that is allowed; 0: any.
+        norm: norm of the gradients over all ranks.
+        largest: largest allowed norm; 0: no limit.
     """
     factor = largest / (norm + 1e-6)
     if 0 < factor < 1:
@@ -276,6 +278,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place, on a GPU with a few kernels instead of one for each tensor."""
+    """Multiply tensors in place. On a GPU, a few kernels multiply all tensors instead of one kernel per tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,6 +1,6 @@
-"""Named ranges of a profile: for code inside `with named("forward", 1, 3):` a trace shows "forward s1 m3".
+"""Named ranges in a profile: a trace shows code inside `with named("forward", 1, 3):` as "forward s1 m3".
 
-Without a profile a range only tests a flag: no operator runs, and no name is built.
+While no profile is recorded, a range only tests a flag: no operator runs, and no name is built.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def recording() -> bool:
 
 
 def named(what: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[object]:
-    """A range of the profile, from entering to leaving the context.
+    """A context manager that marks the code inside as one range of the profile.
 
     Args:
         what: name of the work, such as "forward".

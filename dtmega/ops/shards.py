@@ -1,4 +1,4 @@
-"""The boxes of a tensor that this rank holds, for any placement of a DTensor."""
+"""The rectangular boxes that make up this rank's part of a tensor, for any DTensor placement."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 class Box(NamedTuple):
-    """A box of a tensor that this rank holds.
+    """A rectangular part of a tensor, held by this rank.
 
     Attributes:
-        offsets: index in the whole tensor at which the box starts, for each dim.
+        offsets: start of the box in the whole tensor, one index for each dim.
         part: elements of the box, a view of this rank's memory.
     """
 
@@ -36,10 +36,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def boxes(tensor: Tensor) -> list[Box]:
-    """The boxes that this rank holds, without empty ones.
+    """All boxes of this rank's part of a tensor, except empty boxes.
 
-    There are several boxes if a dim is cut in parts. For example, each rank holds a part of q, of k and of v of GPT-2's
-    [q | k | v].
+    A rank has several boxes if a dim is cut in parts. For example, GPT-2's [q | k | v] is cut so that each rank holds a
+    part of q, a part of k and a part of v.
     """
     part = local(tensor)
     if not isinstance(tensor, DTensor):
@@ -47,7 +47,7 @@ def boxes(tensor: Tensor) -> list[Box]:
     if part.numel() == 0:
         return []
     if not in_parts(tensor):
-        # torch's own arithmetic, which supports one box per rank.
+        # torch itself computes the offsets here, but supports only one box per rank.
         (chunk,) = tensor.__create_chunk_list__()
         return [Box(tuple(chunk.offsets), part)]
     # Along each dim this rank has one or more runs of consecutive elements. Each combination of runs is a box.
@@ -61,7 +61,7 @@ def boxes(tensor: Tensor) -> list[Box]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every rank. All ranks of the tensor's mesh must call this together.
+    """The whole tensor, on every rank. All ranks of the tensor's mesh must call this function together.
 
     In torch 2.11 DTensor's own `full_tensor()` raises an error for a tensor that is cut in parts.
     """
@@ -89,8 +89,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def in_parts(tensor: DTensor) -> bool:
     """True if a dim is cut in parts, so that a rank may hold several boxes of the tensor.
 
-    DTensor marks such a cut as strided. It also marks FSDP2's cut of dim 0 as strided if tp cuts the same dim after it,
-    but these two cuts together leave one box per rank.
+    DTensor gives a dim that is cut in parts a strided placement. If FSDP2 and tp both cut dim 0, FSDP2's placement is
+    strided too, but each rank still holds a single box.
     """
     for i, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -101,7 +101,7 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """The cut for FSDP2 to make: None for FSDP2's default, dim 0; dim 1 if dim 0 is cut in parts.
+    """The dim for FSDP2 to shard: dim 1 if dim 0 is already cut in parts, else None for FSDP2's default, dim 0.
 
     A second cut of dim 0 would mix up the parts.
     """
@@ -115,9 +115,9 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
-    """The indices along `dim` of this rank's elements, [n].
+    """The indices of this rank's elements along `dim`, [n].
 
-    DTensor itself finds them: it cuts the vector 0, 1, 2, ... in the same way as it cuts the tensor along that dim.
+    DTensor itself computes these indices: it cuts the vector 0, 1, 2, ... in the same way as the tensor's dim.
     """
     cut: list[Placement] = []
     for placement in tensor.placements:
@@ -130,7 +130,7 @@ def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
 
 
 def _runs(numbers: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive numbers, as (start, at, size).
+    """Yield the runs of consecutive numbers, as (start, at, size).
 
     Elements [start, start + size) of the whole tensor are elements [at, at + size) on this rank.
     """

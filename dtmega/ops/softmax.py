@@ -1,8 +1,8 @@
-"""The passes of cross-entropy over logits, a few rows at a time: first peak and sum of each row, then the derivatives.
+"""Cross-entropy's passes over the logits, a few rows at a time: first each row's peak and sum, then the derivatives.
 
-On a CPU a few rows and a scratch buffer in fp32 stay in the core's cache from one pass to the next. There such plain
-passes are faster than torch's softmax and Inductor's kernels (benchmarks/TIMINGS.md). On a GPU two kernels of Inductor
-read the logits of a whole chunk, so that no fp32 tensor as large as the logits exists.
+On a CPU a few rows and an fp32 scratch buffer stay in the core's cache from one pass to the next, so passes of plain
+operations are faster than torch's softmax and Inductor's kernels (benchmarks/TIMINGS.md). On a GPU two Inductor kernels
+read the logits of a whole chunk, so that no fp32 copy of the logits is ever stored.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits to process at a time. On a CPU they take 1 MiB in fp32, half of the level-2 cache of a recent core.
+# Number of logits to process at a time. On a CPU these logits take 1 MiB in fp32, half of a core's level-2 cache.
 SLICE_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 COMPILED_ON = {"cuda"}  # types of devices on which the compiled passes are faster
 
 
 class Passes:
-    """The passes over logits [N, V] by torch's own operations.
+    """The passes over logits [N, V], computed with torch's own operations.
 
     Attributes:
-        rows: slices of the rows to process one after the other.
+        rows: slices of the rows, to be processed one after the other.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -36,8 +36,8 @@ class Passes:
         """Write the largest logit of each row of x [n, V] to `peak` [n, 1], and the sum of exp(x - peak) to `total`."""
         exponentials = self._scratch[: len(x)]
         in_fp32 = x if x.dtype == exponentials.dtype else exponentials.copy_(x)
-        # The peak is subtracted before exp, because exp(89) overflows fp32. The softmax stays the same. The sum is
-        # at least 1 then, so neither a division by the sum nor its logarithm can fail.
+        # Subtract the peak before exp, because exp(89) overflows fp32; the softmax stays the same. The sum is then at
+        # least 1, so neither a division by the sum nor its logarithm can fail.
         torch.amax(in_fp32, dim=1, keepdim=True, out=peak)
         torch.sub(in_fp32, peak, out=exponentials).exp_()
         torch.sum(exponentials, dim=1, keepdim=True, out=total)
@@ -48,10 +48,10 @@ class Passes:
         """Write slope exp(x - peak) - smooth to dx [n, V], which may be x itself.
 
         Args:
-            x: [n, V], the logits.
-            dx: [n, V], memory for the derivatives.
-            peak, slope, smooth: [n, 1], the numbers of the formula; `smooth` may be None, which stands for 0.
-            reuse_scratch: True if the last call was `peak_and_total` with the same x and this peak, so that the scratch
+            x: the logits, [n, V].
+            dx: memory for the derivatives, [n, V].
+            peak, slope, smooth: terms of the formula, [n, 1]; None for `smooth` means 0.
+            reuse_scratch: True if the last call was `peak_and_total` with the same x and peak, so that the scratch
                 buffer still holds the exponentials.
         """
         exponentials = self._scratch[: len(x)]
@@ -67,7 +67,7 @@ class Passes:
 
 
 class CompiledPasses(Passes):
-    """The same passes in two kernels of Inductor, compiled once for all sizes."""
+    """The same passes as two Inductor kernels, compiled once for all sizes."""
 
     def __init__(self, logits: Tensor) -> None:
         n_tokens, n_columns = logits.shape
@@ -81,8 +81,8 @@ class CompiledPasses(Passes):
     def derivatives(
         self, x: Tensor, dx: Tensor, peak: Tensor, slope: Tensor, smooth: Tensor | None, reuse_scratch: bool
     ) -> None:
-        # The kernel takes one tensor and changes it in place. If x and dx were two arguments that are views of the same
-        # tensor, torch 2.13 would write to the tensor of the first call.
+        # The kernel takes a single tensor and changes that tensor in place. If the kernel took x and dx as two views of
+        # the same tensor, torch 2.13 would write to the tensor of the first call.
         if dx.data_ptr() != x.data_ptr():
             dx.copy_(x)
         smooth = None if smooth is None else _without_base(smooth)
@@ -90,7 +90,7 @@ class CompiledPasses(Passes):
 
 
 def slices(n_tokens: int, n_rows: int) -> list[slice]:
-    """Cut `n_tokens` rows into slices of `n_rows` rows, or of 1 if `n_rows` is 0. The last slice may be smaller."""
+    """Cut `n_tokens` rows into slices of `n_rows` rows (of 1 row if `n_rows` is 0). The last slice may be smaller."""
     n_rows = max(1, n_rows)
     return [slice(start, min(start + n_rows, n_tokens)) for start in range(0, n_tokens, n_rows)]
 
@@ -101,7 +101,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _without_base(x: Tensor) -> Tensor:
-    """x without the reference to the tensor that it is a view of. For a view kernels would be compiled at each size."""
+    """Detach x from its base tensor, because torch would compile new kernels for each size of a view."""
     return x.detach()
 
 

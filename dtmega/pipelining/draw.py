@@ -1,4 +1,4 @@
-"""A picture of a schedule as SVG, with one row per rank and one cell per action. Gaps are bubbles."""
+"""Draw a schedule as an SVG picture with one row per rank and one cell per action. Gaps in a row are bubbles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ GAP = 8  # space between rows
 LEFT = 74  # width of the rows' labels
 TOP = 76  # height of title and legend
 LEGEND_TOP = 36  # height of the title alone
-MIDDLE = 0.35  # mix of the two fills for a rank with a single stage, and for the legend
+MIDDLE = 0.35  # share of the darker fill colour, for a rank with a single stage and for the legend
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
-# Fill colours of a rank's first and last stage. Stages between them get a mix. Text is dark or white, for contrast.
+# Fill colours of a rank's first and last stage. The stages in between get a mix of the two colours. The text is dark or
+# white, for contrast with the fill.
 COLOURS = {
     "F": ((0xCF, 0xE3, 0xFA), (0x3B, 0x7D, 0xC4)),
     "B": ((0xCD, 0xEB, 0xCB), (0x3F, 0x96, 0x4B)),
@@ -28,10 +29,10 @@ COLOURS = {
 
 
 def draw_schedule(cfg: config.Config, pp: int, data_size: int) -> None:
-    """Draw the configured schedule at the full global batch to the file that [pipeline] draw names.
+    """Draw the configured schedule for the full global batch, and write the picture to the file in [pipeline] draw.
 
     Raises:
-        ValueError: a file that cannot be written.
+        ValueError: the file cannot be written.
     """
     n_microbatches = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
     table = make_table(cfg.pipeline, pp, n_microbatches)
@@ -39,10 +40,10 @@ def draw_schedule(cfg: config.Config, pp: int, data_size: int) -> None:
 
 
 def draw(table: Table, path: str, name: str) -> None:
-    """Write a table as an SVG file, titled with the schedule's name and sizes.
+    """Write a table as an SVG file, with the schedule's name and sizes as the title.
 
     Raises:
-        ValueError: a file that cannot be written.
+        ValueError: the file cannot be written.
     """
     try:
         Path(path).write_text(svg(table, describe(table, name)), encoding="utf-8")
@@ -51,7 +52,7 @@ def draw(table: Table, path: str, name: str) -> None:
 
 
 def describe(table: Table, name: str) -> str:
-    """One line with the schedule's name and sizes, and the percentage of time that is bubble."""
+    """One line of text with the schedule's name, its sizes and the percentage of time lost in bubbles."""
     n_stages = sum(map(len, stages_in(table)))
     bubble = 100 * simulate(table).bubble
     sizes = f"{len(table)} ranks, {n_stages} stages · {microbatches_in(table)} microbatches"
@@ -61,12 +62,12 @@ def describe(table: Table, name: str) -> str:
 def svg(table: Table, title: str) -> str:
     """The table's timeline as an SVG element.
 
-    The width of a cell is the time of its action (F = I = W = 1, B = 2; transfers take no time). The cell shows the
-    microbatch, and below it the stage. A darker cell is a later stage of the rank.
+    The width of a cell shows how long its action takes (F = I = W = 1, B = 2; transfers take no time). Each cell shows
+    the number of the microbatch and, below that number, the stage. Darker cells belong to later stages of the rank.
 
     Args:
         table: a complete table.
-        title: text above the picture; '': no title, and no space for it.
+        title: text above the picture; '' to leave out both the title and the space for a title.
     """
     timeline = simulate(table)
     stages_of_ranks = stages_in(table)
@@ -84,7 +85,7 @@ def svg(table: Table, title: str) -> str:
     ]
     for rank, (row, stages) in enumerate(zip(timeline.rows, stages_of_ranks, strict=True)):
         y = TOP + rank * (ROW + GAP)
-        # 0 for the rank's first stage, 1 for its last.
+        # Stage number -> 0 for the rank's first stage, 1 for the rank's last stage.
         depth = {stage: i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
         if len(stages) == 1:
             depth[stages[0]] = MIDDLE
@@ -97,7 +98,7 @@ def svg(table: Table, title: str) -> str:
 
 
 def _cell(step: TimedAction, y: int, depth: float) -> str:
-    """The cell of one action: a rectangle at height `y` with the numbers of the microbatch and the stage."""
+    """The SVG of one action's cell: a rectangle with its top at `y`, labelled with the microbatch and the stage."""
     x, width = LEFT + step.start * UNIT, (step.end - step.start) * UNIT
     stage, kind, microbatch = step.action
     fill, ink = _colours(kind, depth)
@@ -110,7 +111,7 @@ def _cell(step: TimedAction, y: int, depth: float) -> str:
 
 
 def _colours(kind: str, depth: float) -> tuple[str, str]:
-    """Fill and text colour of an action. `depth` is 0 for the first stage of a rank and 1 for the last."""
+    """The fill and text colours of an action. `depth` is 0 for the first stage of a rank and 1 for the last stage."""
     red, green, blue = (round(a + (b - a) * depth) for a, b in zip(*COLOURS[kind], strict=True))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 128  # luma, ITU-R BT.601
     return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if dark else "#1d2733"
@@ -133,7 +134,7 @@ def _legend(kinds: set[str]) -> list[str]:
 
 
 def _axis(end: int, y: int) -> list[str]:
-    """The time axis in units of one forward, with about twelve ticks at most, at round numbers."""
+    """The time axis, in units of one forward, with at most about twelve ticks at round numbers."""
     every = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, end) if end <= 12 * step or step == end)
     ticks = [
         f'<text x="{LEFT + t * UNIT}" y="{y + 10}" font-size="11" text-anchor="middle" fill="#7a8591">{t}</text>'

@@ -1,4 +1,4 @@
-"""A model in pipeline stages that is called like a whole model, for generation: only forward, one batch at a time."""
+"""Call a pipelined model like a whole model, for generation: forward only, and one batch at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Relay:
-    """Stages that compute one after the other. The rank of each stage broadcasts the result to the whole pipeline.
+    """Pipeline stages that run one after the other. After each stage, its rank broadcasts the output to all ranks.
 
-    A schedule would use the time in which other ranks wait, but it needs a fixed length and the shapes of gradients.
+    A schedule would use the time that the other ranks spend waiting, but a schedule needs a fixed sequence length and
+    the shapes of gradients.
 
     Args:
         stages: this rank's models, by stage number.
@@ -24,7 +25,7 @@ class Relay:
         device: device that this rank computes on.
 
     Attributes:
-        longest, has_cache: attributes of the model (`Model`).
+        longest, has_cache: attributes of the model, as in `Model`.
         training: always False.
     """
 
@@ -51,15 +52,15 @@ class Relay:
             stage.eval()
 
     def train(self, mode: bool) -> None:
-        """Do nothing: a relay only runs forward. Generation calls it as it calls `Model.train`."""
+        """Do nothing, because a relay only runs forward. Generation calls `train` on every kind of model."""
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, *, cache: KeyValueCache | None = None, **rows: Any) -> Tensor:
         """Compute the logits [B, S, V] of a batch, on every rank.
 
         Args:
-            tokens: [B, S] int64.
-            cache: cache of the whole model, which holds a cache for each stage; None: nothing is cached.
+            tokens: token ids, [B, S] int64.
+            cache: cache of the whole model, which holds one cache per stage; None to cache nothing.
             rows: other tensors of the batch, by name.
         """
         if cache is not None:
@@ -74,7 +75,7 @@ class Relay:
         return outputs
 
     def _broadcast(self, rank: int, outputs: Any) -> Any:
-        """Broadcast the outputs of one rank's stage: hidden states by name, or the logits of the last stage."""
+        """Broadcast the outputs of a stage from its rank: hidden states by name, or the logits of the last stage."""
         single = isinstance(outputs, Tensor)
         tensors = {"": outputs} if single else outputs
         # Send the shapes first, because the other ranks have to allocate the tensors before they can receive them.

@@ -1,4 +1,4 @@
-"""The stages of a rank, run in the order of a torch pipeline schedule that [pipeline] names."""
+"""Run a rank's stages in the order of the torch pipeline schedule that [pipeline] names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 
-if TYPE_CHECKING:  # torch.distributed.pipelining imports the compiler, which takes half a second: only for pipelines
+if TYPE_CHECKING:  # torch.distributed.pipelining takes half a second to import, so only pipelines import it
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     from dtmega.pipelining.stage import Boundary, Stage
 
 
 def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
-    """Refuse a schedule that cannot run on pp > 1 ranks, before anything is built.
+    """Raise an error if the schedule cannot run on pp > 1 ranks. The check comes before anything is built.
 
     Args:
         cfg: the run's configuration.
@@ -33,8 +33,9 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
         compiled: True if blocks will be compiled.
 
     Raises:
-        ValueError: a number of stages or microbatches (at any size of the ramp-up) that the schedule cannot run, an
-            invalid [pipeline] stages, or a backward in two parts with compiled or recomputed blocks.
+        ValueError: the schedule cannot run with the number of stages, or with the number of microbatches at some batch
+            size of the ramp-up; [pipeline] stages is invalid; or the schedule runs backward in two parts while blocks
+            are compiled or recomputed.
     """
     plan_stages(cfg, pieces, pp)
     name = f"schedule '{cfg.pipeline.csv or cfg.pipeline.schedule}'"
@@ -48,8 +49,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # A split backward gives exact gradients with compile and with recompute too, but the repeated work takes more time
-    # than filling the bubbles saves.
+    # A split backward would give exact gradients with compiled or recomputed blocks too. But the repeated work would
+    # take more time than the filled bubbles save.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -63,7 +64,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
 
 
 def splits_backward(cfg: config.Config, pp: int) -> bool:
-    """True if the schedule runs backward in two parts: first for inputs, later for weights."""
+    """True if the schedule runs backward in two parts: first for input gradients, later for weight gradients."""
     if pp == 1:
         return False
     if cfg.pipeline.csv:
@@ -73,7 +74,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """The rule of the schedule that n microbatches break, in words; '' if they break no rule. The rules are torch's."""
+    """The rule that n microbatches would break, in words; '' if no rule is broken. The rules come from torch."""
     if pipeline.csv:
         n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == n_in_file else f"the {n_in_file} that the file has"
@@ -88,24 +89,24 @@ def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
 
 
 class Pipeline:
-    """The stages of a rank, which are trained or evaluated on a list of microbatches at a time.
+    """A rank's stages, which train or evaluate on one list of microbatches at a time.
 
     All ranks of a pipeline get the same microbatches. Gradients are summed over microbatches without scaling
-    (`scale_grads` is off), because the loss is divided by global counts already.
+    (`scale_grads` is off), because the loss is already divided by global counts.
 
     Under FSDP, torch's stages gather weights once, before the first forward, and reduce gradients once, after the last
-    backward (after the last W, if backward runs in two parts). For this the modules must be wrapped with
-    reshard_after_forward=False; the stages set all other switches of FSDP themselves. With more than three stages per
-    rank torch keeps three stages gathered, and gathers the other stages again.
+    backward (after the last W, if backward runs in two parts). The modules must therefore be wrapped with
+    reshard_after_forward=False; the stages set all other FSDP switches themselves. With more than three stages per
+    rank, torch keeps only three stages gathered at a time, and gathers the other stages again.
 
-    *Memory:* torch keeps two receive buffers for every microbatch, for activation and gradient (pytorch#136380). For a
-    hidden state and n microbatches these buffers have 2 n B S D elements.
+    *Memory:* torch keeps two receive buffers per microbatch, one for the activation and one for the gradient
+    (pytorch#136380). With one hidden state and n microbatches, the buffers hold 2 n B S D elements.
 
     Args:
-        pipeline: section [pipeline] of the configuration.
-        stages: this rank's modules by stage number, ascending, with the interface that `stage.Stage` describes.
+        pipeline: the [pipeline] section of the configuration.
+        stages: this rank's modules by ascending stage number; `stage.Stage` describes the interface of a module.
         group: the pp group.
-        boundaries: tensors on meta that each stage but the last hands on.
+        boundaries: meta tensors that describe the tensors handed on by each stage but the last.
         device: device that this rank computes on.
     """
 
@@ -124,30 +125,31 @@ class Pipeline:
         self._built: tuple[tuple[int, bool], PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
     def step(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward and backward of all microbatches. Gradients are added up, and the sums are added to the tally."""
+        """Run forward and backward of all microbatches: add up gradients, and add the modules' sums to the tally."""
         self._run(microbatches, tally, training=True)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run only forward, and add the sums to the tally. The caller sets eval mode."""
+        """Run forward only, and add the modules' sums to the tally. The caller sets eval mode."""
         self._run(microbatches, tally, training=False)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:
         schedule = self._schedule(len(microbatches), training)
-        # torch takes a whole batch and cuts every tensor along dim 0: [n B, ...] -> n times [B, ...].
+        # torch takes a whole batch and splits every tensor along dim 0: [n B, ...] -> n times [B, ...].
         rows: dict[str, Any] = {}
         for name in microbatches[0]:
             rows[name] = torch.cat([microbatch[name] for microbatch in microbatches])
         self._tally = tally
         run = schedule.step if training else schedule.eval
-        # torch requires a target for its loss function. Ours ignores it, since the last stage returns the loss itself.
+        # torch requires a target for the loss function. `_loss` ignores the target, since the last stage returns the
+        # loss itself.
         run(target=next(iter(rows.values())), return_outputs=False, **rows)
 
     def _schedule(self, n_microbatches: int, training: bool) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """torch's schedule, rebuilt if the number of microbatches changes, or between training and evaluation.
+        """torch's schedule, rebuilt if the number of microbatches or the mode (training, evaluation) has changed.
 
-        torch's stages set up their buffers for one mode. When they were used for training after an evaluation, backward
-        failed (pytorch#162822). Since that was fixed, the stages set up everything again by themselves.
+        torch's stages set up their buffers for one mode. In older versions of torch, backward failed if stages were
+        used for training after an evaluation (pytorch#162822). Newer versions set up the buffers again by themselves.
         """
         key = n_microbatches, training
         if self._built is None or self._built[0] != key:
@@ -188,10 +190,10 @@ class Pipeline:
         )
 
     def _take(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        # Stages live longer than a tally. So they call this method, which uses the tally of the present step.
+        # Stages outlive a tally, so the stages call this method, which uses the tally of the current step.
         return self._tally.add(outputs)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """The loss function for torch's schedules. It returns the stage's output, which is the loss already."""
+    """The loss function for torch's schedules. The output of the last stage already is the loss."""
     return output

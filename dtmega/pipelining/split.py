@@ -1,4 +1,4 @@
-"""The cut of a model into stages: which pieces each stage holds, and which stages each rank holds."""
+"""Cut a model into stages: decide which pieces each stage holds, and which stages each rank holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stages(NamedTuple):
     """The stages of a whole pipeline.
 
     Attributes:
-        pieces: names of the pieces of each stage.
+        pieces: names of each stage's pieces.
         ranks: stage numbers of each pp rank, ascending.
     """
 
@@ -26,11 +26,11 @@ class Stages(NamedTuple):
 
 
 def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
-    """Cut the pieces into stages, and assign the stages to ranks as the configured schedule needs it.
+    """Cut the pieces into stages, and assign the stages to ranks as the configured schedule requires.
 
     Raises:
-        ValueError: a number of stages per rank that the schedule cannot run, an invalid CSV file, or pieces that cannot
-            be cut into this number of stages.
+        ValueError: the schedule cannot run with this number of stages per rank, the CSV file is invalid, or the pieces
+            cannot be cut into the number of stages.
     """
     per_rank = stages_per_rank(cfg.pipeline)
     if cfg.pipeline.csv:
@@ -49,18 +49,19 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
 
 
 class Cost(NamedTuple):
-    """The cost of a piece in time, as FLOPs per token forward and backward, and in memory, as parameters."""
+    """The cost of a piece: time, as FLOPs per token in forward and backward, and memory, as a number of parameters."""
 
     flops: int
     parameters: int
 
 
 def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
-    """The contiguous cut into stages that makes the slowest stage as fast as possible, and then memory even.
+    """Find the contiguous cut into stages that makes the slowest stage fastest and, as a tie-break, evens out memory.
 
-    Every microbatch waits for the slowest stage, so the cut minimises the largest FLOPs of a stage. Among the best cuts
-    the sum of squared parameters is minimised. Among equal cuts, earlier stages get fewer pieces, because under 1F1B
-    they keep the activations of more microbatches. The cut is exact, by dynamic programming, and no stage is empty.
+    Every microbatch waits for the slowest stage, so the first aim is to minimise the FLOPs of the slowest stage. Among
+    cuts that reach this minimum, the sum of the stages' squared parameter counts is minimised. Among cuts that are
+    still equal, earlier stages get fewer pieces, because earlier stages keep the activations of more microbatches under
+    1F1B. The result is an exact optimum, found by dynamic programming. No stage is empty.
     """
     assert 1 <= n_stages <= len(costs)
     flops = [0, *accumulate(piece.flops for piece in costs)]
@@ -77,22 +78,22 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 def _best_cut(
     n_pieces: int, n_stages: int, stage_cost: Callable[[int, int], Value], combine: Callable[[Value, Value], Value]
 ) -> tuple[Value, list[int]]:
-    """The smallest combined cost of a cut into stages, and the n_stages + 1 bounds of that cut.
+    """The smallest combined cost of any cut into stages, and the n_stages + 1 bounds of that cut.
 
-    Among cuts of equal cost, the cut whose later stages begin earlier is chosen.
+    If several cuts have this cost, the last stage begins as early as possible, then the last but one, and so on.
 
     Args:
         n_pieces: number of pieces.
         n_stages: number of stages.
         stage_cost: function (i, j) -> cost of a stage with the pieces i to j - 1.
-        combine: function (cost, cost) -> cost of two stages together, such as max or sum.
+        combine: function (cost, cost) -> combined cost of two stages, for example max or sum.
     """
-    # best[j] is the cheapest cut of the first j pieces into k stages, with its bounds. It starts with k = 1.
+    # best[j] holds the cost and the bounds of the cheapest cut of the first j pieces into k stages, first for k = 1.
     best: dict[int, tuple[Value, list[int]]] = {}
     for j in range(1, n_pieces + 1):
         best[j] = stage_cost(0, j), [0, j]
     for k in range(2, n_stages + 1):
-        # Add one stage: the last of the k stages holds pieces [i, j), and k - 1 stages hold the i pieces before it.
+        # Add one stage: the last of the k stages holds pieces [i, j), and the k - 1 stages before hold pieces [0, i).
         longer: dict[int, tuple[Value, list[int]]] = {}
         for j in range(k, n_pieces + 1):
             candidates = []
@@ -114,35 +115,36 @@ def pieces_of_stages(
     labelled: float = 1.0,
     decoder_seq_len: int = 0,
 ) -> list[list[str]]:
-    """The names of each stage's pieces: as `[pipeline] stages` lists them, or balanced by cost.
+    """The names of each stage's pieces, either as listed in `[pipeline] stages` or balanced by cost.
 
-    With `[pipeline] split` encoder and decoder have separate stages, balanced separately, like Megatron's
-    --pipeline-model-parallel-split-rank (which has one stage per rank).
+    With `[pipeline] split`, encoder and decoder have separate stages and are balanced separately. Megatron's
+    --pipeline-model-parallel-split-rank does the same with one stage per rank.
 
-    The cost of a piece is the FLOPs of its matrix products and attention, and the memory of all weights that it needs.
-    So the embedding, which is a look-up, costs no time, but as many parameters as the head, V D, whether the two are
-    tied or not.
+    The cost of a piece is the FLOPs of the piece's matrix products and attention, and the memory of all weights that
+    the piece needs. The embedding is a look-up, so the embedding costs no time. In memory, the embedding costs
+    V D parameters, as much as the head, whether or not the two are tied.
 
-    *Example:* BLOOM-176B on 12 stages, where the head costs as much as 1.44 layers, is cut into eleven stages of 6
-    layers and a last stage of 4 layers and the head; the slowest stage takes the time of 6 layers. The published cut
-    counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. Its last stage takes the
-    time of 6.44 layers, so every step is 7 % longer, but its first stage holds one layer less.
+    *Example:* the head of BLOOM-176B takes the time of 1.44 layers. For 12 stages, the balanced cut has eleven stages
+    of 6 layers and a last stage with 4 layers and the head, so the slowest stage takes the time of 6 layers. The
+    published cut counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. With the
+    published cut, every step is 7 % longer, because the last stage takes the time of 6.44 layers, but the first stage
+    holds one layer less.
 
-    *Tip:* list `stages` yourself if memory is short. If the head costs as much as many layers (250k words, small D),
-    the first and the last stage may hold no layer at all.
+    *Tip:* list `stages` yourself if memory is short. If the head takes the time of several layers (250k words, small
+    D), the balanced cut may leave the first and the last stage without any layer.
 
     Args:
         pieces: pieces of the whole model.
         seq_len: S, number of tokens in a sequence.
-        pipeline: section [pipeline] of the configuration.
+        pipeline: the [pipeline] section of the configuration.
         n_stages: number of stages.
-        labelled: share of tokens with a label (`Piece.flops_per_token`).
-        decoder_seq_len: T in a model with a decoder behind an encoder, else 0.
+        labelled: fraction of tokens that have a label (`Piece.flops_per_token`).
+        decoder_seq_len: T, number of tokens in a decoder sequence; 0 for a model without encoder and decoder.
 
     Raises:
-        ValueError: more stages than layers; `stages` that are not a cut of layers 0 to L - 1 into n_stages; a `split`
-            together with `stages`; a `split` for a model without encoder and decoder; a `split` that leaves no stage
-            for one of the two.
+        ValueError: there are more stages than layers; `stages` is not a cut of layers 0 to L - 1 into n_stages;
+            `split` is set together with `stages`, or for a model without encoder and decoder; `split` leaves the
+            encoder or the decoder without a stage.
     """
     if pipeline.split:
         border = _border(pieces, pipeline, n_stages)
@@ -171,10 +173,10 @@ def pieces_of_stages(
 
 
 def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -> int:
-    """The index of the piece with which the decoder begins, and with `split` also a stage.
+    """The index of the decoder's first piece. With `split`, a stage begins at this piece.
 
     Raises:
-        ValueError: a `split` that is impossible, or that is set together with `stages`.
+        ValueError: `split` is impossible, or is set together with `stages`.
     """
     border = _decoder_start(pieces)
     if border == len(pieces):
@@ -196,14 +198,14 @@ def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -
 
 
 def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> list[list[str]]:
-    """The names of each stage's pieces, from lists of layers.
+    """The names of each stage's pieces, given the layers of each stage.
 
     Pieces that are not layers stay with the layer before them, with two exceptions: pieces before the first layer are
     in the first stage, and the decoder's embedding stays with the decoder's first layer.
     """
     _check_stages(pieces, stages, n_stages)
     places = [i for i, piece in enumerate(pieces) if piece.is_layer]
-    # cuts[n] is the index of the first piece of a stage, if there are n layers before the stage.
+    # If n layers come before a stage, cuts[n] is the index of the stage's first piece.
     cuts = []
     for place in places:
         follows_decoder_start = place > 0 and pieces[place - 1].begins_decoder
@@ -216,7 +218,7 @@ def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: 
 
 
 def _count_layers(pieces: Sequence[Piece]) -> str:
-    """The number of layers in each stack, in words for messages: 'n_layers + n_decoder_layers=3 + 2'."""
+    """The number of layers in each stack, as text for messages: 'n_layers + n_decoder_layers=3 + 2'."""
     border = _decoder_start(pieces)
     stacks = {"n_layers": pieces[:border], "n_decoder_layers": pieces[border:]}
     counts = {key: sum(piece.is_layer for piece in stack) for key, stack in stacks.items()}
@@ -225,12 +227,12 @@ def _count_layers(pieces: Sequence[Piece]) -> str:
 
 
 def _decoder_start(pieces: Sequence[Piece]) -> int:
-    """The index of the first piece of a decoder behind an encoder; the number of pieces if there is none."""
+    """The index of the decoder's first piece, or the number of pieces if the model has no encoder and decoder."""
     return next((i for i, piece in enumerate(pieces) if piece.begins_decoder), len(pieces))
 
 
 def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> None:
-    """Refuse [pipeline] stages that do not list every layer once, in order, for the right number of stages."""
+    """Raise an error unless [pipeline] stages lists every layer once, in order, for the right number of stages."""
     n_layers = sum(piece.is_layer for piece in pieces)
     if len(stages) != n_stages:
         raise ValueError(

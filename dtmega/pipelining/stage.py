@@ -1,10 +1,10 @@
-"""One pipeline stage as torch's schedules run it.
+"""A pipeline stage in the form that torch's schedules run.
 
 Our modules take and return tensors by name, while torch's stages take and return tuples.
 
-torch expects a loss from the last stage only. Here any stage may contribute terms to the loss. The gradient of such a
-term enters the stage's backward together with the gradient of the tensors that the stage hands on (as in Megatron's
-`MoEAuxLossAutoScaler`).
+torch expects a loss from the last stage only. Here any stage may contribute terms to the loss. The gradients of a
+stage's terms enter the stage's backward together with the gradients of the tensors that the stage hands on (as in
+Megatron's `MoEAuxLossAutoScaler`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and
 
 
 class Stage(PipelineStage):
-    """torch's stage around a module that takes and returns tensors by name.
+    """torch's `PipelineStage`, for a module that takes and returns tensors by name.
 
-    In a V two neighbouring stages may be on one rank. They send each other no messages, and in evaluation they
-    also pass no gradients.
+    In a V-shaped schedule, two neighbouring stages may be on one rank. Two stages on one rank send each other no
+    messages, and in evaluation they pass no gradients either.
 
     Args:
-        module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). It
-            returns by name the tensors that it hands on, and its sums. A tensor that it is given and does not return is
-            handed on unchanged.
+        module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). The
+            module returns, by name, the tensors to hand on and the sums for the tally. If the module does not return
+            one of its input tensors, the tensor is handed on unchanged.
         number: number of the stage.
         n_stages: number of stages in the pipeline.
         device: device that this rank computes on.
         group: the pp group.
-        before: tensors that the stage is given; empty for the first stage.
+        before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage hands on; empty for the last stage.
-        take: function that is called with the module's outputs and returns the sums that are in the loss, with their
-            factors (`Tally.add`).
+        take: function that takes the module's outputs and returns the loss's sums, each with a factor (`Tally.add`).
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Stage(PipelineStage):
         after: Boundary,
         take: Callable[[Mapping[str, Tensor]], list[tuple[Tensor, float]]],
     ) -> None:
-        # With the shapes given, torch need not run the model an additional time and send pickles to find them.
+        # Without given shapes, torch would run the model one more time and send pickles to find the shapes.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
         super().__init__(
             module,
@@ -66,7 +65,7 @@ class Stage(PipelineStage):
             group=group,
         )
         self._input_names, self._handed_on, self._take = list(before), dict(after), take
-        # True behind frozen stages: no input needs a gradient, so backward has no part for inputs.
+        # True if all earlier stages are frozen. Then no input needs a gradient, and backward has no part for inputs.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +76,8 @@ class Stage(PipelineStage):
         """Run a microbatch through the module.
 
         Returns:
-            The tensors that the stage hands on; or on the last stage the loss, which is the sum of all sums, each times
-            its factor.
+            The tensors that the stage hands on. The last stage returns the loss instead: the total of the sums that
+            belong to the loss, each times its factor.
         """
         inputs = dict(zip(self._input_names, carried, strict=True))
         outputs = self.submod(**rows, **inputs)
@@ -93,7 +92,7 @@ class Stage(PipelineStage):
             carrier = next(name for name, meta in self._handed_on.items() if meta.requires_grad)
             totals, factors = zip(*in_loss, strict=True)
             handed_on[carrier] = _Seeded.apply(handed_on[carrier], factors, *totals)
-        # torch detaches the tensors in place after it has sent them, which fails for views.
+        # torch detaches the tensors in place after sending them, which fails for views.
         return tuple(t.clone() if t._is_view() else t.contiguous() for t in handed_on.values())
 
     def backward_one_chunk(
@@ -101,8 +100,8 @@ class Stage(PipelineStage):
     ) -> None:
         """Run backward, in one piece if no input of the stage needs a gradient.
 
-        torch finds the weights for the second part of backward while it runs the first part, for inputs. It expects no
-        first part only in the first stage, so a later stage that follows frozen stages would get no gradients.
+        torch runs the part of backward for inputs first, and finds the weights for the second part on the way. torch
+        allows only the first stage to have no part for inputs, so a stage behind frozen stages would get no gradients.
         """
         whole = full_backward or self._no_input_part
         with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
@@ -117,7 +116,7 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """The first messages between neighbours, without messages from this rank to itself.
 
-        torch 2.11 includes such messages, and gloo fails on them.
+        torch 2.11 includes messages from a rank to itself, and gloo fails on these messages.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
@@ -130,7 +129,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """The identity on a tensor. Its backward also starts the backward of some scalars, each with its factor."""
+    """Return a tensor unchanged. In backward, also start the backward of scalars, each with its factor."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

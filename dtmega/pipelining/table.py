@@ -21,8 +21,8 @@ class Action(NamedTuple):
 
     Attributes:
         stage: number of the stage.
-        kind: letter of the computation: F for forward, B for the whole backward, I for the part of backward for inputs,
-            W for the part for weights.
+        kind: letter of the computation: F for forward, B for a whole backward, I for the part of backward that computes
+            the gradients of inputs, W for the part that computes the gradients of weights.
         microbatch: number of the microbatch.
     """
 
@@ -43,7 +43,7 @@ class ScheduleKind(NamedTuple):
     Attributes:
         per_rank: number of stages per rank: exactly 1, exactly 2, or at least 2.
         shape: name of the rule that assigns stages to ranks (`split.stages_of_ranks`).
-        splits_backward: True if backward runs in two parts: first for inputs, later for weights.
+        splits_backward: True if backward runs in two parts: first for input gradients, later for weight gradients.
     """
 
     per_rank: Literal["1", "2", "2+"]
@@ -57,22 +57,22 @@ SCHEDULES = {
     "Interleaved1F1B": ScheduleKind("2+", "loop", False),  # Narayanan et al. 2021, arXiv:2104.04473
     "LoopedBFS": ScheduleKind("2+", "loop", False),  # arXiv:2211.05953
     "InterleavedZeroBubble": ScheduleKind("2+", "loop", True),  # ZB1P of arXiv:2401.10241
-    "ZBVZeroBubble": ScheduleKind("2", "v", True),  # ZB-V of the same
+    "ZBVZeroBubble": ScheduleKind("2", "v", True),  # ZB-V of arXiv:2401.10241
     "DualPipeV": ScheduleKind("2", "v", True),  # DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe
 }
 
-# Actions as torch prints them: 0F0, or two actions that overlap in one step, (0F4;3B1)OVERLAP_F_B.
+# Actions in torch's notation: 0F0, or (0F4;3B1)OVERLAP_F_B for two actions that overlap in one step.
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 CELL = re.compile(r"\d+[FBIW]\d+|\(\d+[FBIW]\d+(;\d+[FBIW]\d+)+\)OVERLAP_F_B")
-# Times in units of a forward. Backward takes two units, one for each of its parts (arXiv:2401.10241, section 2).
+# Durations in units of one forward. A backward takes two units, one for each part (arXiv:2401.10241, section 2).
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def stages_per_rank(pipeline: config.Pipeline) -> int:
-    """The number of stages that each rank holds; 0 if a CSV file decides it.
+    """The number of stages per rank. For a CSV file, 0 means that the file alone decides the number.
 
     Raises:
-        ValueError: a configured number that the schedule cannot run.
+        ValueError: the schedule cannot run with the configured number.
     """
     configured = pipeline.virtual_stages
     if pipeline.csv:
@@ -88,22 +88,22 @@ def stages_per_rank(pipeline: config.Pipeline) -> int:
 
 
 def make_table(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> Table:
-    """The configured table. A CSV file has its own number of microbatches, so `n_microbatches` is ignored for it."""
+    """Make the configured table. A CSV file defines its own number of microbatches and ignores `n_microbatches`."""
     if pipeline.csv:
         return csv_table(pipeline.csv, pp)
     return named_table(pipeline.schedule, pp, stages_per_rank(pipeline), n_microbatches)
 
 
 def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> Table:
-    """The table of one of SCHEDULES. The schedule's requirements must hold (`schedule.check_schedule`)."""
+    """Make the table of a schedule in SCHEDULES. The schedule's requirements must hold (`schedule.check_schedule`)."""
     if schedule == "GPipe":
         return [_all_forwards_all_backwards(rank, n_microbatches) for rank in range(pp)]
     if schedule == "1F1B":
         return [_one_forward_one_backward(rank, pp, n_microbatches) for rank in range(pp)]
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # A stand-in with the attributes that torch's classes read before they run. Given any stage, they compute the rows
-    # of all ranks.
+    # A stand-in stage with the attributes that torch's schedule classes read. From the stages of any one rank, these
+    # classes compute the rows of all ranks.
     stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * per_rank, n_microbatches).pipeline_order
     table = []
@@ -121,7 +121,7 @@ def _all_forwards_all_backwards(rank: int, n_microbatches: int) -> list[Action]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[Action]:
-    """1F1B's row: a forward for each stage from this one on, then backward and forward in turn, then only backwards."""
+    """1F1B's row: pp - rank forwards, then backwards and forwards in turn, and at the end only backwards."""
     ahead = min(pp - rank, n_microbatches)
     row = [Action(rank, "F", m) for m in range(ahead)]
     for m in range(n_microbatches):
@@ -137,15 +137,15 @@ def parse(text: str) -> list[Action]:
 
 
 def csv_table(path: str, pp: int) -> Table:
-    """A table from a file with one row of cells (0F0, 1B0, empty = idle) per rank, the form that torch writes.
+    """Read a table from a CSV file in torch's format: one row of cells per rank (0F0, 1B0; empty cells are idle).
 
-    In a valid schedule each of the stages 0, 1, ... is on one rank. The first stage is on the first rank, and the last
-    stage is on the last rank or, in a V, on the first. Each stage runs one forward and one backward of every
-    microbatch.
+    In a valid schedule, each of the stages 0, 1, ... is on exactly one rank. The first stage is on the first rank. The
+    last stage is on the last rank or, in a V-shaped schedule, on the first rank. Each stage runs one forward and one
+    backward of every microbatch.
 
     Raises:
-        ValueError: a file that cannot be read; a cell that is not an action; a number of rows that differs from pp;
-            rows that are not a valid schedule, because something is missing or the order cannot run.
+        ValueError: the file cannot be read; a cell is not an action; the number of rows differs from pp; the schedule
+            breaks one of the rules above, or cannot run in the given order.
     """
     where = f"{path} ([pipeline] csv)"
     try:
@@ -173,7 +173,7 @@ def _check_complete(table: Table, where: str) -> None:
     """Check that a table holds every action of a pipeline once, on the right ranks.
 
     Raises:
-        ValueError: a table that is not complete. The message says where.
+        ValueError: the table breaks a rule of `csv_table`, or the forwards of the last stage are out of order.
     """
     stages_of_ranks = stages_in(table)
     stages = sorted(itertools.chain.from_iterable(stages_of_ranks))
@@ -212,12 +212,12 @@ def stages_in(table: Table) -> list[list[int]]:
 
 
 def microbatches_in(table: Table) -> int:
-    """The number of microbatches."""
+    """The number of microbatches in a table."""
     return 1 + max(action.microbatch for action in itertools.chain.from_iterable(table))
 
 
 class TimedAction(NamedTuple):
-    """An action with the time at which it starts, in units of one forward."""
+    """An action with its start time, in units of one forward."""
 
     start: int
     action: Action
@@ -232,8 +232,8 @@ class Timeline(NamedTuple):
     """The result of a simulation.
 
     Attributes:
-        rows: actions of each rank with their times.
-        bubble: fraction of all ranks' time that they spend waiting.
+        rows: timed actions of each rank.
+        bubble: fraction of the ranks' total time that is spent waiting.
     """
 
     rows: list[list[TimedAction]]
@@ -241,9 +241,9 @@ class Timeline(NamedTuple):
 
 
 def simulate(table: Table, where: str = "schedule") -> Timeline:
-    """Run every action as early as its rank and its inputs allow; transfers take no time.
+    """Simulate a table: every action starts as early as its rank and its inputs allow, and transfers take no time.
 
-    A forward needs the forward of the stage before. A backward (B or I) needs the forward of the same stage and the
+    A forward needs the forward of the previous stage. A backward (B or I) needs the forward of the same stage and the
     backward of the next stage. A W needs the I of the same stage.
 
     Args:
@@ -251,7 +251,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
         where: name of the table, for messages.
 
     Raises:
-        ValueError: an action whose input never comes.
+        ValueError: an action waits for an input that never comes.
     """
     last = max(action.stage for action in itertools.chain.from_iterable(table))
     ends: dict[Action, int] = {}
@@ -269,7 +269,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
         else:
             inputs_at.append(ends.get(Action(stage, "F", m)))
             if stage < last:
-                # The gradient from the next stage comes from a whole backward there, or from the part for inputs.
+                # The next stage's gradient comes from its whole backward, or from the part of backward for inputs.
                 whole_at = ends.get(Action(stage + 1, "B", m))
                 inputs_at.append(ends.get(Action(stage + 1, "I", m)) if whole_at is None else whole_at)
         known = [end for end in inputs_at if end is not None]

@@ -1,9 +1,10 @@
 """Parameters that several stages share, such as an embedding tied to the head, or a bias that a whole stack reads.
 
-Each stage has a copy under the same name. The copies start equal, because initial values are keyed by the name. After
-backward their gradients are summed in the order of the stages, and every copy gets the sum. The optimizer then changes
-all copies in the same way, because it is elementwise and has the same state for each. Megatron does this for its
-`shared` weights; here any number of stages may share a parameter, and a rank may hold several copies.
+Each of these stages has a copy under the same name. The copies start equal, because initial values are keyed by the
+name. After backward, the gradients of all copies are summed in the order of the stages, and every copy gets the sum.
+The optimizer is elementwise and has the same state for each copy, so the optimizer changes all copies in the same way.
+Megatron does the same for its `shared` weights. Here any number of stages may share a parameter, and a rank may hold
+several copies.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from torch.distributed.tensor import DTensor
 from dtmega.distributed import replica_check
 from dtmega.ops.shards import local
 
-GATHERED = 2**22  # elements of each copy to gather at a time, to limit the memory for the other ranks' copies
+GATHERED = 2**22  # number of elements of each copy to gather at a time, to limit the memory for the other ranks' copies
 
 
 def shared(
     whole: nn.Module, parts: Mapping[str, Sequence[nn.Module]], stages: Sequence[Sequence[str]]
 ) -> dict[str, list[int]]:
-    """The parameters that several stages hold: first name -> numbers of these stages, ascending.
+    """The parameters that several stages share: first name of the parameter -> numbers of the stages, ascending.
 
     Args:
         whole: the whole model, in which tied names share one parameter.
         parts: the modules that each piece needs, by the piece's name.
-        stages: names of the pieces of each stage.
+        stages: names of each stage's pieces.
     """
     parameters_of_stages = []
     for pieces in stages:
@@ -52,9 +53,9 @@ class Tied:
 
     Args:
         name: name of the parameter in checkpoints.
-        copies: stage number -> this rank's copy, ascending; at least one.
-        places: stages whose copies each rank of the group holds, in the order of the ranks.
-        group: the ranks that hold a copy; None: this rank holds all copies.
+        copies: stage number -> this rank's copy, by ascending number; at least one copy.
+        places: list of stage numbers for each rank of the group, in order: the stages whose copies the rank holds.
+        group: the ranks that hold a copy; None if this rank holds all copies.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class Tied:
 
     @property
     def duplicates(self) -> list[nn.Parameter]:
-        """The copies that norms, counts of zeros and checkpoints leave out: all on this rank but the first stage's."""
+        """This rank's copies except the copy of the first stage. Norms, zero counts and checkpoints skip duplicates."""
         return [copy for number, copy in self.copies.items() if number != self.stages[0]]
 
     def sum_gradients(self) -> None:
         """Set the gradient of every copy to the sum over all copies. Frozen copies have no gradient.
 
-        All ranks of the group call this together, after backward and before the gradient norm.
+        All ranks of the group call this method together, after backward and before the gradient norm.
         """
         gradients = [local(copy.grad) for copy in self.copies.values() if copy.grad is not None]
         assert len(gradients) == sum(copy.requires_grad for copy in self.copies.values())
@@ -86,9 +87,9 @@ class Tied:
                 gradient.copy_(total)
 
     def _sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum of the gradients of all copies.
+        """Sum the gradients of all copies.
 
-        They are added in the order of the stages, so that the bits do not depend on which rank holds which copy.
+        The gradients are added in the order of the stages, so the bits do not depend on which rank holds which copy.
         """
         device = _device(next(iter(self.copies.values())))
         if self._group is None:
@@ -99,8 +100,8 @@ class Tied:
             dist.all_reduce(total, group=self._group)
             return total
         flat = torch.stack([gradient.flatten() for gradient in gradients]).to(device)
-        # An all-gather needs the same size from each rank, so ranks with fewer copies repeat their first, which is not
-        # read by any rank.
+        # An all-gather needs the same size from each rank, so ranks with fewer copies repeat their first copy as
+        # padding, which no rank reads.
         most_copies = max(map(len, self._places))
         mine = torch.cat([flat, flat[:1].expand(most_copies - len(flat), -1)])
         order = []
@@ -117,7 +118,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """True if all copies are bitwise equal. All ranks of the group call this together and get the same answer."""
+        """True if all copies are bitwise equal. Every rank of the group calls this method and gets the same answer."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
@@ -134,5 +135,5 @@ def _add_up(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """The device that collectives run on: for a DTensor that of its mesh, since FSDP may offload it to the host."""
+    """The device for collectives. A DTensor uses the mesh's device, since FSDP may offload the tensor's data."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

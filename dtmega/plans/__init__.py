@@ -1,4 +1,4 @@
-"""Tensor parallelism as a table: pattern of module names -> style that says how to cut them. Read apply.py first."""
+"""Tensor parallelism as a table: pattern of module names -> style that cuts these modules. Read apply.py first."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a name of `dtmega.interop.hf` on first use.
 
-    Users find the names of both packages here. But `hf` imports this package, because plans for transformers' models
-    are built from the styles here, so this package cannot import `hf` when it is loaded.
+    Users can import the names of both packages from here. But `hf` imports this package, because the plans for
+    transformers models use this package's styles. So this package can import `hf` only later.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,10 +2,10 @@
 
     table = plans.bloom.plan(cfg.model)            # styles.py lists the styles
     partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
-    shard_buffers(model, mesh, table)              # once the buffers have values
+    shard_buffers(model, mesh, table)              # when the buffers have values
     sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
 
-`check_plan` checks that a plan fits a model, before there is a mesh.
+`check_plan` checks that a plan fits a model, and needs no mesh.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from dtmega.ops.shards import local
 from dtmega.plans.base import Style, distribute
 from dtmega.plans.styles import Enter, Plan, ShardBuffer
 
-# Parameter of a model before the cut -> pairs of a module that holds the parameter and its name there. A tied parameter
-# has several.
+# Parameter before the cut -> (module that holds the parameter, name of the parameter in that module). A tied parameter
+# has several such pairs.
 Owners = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
-    """Cut the model over `mesh`: every parameter becomes a DTensor on it, and tied ones stay one parameter.
+    """Cut the model over `mesh`: every parameter becomes a DTensor on the mesh, and tied parameters stay tied.
 
-    Nothing is communicated: each rank takes its part of the parameters that it holds whole, or of meta tensors.
+    The ranks do not communicate: each rank holds whole parameters, or meta tensors, and takes its own parts.
 
     Args:
-        model: a whole model, or a pipeline stage, in which modules of other stages are None or missing from their
+        model: a whole model, or a pipeline stage. In a stage, modules of other stages are None or missing from their
             ModuleDict.
         mesh: the 1-D tp mesh.
-        plan: style for each pattern of names; `*` stands for one component of a name, "" for the model itself.
+        plan: pattern of module or buffer names -> style; `*` stands for one component of a name, "" for the model.
 
     Returns:
         Names of the parameters whose gradients `sum_partial_gradients` must sum.
 
     Raises:
-        ValueError: a pattern that matches nothing; a matrix that no pattern names; a size that tp does not divide; a
-            cut module whose input passes through no Enter, or through several.
+        ValueError: a pattern matches nothing; a matrix matches no pattern; tp does not divide a size; or the input of a
+            cut module passes through no Enter, or through several.
     """
-    # Styles replace parameters one by one, which unties them. So we note first which modules share a parameter, and tie
-    # them again at the end.
+    # Styles replace parameters one by one, which unties tied parameters. So record first which modules share a
+    # parameter, and tie the parameters again at the end.
     owners = _owners(model)
     partial: set[tuple[nn.Module, str]] = set()
     entered: list[str] = []
@@ -61,7 +61,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
             if isinstance(style, ShardBuffer):
                 _check_buffer(name, match, style, mesh.size())
                 continue
-            if match is None:  # another pipeline stage has it
+            if match is None:  # the module is on another pipeline stage
                 continue
             parallelize_module(match, mesh, style, src_data_rank=None)
             if isinstance(style, Style):
@@ -69,7 +69,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
             if isinstance(style, Style | Enter):
                 entered += [name] * style.enters
                 inside += [name] * style.inside
-    # If a region has only one product, the product overlaps its communication in a compiled block too (products.py).
+    # If a region has only one product, communication and computation overlap in compiled blocks too (products.py).
     n_products = Counter(_check_regions(entered, inside))
     for name in entered:
         model.get_submodule(name).has_one_product = n_products[name] == 1  # pyright: ignore[reportArgumentType]
@@ -89,9 +89,9 @@ def _owners(model: nn.Module) -> Owners:
 
 
 def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
-    """Replicate the vectors that no style has cut, and tie the parameters that were tied before.
+    """Replicate the vectors that no style has cut, and re-tie the parameters that were tied before the cut.
 
-    If a style has cut a tied parameter in one module, all modules that share it get the cut parameter.
+    If a style has cut a tied parameter in one module, all modules that share the parameter get the cut parameter.
     """
     for parameter, places in owners.items():
         now = [module.get_parameter(name) for module, name in places]
@@ -106,9 +106,10 @@ def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
 
 
 def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> list[str]:
-    """The names in the whole model of parameters, each given as a module and a name in that module.
+    """The full names of parameters that are given as (module, name in that module) pairs.
 
-    They are in the order of the model, so that all ranks sum them in the same order. A tied parameter comes once.
+    The names are in the order of the model, so that all ranks sum the gradients in the same order. A tied parameter
+    appears once.
     """
     prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     full_names = {prefixes[module] + name for module, name in parameters}
@@ -116,11 +117,10 @@ def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> lis
 
 
 def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Refuse a plan that cannot cut the model over tp ranks. This needs no mesh, and the model may be on meta.
+    """Raise an error if the plan cannot cut the model over tp ranks. The model may be on meta; no mesh is needed.
 
     Raises:
-        ValueError: a pattern that matches nothing, a size that tp does not divide, or a style for a different kind of
-            module.
+        ValueError: a pattern matches nothing, tp does not divide a size, or a style is for a different kind of module.
     """
     for pattern, style in plan.items():
         for name, match in _matches(model, pattern):
@@ -131,10 +131,11 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Make regions keep their gathered input for backward. Call it if gathering again costs more than it saves.
+    """Make regions keep their gathered input for backward, instead of gathering the input again.
 
-    There are two such cases. If blocks are recomputed, the recomputed forward gathers the input just before backward
-    needs it. If backward runs in two parts (zero-bubble schedules), only torch's own product can run them separately.
+    Keeping the input is better in two cases. If blocks are recomputed, the recomputed forward gathers the input anyway,
+    just before backward needs the input. If backward runs in two parts (zero-bubble schedules), only torch's own
+    product can run the two parts separately.
     """
     for module in model.modules():
         if hasattr(module, "gathers_again"):
@@ -142,10 +143,10 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Replace each buffer that the plan cuts by this rank's part. Call it once, after the buffers have their values.
+    """Replace each buffer in the plan with this rank's part. Call this function when the buffers have values.
 
     Raises:
-        ValueError: a buffer that is not whole, for instance because it was cut before.
+        ValueError: a buffer is not whole, for example because the function was called twice.
     """
     for pattern, style in plan.items():
         if isinstance(style, ShardBuffer):
@@ -158,11 +159,11 @@ def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMesh) -> None:
-    """Sum the gradients of these parameters over tp, all in one all-reduce (Megatron's `allreduce_layernorm_grads`).
+    """Sum the gradients of these parameters over tp in a single all-reduce (Megatron's `allreduce_layernorm_grads`).
 
     Args:
-        model: a model cut by `apply_plan`, and perhaps also by FSDP2. Even then all ranks of the tp mesh hold the same
-            part, so that local parts can be summed as they are.
+        model: a model cut by `apply_plan`, and perhaps also sharded by FSDP2. All ranks of the tp mesh hold the same
+            FSDP2 shard of a parameter, so the local shards can be summed directly.
         names: names that `apply_plan` returned; parameters without a gradient are left out.
         mesh: the 1-D tp mesh.
     """
@@ -170,7 +171,7 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if not grads or mesh.size() == 1:
         return
-    # FSDP2's CPU offload leaves gradients in host memory, where the group of the mesh cannot reduce.
+    # FSDP2's CPU offload leaves gradients in host memory, where the mesh's process group cannot reduce tensors.
     flat = torch.cat([g.flatten() for g in grads]).to(mesh.device_type)
     dist.all_reduce(flat, group=mesh.get_group())
     for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
@@ -178,7 +179,7 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """The modules or buffers that match a pattern, as (name, match), or (name, None) if another stage has them.
+    """The modules or buffers that match a pattern, as (name, match) pairs; `match` is None if it is on another stage.
 
     The pattern is followed component by component, from the model down; `*` branches to all children.
     """
@@ -186,7 +187,7 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
     for component in pattern.split(".") if pattern else []:
         children: list[tuple[str, Any]] = []
         for prefix, owner in matches:
-            # On a pipeline stage without layers `*` finds an empty ModuleDict: all layers are on other stages.
+            # On a pipeline stage without layers, `*` finds an empty ModuleDict: all layers are on other stages.
             if owner is None or (component == "*" and isinstance(owner, nn.ModuleDict) and not owner):
                 children.append((prefix, None))
                 continue
@@ -205,17 +206,17 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
 
 
 def _check_regions(entered: list[str], inside: list[str]) -> list[str]:
-    """Check that the input of each cut product passes exactly one Enter.
+    """Check that the input of each cut product passes through exactly one Enter.
 
-    The gradient of the input is summed over tp once for each Enter. Without an Enter it would be only this rank's part,
-    and with two it would be tp times too large.
+    Each Enter sums the gradient of the input over tp once. Without an Enter, the gradient would be only this rank's
+    part. With two Enters, the gradient would be tp times too large.
 
     Args:
         entered: names of the modules whose input enters a region.
-        inside: names of the modules that compute on such an input.
+        inside: names of the modules that compute on the input of a region.
 
     Returns:
-        The name in `entered` for each name in `inside`.
+        One name from `entered` for each name in `inside`: the module whose region contains the inner module.
     """
     regions = []
     for name in inside:

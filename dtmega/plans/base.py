@@ -1,14 +1,14 @@
 """The base of all styles of a plan: parameters become DTensors, and the module's forward computes on their local parts.
 
 Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), else
-[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, the form that FSDP2, gradient clipping and
-checkpoints read. The module's forward takes the local part of that DTensor. (FSDP2 passes the same kind of DTensor,
-gathered over FSDP2's own axes.) So DTensor dispatches no operation of the hot path.
+[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, because FSDP2, gradient clipping and
+checkpoints expect DTensors. A module's forward computes only on the local part of each DTensor, so no operation on the
+hot path goes through DTensor's dispatch. Under FSDP2, forward sees the same DTensors, gathered over FSDP2's own axes.
 
 If a replicated parameter is applied to only S/tp of the tokens, or only to this rank's heads, its gradient is this
-rank's part of a sum over tp, written {U_tp}. The gradient stays partial through backward. A style lists such parameters
-in `partial_gradients`, and their gradients are summed once per step (`plans.sum_partial_gradients`; Megatron's
-`allreduce_layernorm_grads`).
+rank's part of a sum over tp, written {U_tp}. The gradient stays partial through backward. A style lists the parameters
+with partial gradients in `partial_gradients`, and these gradients are summed once per step
+(`plans.sum_partial_gradients`; Megatron's `allreduce_layernorm_grads`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dtmega.plans import mappings, products
 
 
 class Stack:
-    """A stack of blocks: the layout of its hidden state between modules, and the way into and out of a region.
+    """A stack of blocks: defines the layout of the hidden state between modules, and how to enter and leave a region.
 
-    In a region each rank computes its own features (heads, channels) from the same input [B, S, D].
+    In a region, each rank computes its own features (heads, channels) from the same input [B, S, D].
 
     Args:
         sequence_parallel: True if the hidden state is cut along S between modules.
 
     Attributes:
-        cut: True if the hidden state is cut in the present forward. In a stack of transformers this may differ from
-            `sequence_parallel`, because some lengths cannot be cut.
+        cut: True if the hidden state is cut along S in the current forward. In transformers models this may be False
+            despite `sequence_parallel`, for example if tp does not divide S.
         sums_in_backward: True if gradients of replicated parameters are summed over tp in backward, instead of once per
             step.
     """
@@ -54,10 +54,10 @@ class Stack:
         return mappings.gather(x, group) if self.cut else mappings.copy(x, group)
 
     def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
-        """Turn the hidden state into the input of a region, [B, S, D], which is gathered once more in backward.
+        """Turn the hidden state into the input of a region, [B, S, D], which is gathered again in backward.
 
-        `products.again` must be called where the region ends. After `keep_gathered` the products keep their input
-        instead.
+        `products.again` must be called where the region ends. After `keep_gathered`, the products keep their input, and
+        nothing is gathered again.
         """
         if not module.gathers_again:
             return self.enter(x, group)
@@ -70,40 +70,41 @@ class Stack:
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
         """The local part of a replicated parameter.
 
-        The parameter's gradient is only this rank's part, {U_tp}, if the sequence is cut, because the parameter is then
-        applied to this rank's tokens only. With `of_heads` the gradient is partial in any case. A stack that sums
-        gradients in backward overrides this method.
+        If the sequence is cut, the parameter is applied to this rank's tokens only, so its gradient is only this rank's
+        part, {U_tp}. With `of_heads` the gradient is always partial. A stack that sums gradients in backward overrides
+        this method.
         """
         return local_part(parameter)
 
 
 class Style(ParallelStyle):
-    """A way to cut one kind of module: its parameters become DTensors, and `forward` replaces the module's forward.
+    """A way to cut one kind of module: parameters become DTensors, and the style's forward replaces the module's.
 
     Args:
         stack: stack of blocks that the module belongs to; True or False for a new stack with or without sequence
             parallelism.
-        sizes: numbers that tp must divide, by their keys in [model].
+        sizes: numbers that tp must divide, by key in [model].
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
     cost: tuple[str, str] = ("", "")  # collectives of the style without and with sequence parallelism
     of_heads = False  # True if replicated parameters are applied to this rank's heads only
     enters = False  # True if the module is a region of its own, so that the style is also an Enter
-    inside = False  # True if the module computes on the input of a region: its own, or that of an Enter around it
+    inside = False  # True if the module computes on the input of a region: its own or an enclosing region
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)
         self.sizes = sizes
-        # All modules of a style share one function. With a function for each, torch.compile would compile every block.
+        # All modules of a style share one function. With one function per module, torch.compile would compile every
+        # block anew.
         self._function = as_function(self.forward)
 
     def known(self) -> tuple[type[nn.Module], ...]:
-        """The classes whose forward computes the same as the style's own."""
+        """The module classes whose forward computes the same as the style's forward."""
         return (nn.Linear,)
 
     def placement(self, name: str, tp: int) -> Placement | None:
-        """The placement of a parameter over tp ranks; None if the style is not for modules with such a parameter."""
+        """The placement of a parameter over tp ranks; None if the style does not support a parameter with this name."""
         return self.placements.get(name)
 
     def partial_gradients(self, module: nn.Module, tp: int) -> set[str]:
@@ -116,14 +117,14 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def matrix(self, module: Any) -> Tensor:
-        """This rank's part of a linear's weight, [out, in]."""
+        """This rank's part of the weight of a linear layer, [out, in]."""
         return local_part(module.weight)
 
     def check(self, module: nn.Module, tp: int) -> None:
         """Check that tp ranks can share the module.
 
         Raises:
-            ValueError: a size that tp does not divide, or a module of a kind that the style cannot cut.
+            ValueError: tp does not divide a size, or the style cannot cut this kind of module.
         """
         kind, owner = type(self).__name__, type(module).__name__
         for key, size in self.sizes.items():
@@ -140,7 +141,7 @@ class Style(ParallelStyle):
                 self.check_size(f"dim {placement.dim} of '{name}' {shape} of {owner}", shape[placement.dim], tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Refuse a class with an unknown forward. The style would replace that forward, and compute something else."""
+        """Raise an error if the class has an unknown forward, because the style's forward might compute differently."""
         if all(type(module).forward is not known.forward for known in self.known()):
             names = ", ".join(known.__name__ for known in self.known())
             raise ValueError(
@@ -168,7 +169,7 @@ class Style(ParallelStyle):
 
 
 def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Make a DTensor of a parameter that every rank holds whole, or that is on meta. Nothing is communicated."""
+    """Turn a parameter that is whole on every rank, or on meta, into a DTensor. Nothing is communicated."""
     cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
@@ -176,8 +177,8 @@ def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) ->
 def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of a style in a plain function, which can be bound to a module.
 
-    The method is bound to the style already. Dynamo of torch 2.11 cannot follow the call of a method that is bound
-    twice, so there would be a graph break in every block.
+    The method is already bound to the style. Dynamo in torch 2.11 cannot trace a call to a method that is bound
+    twice, so binding the method itself to a module would cause a graph break in every block.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +189,7 @@ def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def computing_on(module: nn.Module, local: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Replace the module's parameters by `local` of each, for a forward that cannot compute on DTensors."""
+    """Temporarily replace each parameter p of the module by local(p), for a forward that cannot compute on DTensors."""
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     module._parameters.update({name: local(p) for name, p in parameters.items()})  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
@@ -200,7 +201,7 @@ def computing_on(module: nn.Module, local: Callable[[Any], Tensor]) -> Iterator[
 def local_part(parameter: Any) -> Any:
     """The part of a parameter on this rank.
 
-    Its gradient becomes a DTensor with the parameter's placement. The gradient of a replicated parameter is not summed
-    over the ranks.
+    In backward, the gradient becomes a DTensor with the parameter's placement. The gradient of a replicated parameter
+    is not summed over the ranks.
     """
     return None if parameter is None else parameter.to_local()

@@ -8,13 +8,13 @@ from dtmega.plans.vocabulary import Rejoin, VocabEmbedding, VocabHead, WholeEmbe
 
 
 def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
-    """The plan of a BERT model. Blocks are cut as in BLOOM. In the two heads only the vocabulary is cut.
+    """The plan of a BERT model. Blocks are cut as in BLOOM. In the two heads, only the vocabulary is cut.
 
-    With sequence parallelism the word head gathers its whole input [B, S, D], because labelled tokens are selected from
-    whole rows. The sentence-order head gathers only the first place of each rank. All ranks then do the same work on
-    the labelled tokens [N, D], up to the product with the vocabulary. The gradient [N, D] of that product's input is
-    summed over tp, which sends 15 % of the bytes that a reduce-scatter for every token would send. So all gradients in
-    `head` and `order` are complete on every rank, and no parameter there has a partial gradient.
+    With sequence parallelism, the word head gathers its whole input [B, S, D], because labelled tokens are selected
+    from whole rows. The sentence-order head gathers only the first place of each rank. All ranks then do the same work
+    on the N labelled tokens [N, D], up to the product with the vocabulary. The gradient of the product's input, [N, D],
+    is summed over tp. This sum sends 15 % of the bytes that a reduce-scatter over all tokens would send. After the sum,
+    all gradients in `head` and `order` are complete on every rank, so no parameter there has a partial gradient.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {

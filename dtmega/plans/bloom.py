@@ -8,11 +8,11 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
-    """The plan of a BLOOM model. Heads and the feed-forward are cut evenly; the last rank may have fewer rows of V.
+    """The plan of a BLOOM model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
 
-    With sequence parallelism, a layer needs two all-gathers and two reduce-scatters in forward and the same in
-    backward, which also repeats the two all-gathers of forward. Without it, a layer needs two all-reduces in forward
-    and two in backward.
+    With sequence parallelism, a layer needs two all-gathers and two reduce-scatters in forward. Backward needs two
+    of each as well, and also repeats forward's two all-gathers. Without sequence parallelism, a layer needs two
+    all-reduces in forward and two in backward.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {

@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead, WholeEmbedding
 
 
 def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
-    """The plan of a GPT model: the plan of BLOOM, plus a position embedding that is whole on every rank."""
+    """The plan of a GPT model: the same as for BLOOM, plus a position embedding that is whole on every rank."""
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
         "embed": VocabEmbedding(sp),

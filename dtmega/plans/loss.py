@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are cut over the vocabulary, for models that compute the logits themselves."""
+"""Cross-entropy of logits that are sharded over the vocabulary, for models that compute the logits themselves."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def vocab_parallel_cross_entropy(
     vocab_start: int | None = None,
     reduction: Literal["none", "sum"] = "none",
 ) -> Tensor:
-    """cross_entropy(logits, target) + z_loss log(Z)^2, where each rank holds some columns of the logits.
+    """Compute cross_entropy(logits, target) + z_loss log(Z)^2, where each rank holds some columns of the logits.
 
     The loss is computed in fp32, with one all-gather of 3 numbers per token (4 with smoothing). Logits and target are
     not changed.
 
     Args:
-        logits_shard: [..., V_local], this rank's columns of the logits, in any floating dtype and with any strides.
-        target: [...] int64, global numbers. The loss of a token with -100 is 0; any other number outside
-            [0, n_valid) is an index error.
-        group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
+        logits_shard: this rank's columns of the logits, [..., V_local], in any floating dtype and with any strides.
+        target: index of each label in the whole vocabulary, [...] int64. The loss of a token with target -100 is 0; any
+            other index outside [0, n_valid) is an index error.
+        group: the ranks that share the vocabulary; None if this rank has the whole vocabulary.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
-        n_valid: V without the padding columns at the end. None: there is no padding.
-        vocab_start: global number of this rank's first column. If it or n_valid is None, one more all-gather exchanges
-            the sizes of all ranks.
+        n_valid: V without the padding columns at the end; None if there is no padding.
+        vocab_start: index of this rank's first column in the whole vocabulary. If vocab_start or n_valid is None, one
+            more all-gather exchanges the sizes of all ranks.
         reduction: "none" for the losses [...], "sum" for the sum of the losses.
 
     Returns:
-        The losses or their sum in fp32, the same on all ranks. The gradient of logits_shard is final. Backward works
-        once.
+        The losses or their sum in fp32, the same on all ranks. The gradient of logits_shard is complete: it needs no
+        sum over the ranks. Backward can run only once.
 
     Raises:
-        ValueError: shapes that do not fit together, or an unknown reduction.
+        ValueError: the shapes do not fit together, or the reduction is unknown.
     """
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(

@@ -4,17 +4,19 @@
 
     forward                                          backward
     copy     [B, S, D] -> [B, S, D]                  all-reduce
-    add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing, since each rank has the whole gradient
+    add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing, because each rank has the whole gradient
     gather   [B, S/tp, D] -> [B, S, D]               reduce-scatter
     scatter  [B, S, D] {U_tp} -> [B, S/tp, D]        all-gather
     split    [B, S, D] -> [B, S/tp, D]               all-gather
-    join     [B, S/tp, D] -> [B, S, D]               nothing sent: this rank's part of the whole gradient
+    join     [B, S/tp, D] -> [B, S, D]               nothing sent: each rank takes its part of the gradient
 
-`copy` and `add_up` begin and end a region, in which each rank computes its own features from the same input. With
-sequence parallelism `gather` and `scatter` do the same, and between regions each rank keeps its part of the sequence.
+`copy` begins a region, in which each rank computes its own features from the same input, and `add_up` ends the region.
+With sequence parallelism, regions begin with `gather` and end with `scatter`, and between regions each rank keeps only
+its part of the sequence.
 
-`split` cuts a tensor that every rank has, and `join` is its inverse. They are for code in which all ranks compute what
-a single process would compute. There each gradient is complete on its rank, so backward joins or cuts, and never adds.
+`split` cuts a tensor that every rank has, and `join` is its inverse. `split` and `join` are for code in which all ranks
+compute what a single process would compute. In this code, each gradient is complete on its rank, so backward joins or
+cuts gradients but never adds them up.
 
 A tensor of rows, [N/tp, D], is gathered and scattered along N. The rows of the gathered tensor may be in a different
 order than the tokens, because `scatter` restores the order.
@@ -29,18 +31,18 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-# torch 2.13 renamed these two functions. It warns about the old names, and torch 2.11 does not know the new ones.
+# torch 2.13 renamed these two functions and warns about the old names. torch 2.11 does not know the new names.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Enter a region with an input that every rank has whole."""
+    """Enter a region with an input that is whole on every rank."""
     return cast(Tensor, _Copy.apply(x, group))
 
 
 def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Leave a region with the sum of the ranks' outputs, whole on every rank."""
+    """Leave a region: sum the outputs of all ranks. Every rank gets the whole sum."""
     return cast(Tensor, _AddUp.apply(x, group))
 
 
@@ -50,22 +52,22 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Leave a region with this rank's part, along the sequence, of the sum of the ranks' outputs."""
+    """Leave a region: sum the outputs of all ranks. Each rank gets its part of the sequence."""
     return cast(Tensor, _Scatter.apply(x, group))
 
 
 def split(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """This rank's chunk of x, as `x.chunk` cuts it. The size along `dim` must leave a part for every rank."""
+    """Cut x with `x.chunk` and return this rank's chunk. `dim` must be large enough for one chunk per rank."""
     return cast(Tensor, _Split.apply(x, group, dim))
 
 
 def join(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
-    """The inverse of `split`, where the whole tensor has `size` along `dim`."""
+    """Undo `split`. The whole tensor has `size` entries along `dim`."""
     return cast(Tensor, _Join.apply(x, group, dim, size))
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor as from `gather`, without a gradient."""
+    """The same as `gather`, but without a gradient."""
     return by_row(_all_gather(x, group), group)
 
 
@@ -76,7 +78,7 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reorder a tensor so that the part of each rank is contiguous along dim 0: [B, S, D] -> [tp B, S/tp, D].
 
-    The collectives cut and join only along dim 0. Rows [N, D] are in that order already, and with B = 1 nothing is
+    Collectives cut and join tensors only along dim 0. Rows [N, D] are already in the right order. With B = 1 nothing is
     copied.
     """
     if x.ndim == 2:
@@ -106,8 +108,8 @@ def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     return parts[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-# The collectives below return their results in new memory. A compiled block uses functional collectives: torch 2.11
-# also compiles collectives that write to a given tensor, but then loses the gradient of that tensor.
+# The collectives below return their results in new memory. Compiled blocks use functional collectives. torch 2.11 can
+# also compile collectives that write to a given tensor, but then loses the gradient of that tensor.
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -139,7 +141,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Started:
-    """A collective that is running. Its result may be read after `wait`, which returns it."""
+    """A running collective. Do not read the result before `wait` has returned it."""
 
     def __init__(self, result: Tensor, work: dist.Work | None) -> None:
         self._result, self._work = result, work
@@ -153,7 +155,7 @@ class Started:
 
 
 def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
-    """Start the backward of `gather` (if `cut`) or of `copy`, for the gradient x, which may be overwritten."""
+    """Start the backward of `gather` (if `cut`) or of `copy` for the gradient x. The memory of x may be overwritten."""
     if cut:
         parts = _by_rank(x, group).contiguous()
         if torch.compiler.is_compiling():
@@ -167,7 +169,7 @@ def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
 
 
 def start_gathered(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Start `gathered`. Apply `by_row` to the result of `wait`. Do not use it in a compiled block."""
+    """Start the all-gather of `gathered`. Apply `by_row` to the result of `wait`. Not for use in compiled blocks."""
     x = x.contiguous()
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     return Started(parts, _all_gather_into(parts, x, group=group, async_op=True))

@@ -1,22 +1,23 @@
-"""The matrix product of every style: it keeps no gathered input, and computes while gradients are communicated.
+"""The matrix product used by all styles: keeps no gathered inputs, and overlaps computation with communication.
 
-Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read it. If it were
-kept for backward, it would be a quarter of what a layer keeps at tp 4 (docs/design.md). So no product keeps the
-gathered input, and backward gathers it once more from this rank's part:
+Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
+input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
+So no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
-1. In forward each product returns a *ticket* beside its output, a tensor of zeros that takes no memory.
+1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
 2. `again`, called where the region ends, consumes the tickets. Autograd therefore runs the backward of `again` before
-   that of any product, and the backward of `again` starts the gather.
-3. Each product waits for the gathered input when its backward needs it. In a compiled block no Python object can carry
-   the input from `again` to the products, so the products get it as the gradient of their tickets.
+   the backward of any product, and the backward of `again` starts the gather.
+3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can
+   carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
 Time. The gradient of the input must be summed over the ranks. While this sum is communicated, the gradient of a weight
-is computed. For this, the products of a region form a chain, along which each product adds its part of the input's
-gradient. The first product of the region comes last in backward: it starts the sum, computes its weight's gradient, and
-then waits for the sum. Inductor cannot follow the chain, so in a compiled block only regions with a single product
-overlap communication and computation.
+is computed. For this overlap, the products of a region form a chain. Along the chain, each product adds its part of the
+input's gradient. Backward reaches the region's first product last. This product starts the sum, computes the gradient
+of its weight, and then waits for the sum. Inductor cannot follow the chain, so in a compiled block only regions with a
+single product overlap communication and computation.
 
-Megatron's `LinearWithGradAccumulationAndAsyncCommunication` does both (core/tensor_parallel/layers.py).
+Megatron's `LinearWithGradAccumulationAndAsyncCommunication` saves memory and time in the same way
+(core/tensor_parallel/layers.py).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from dtmega.plans.mappings import Started
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product x W^T + b, [..., in] -> [..., out]. All styles multiply matrices by this function.
+    """Compute x W^T + b, [..., in] -> [..., out]. All styles multiply matrices with this function.
 
     Args:
-        x: activation of this rank, [..., in]. It is not kept for backward if `enter` has gathered it.
-        weight: [out, in], this rank's part of the weight.
-        bias: [out], this rank's part of the bias; None: no bias.
+        x: this rank's activation, [..., in]. If `enter` has gathered the activation, it is not kept for backward.
+        weight: this rank's part of the weight, [out, in].
+        bias: this rank's part of the bias, [out]; None for no bias.
     """
     region = getattr(x, "region", None)
-    # Autocast would cast both factors, but the backward below uses the factors before the cast.
+    # Autocast would cast both factors in forward, but the backward below would use the factors before the cast.
     if region is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() and not region.has_one_product and not region.cut:
@@ -53,18 +54,18 @@ class Region:
     """The state that the products of one region share.
 
     Attributes:
-        part: input of the region in its form before the region, [B, S/tp, D] if it is `cut`, else [B, S, D].
+        part: this rank's part of the input before the region, [B, S/tp, D] if `cut`, else the whole input [B, S, D].
         group: the ranks of tp.
         cut: True if the input is cut along the sequence before the region.
         has_one_product: True if only one product reads the input.
-        tickets: tickets of the products so far, if the input is cut; else empty.
+        tickets: tickets of the products so far; empty if the input is not cut.
     """
 
     def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> None:
         self.part = part.detach()
         self.group, self.cut, self.has_one_product = group, cut, has_one_product
         self.tickets: list[Tensor] = []
-        # The tensor that autograd takes as the next product's input. Its gradient goes back to the product before.
+        # Autograd takes this tensor as the next product's input. The tensor's gradient goes to the previous product.
         self._link: Tensor | None = part
         self._is_first = True  # the next product is the first one of the chain
         self._gather: Started | None = None
@@ -73,7 +74,7 @@ class Region:
         self._n_waiting = 0  # products that still need the gathered input in this backward
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `product` of the region's input x, as the next product of the chain."""
+        """Compute x W^T + b for the region's input x, as the next product of the chain."""
         compiled = torch.compiler.is_compiling()
         if compiled and not self.has_one_product:
             # Without the chain, autograd adds up the gradients of x, and the backward of `mappings.gather` sums the
@@ -91,10 +92,10 @@ class Region:
         return out
 
     def close(self) -> list[Tensor]:
-        """Return the tickets at the end of the region. The region takes no more products afterwards.
+        """End the region and return its tickets. A closed region takes no more products.
 
-        It also drops all its references to tensors of the graph. The graph's nodes refer to the region, so references
-        in both directions would be a cycle that keeps the activations alive.
+        `close` also drops the region's references to tensors of the autograd graph. The graph's nodes refer to the
+        region, so references in both directions would form a cycle that keeps the activations alive.
         """
         tickets = self.tickets
         self.tickets = []
@@ -103,12 +104,12 @@ class Region:
         return tickets
 
     def start(self) -> None:
-        """Start to gather the input again, in backward."""
+        """In backward, start gathering the input again."""
         self._gather = mappings.start_gathered(self.part, self.group)
         self._n_waiting = self._n_tickets
 
     def fetch(self) -> Tensor:
-        """Wait for the gathered input. Each product calls this once in backward; the last call frees the input."""
+        """Wait for the gathered input. Each product calls `fetch` once in backward; the last call frees the input."""
         assert self._gather is not None
         if self._gathered is None:
             self._gathered = mappings.by_row(self._gather.wait(), self.group)
@@ -130,11 +131,11 @@ def enter(x: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool)
 
 
 def again(out: Any, entered: Tensor) -> Any:
-    """End a region: return its output unchanged. In backward the region's input starts to be gathered again here.
+    """End a region and return its output unchanged. The backward of `again` starts gathering the region's input again.
 
     Args:
-        out: output of the region: a tensor, or a tuple whose first item is that tensor.
-        entered: input of the region. If it does not come from `enter`, nothing is done.
+        out: output of the region: a tensor, or a tuple that begins with this tensor.
+        entered: input of the region. If the input does not come from `enter`, nothing is done.
     """
     region = getattr(entered, "region", None)
     if region is None:
@@ -149,14 +150,15 @@ def again(out: Any, entered: Tensor) -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """The product x W^T + b as a node of the chain. It returns three tensors:
+    """The product x W^T + b as a node of the chain, with three outputs:
 
     - x W^T + b;
-    - a ticket: zeros in the shape of x that take no memory. In a compiled block its gradient is x;
-    - the link for the next product: such zeros again. Its gradient is the later products' part of the gradient of x.
+    - a ticket: zeros in the shape of x that take no memory. In a compiled block, the ticket's gradient is x;
+    - the link for the next product: zeros like the ticket. The link's gradient is the later products' part of the
+      gradient of x.
 
     Args:
-        link: the region's input, or the link from the product before; it gets the gradient of x.
+        link: the region's input, or the link from the previous product. The gradient of x is returned for the link.
         x: the region's input, detached.
         cut: True if x was gathered, and is therefore not kept.
         sums: True for the first product of the chain, which sums the gradient of x over the ranks.
@@ -228,8 +230,8 @@ class _Again(torch.autograd.Function):
         if ctx.region is not None:
             ctx.region.start()
             return grad, None, None, None, *[None] * ctx.n_tickets
-        # The compiler would see that forward has gathered the same tensor, and keep that result for backward. To avoid
-        # this, the input here depends on the gradient, by a choice between two equal tensors.
+        # The compiler would see that forward has gathered the same tensor, and would keep that result for backward. To
+        # prevent this reuse, `where` selects between equal tensors, so that the input depends on the gradient.
         part = torch.where(grad[(0,) * grad.ndim] > 0, part, part)
         gathered = mappings.gathered(part, ctx.group)
         return grad, None, None, None, *[gathered] * ctx.n_tickets

@@ -1,4 +1,4 @@
-"""The styles of a plan. A style says how one module is cut over tp, in dtmega's models and in those of transformers.
+"""The styles of a plan. A style says how one module is cut over tp, in dtmega's models and in transformers models.
 
     style              for                        what it does
     Enter              attention, feed-forward    gathers the input once for all Columns inside the module
@@ -6,17 +6,17 @@
     Column             nn.Linear                  cut by output features; the input is whole
     KVColumn           nn.Linear                  a Column for keys or values, which may have fewer heads than ranks
     Row                nn.Linear                  cut by input features; the ranks' products are summed
-    Norm               LayerNorm, RMSNorm         whole on every rank, on the tokens (or heads) of this rank
-    Whole              any module                 the same for any module, by the module's own forward
+    Norm               LayerNorm, RMSNorm         whole on every rank, applied to this rank's tokens (or heads)
+    Whole              any module                 the same for any module, with the module's own forward
     VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
-    WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, for this rank's places
-    HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one for each head
+    WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, applied to this rank's places
+    HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one column per head
     VocabHead          a head that owns the loss  (vocabulary.py) cut by rows
-    Rejoin             a head that is not cut     (vocabulary.py) gathers the input; every rank computes all of it
+    Rejoin             a head that is not cut     (vocabulary.py) gathers the input; every rank computes the whole head
     SequenceShard      a dropout site             selects the places of this rank's part of the sequence
     ShardBuffer        a buffer                   cut along one dim, for instance by heads
 
-base.py has their base class, and products.py has the matrix product.
+base.py has the base class of the styles, and products.py has the matrix product.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from dtmega.plans.products import product
 
 
 class Enter(ParallelStyle):
-    """A module whose linears share its input. The input is gathered once for all of them, [B, S/tp, D] -> [B, S, D].
+    """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linears inside the module.
 
-    The gathered input is not kept, but gathered once more in backward (products.py). Without sequence parallelism the
-    input is whole already, and only its gradient is summed. The input is the first positional argument, or
+    The gathered input is not kept, but gathered again in backward (products.py). Without sequence parallelism, the
+    input is already whole, and only its gradient is summed. The input is the first positional argument, or
     `hidden_states`. The module keeps its own forward.
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
-        also: names of keyword arguments that are hidden states too, whole on every rank (an encoder's output).
+        also: names of keyword arguments that also hold hidden states, whole on every rank (an encoder's output).
     """
 
     enters, inside = True, False
@@ -83,15 +83,15 @@ class Enter(ParallelStyle):
         return products.again(type(module).forward(module, *args, **kwargs), entered)
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Change other keyword arguments of the module, in place. Subclasses override this."""
+        """Change other keyword arguments of the module, in place. Subclasses override this method."""
 
 
 class EnterOnce(ParallelStyle):
     """An nn.Identity through which hidden states, such as an encoder's output, reach the Columns of several modules.
 
-    The hidden states are gathered once for all these modules, [B, S/tp, D] -> [B, S, D], and kept for backward. There
-    the gradients from all modules are added up first, and then summed over tp once. Without sequence parallelism the
-    hidden states are whole already.
+    The hidden states are gathered once for all these modules, [B, S/tp, D] -> [B, S, D], and kept for backward. In
+    backward, the gradients from all modules are added up first, and then summed over tp once. Without sequence
+    parallelism, the hidden states are already whole.
     """
 
     cost = Enter.cost
@@ -114,14 +114,14 @@ class EnterOnce(ParallelStyle):
 class Column(Style):
     """nn.Linear cut by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
 
-    A fused projection stays a single product. Its rows are ordered [head, (q, k, v), K], so the cut is between heads.
+    A fused projection stays a single product: rows are ordered [head, (q, k, v), K], so the cut is between heads.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
     inside = True
 
     def entering(self) -> Column:
-        """Make the module a region of its own, whose input is [B, S/tp, D] where the sequence is cut."""
+        """Make the module a region of its own, whose input is [B, S/tp, D] if the sequence is cut."""
         self.enters, self.cost = True, Enter.cost
         return self
 
@@ -136,7 +136,7 @@ class Column(Style):
 
 
 class KVColumn(Column):
-    """nn.Linear to the keys or values of `kv_heads` heads: a Column, or a copy on each rank if heads are too few.
+    """nn.Linear that computes keys or values: cut like a Column, or whole on every rank if there are too few heads.
 
     If there are fewer heads than ranks, each rank has the whole weight and computes the one head that its query heads
     need; tp / kv_heads ranks compute the same head. The weight's gradient is the sum of all ranks' parts.
@@ -170,16 +170,16 @@ class KVColumn(Column):
 
 
 def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") -> None:
-    """Refuse a number of key heads that can neither be cut nor copied evenly.
+    """Raise an error if the key/value heads can be neither cut nor copied evenly.
 
     Args:
-        kv_heads: number of key heads.
+        kv_heads: number of key/value heads.
         tp: number of ranks.
-        key: name of the key that holds `kv_heads`, for the message.
-        change: keys that the message asks to change.
+        key: name of the configuration key that holds `kv_heads`, for the message.
+        change: configuration keys that the message asks to change.
 
     Raises:
-        ValueError: a number that tp does not divide, and that does not divide tp.
+        ValueError: neither kv_heads nor tp divides the other.
     """
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(
@@ -203,7 +203,7 @@ class Row(Style):
 
 
 class Whole(Style):
-    """A module that computes with its own forward and with all of its parameters on every rank.
+    """A module that keeps its own forward and has all of its parameters on every rank.
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
@@ -222,7 +222,7 @@ class Whole(Style):
         return Replicate()
 
     def check_class(self, module: nn.Module) -> None:
-        """Accept any class, because its own forward stays."""
+        """Accept any class, because the module keeps its own forward."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return super()._apply(module, device_mesh) if any(True for _ in module.parameters(recurse=False)) else module
@@ -234,11 +234,11 @@ class Whole(Style):
 
 
 class Norm(Whole):
-    """A LayerNorm or RMSNorm of the last dim, [B, S/tp, D] or [B, S, D], or with `of_heads` [B, S, H/tp, K].
+    """A LayerNorm or RMSNorm over the last dim of [B, S/tp, D] or [B, S, D], or with `of_heads` of [B, S, H/tp, K].
 
-    The style is for nn.LayerNorm and nn.RMSNorm, and for similar classes of transformers, with a name that ends in
-    "LayerNorm" or "RMSNorm", a weight and perhaps a bias of one dim, and no other parameters or buffers. The classes of
-    transformers keep their own forward, since they differ in precision and in offsets.
+    The style is for nn.LayerNorm, nn.RMSNorm, and similar classes in transformers. A class counts as similar if its
+    name ends in "LayerNorm" or "RMSNorm", and if its only parameters are a 1-D weight and perhaps a 1-D bias, without
+    buffers. The transformers classes keep their own forward, because these classes differ in precision and in offsets.
     """
 
     def known(self) -> tuple[type[nn.Module], ...]:
@@ -266,13 +266,13 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site whose input is this rank's part of the sequence. It gets the places of that part.
+    """A dropout site whose input is this rank's part of the sequence. The site gets the places of that part.
 
     Dropout masks are keyed by place, so each rank draws its part of the mask that a single device would draw. The style
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).
 
     Args:
-        cut: True if the sequence is cut. Otherwise the site sees all places, and nothing is done.
+        cut: True if the sequence is cut. Otherwise the site sees all places, and the style does nothing.
     """
 
     def __init__(self, cut: bool = True) -> None:
@@ -298,7 +298,7 @@ class SequenceShard(ParallelStyle):
 class ShardBuffer:
     """A buffer with `size` entries along `dim`, which `shard_buffers` cuts along that dim.
 
-    Its pattern in the plan names the buffer instead of a module.
+    The pattern in the plan names the buffer instead of a module.
     """
 
     size: int

@@ -1,6 +1,6 @@
-"""Both ends of a model over the tp axis: embeddings, a head cut over the vocabulary, and heads that are not cut.
+"""Styles for both ends of a model: embeddings, a head cut over the vocabulary, and heads that are not cut.
 
-A vocabulary of V rows is cut as DTensor cuts it: each rank has ceil(V / tp) rows, and the last rank may have fewer.
+The V rows of a vocabulary are cut as in DTensor: each rank has ceil(V / tp) rows, and the last rank may have fewer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtmega.plans.products import product
 
 
 class VocabStyle(Style):
-    """The base of styles that cut a weight [V, D], and perhaps a bias [V], by rows."""
+    """The base class of styles that cut a weight [V, D], and perhaps a bias [V], by rows."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
 
@@ -36,20 +36,20 @@ class VocabStyle(Style):
             )
 
     def first_row(self, weight: DTensor) -> int:
-        """The index in the whole weight of this rank's first row."""
+        """The index of this rank's first row in the whole weight."""
         return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
 
 
 class VocabEmbedding(VocabStyle):
     """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or without sequence parallelism [B, S, D].
 
-    Each rank looks up the tokens whose rows it has, and contributes zeros for the other tokens to the sum over the
-    ranks. So each rank has the gradient of its rows. A subclass of nn.Embedding that changes each row, for instance
-    scales it, applies its own forward to the rank's rows. A token outside [0, V) fails as on a single device: with an
-    IndexError on a CPU, and a device assert on CUDA.
+    Each rank looks up the tokens whose rows it holds, and contributes zeros for all other tokens to the sum over the
+    ranks. So each rank gets the gradient of its own rows. A subclass of nn.Embedding that changes rows, for example by
+    scaling, applies its own forward to the rank's rows. A token outside [0, V) fails as on a single device: with an
+    IndexError on a CPU, and with a device assert on CUDA.
 
     Raises:
-        ValueError: a sequence length, in forward, that tp does not divide.
+        ValueError: in forward, the sequence is to be cut but tp does not divide its length.
     """
 
     cost = ("all-reduce", "reduce-scatter, backward all-gather")
@@ -76,7 +76,7 @@ class VocabEmbedding(VocabStyle):
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """The module's output for the row indices x on this rank, which has `n_rows` rows from `start` on."""
+        """The module's output for x, which indexes this rank's `n_rows` rows. `start` is the first global row."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
             # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set it.
@@ -91,7 +91,8 @@ class VocabEmbedding(VocabStyle):
 class WholeEmbedding(Style):
     """nn.Embedding with few rows (positions, token types), whole on every rank.
 
-    It turns [B, S] into this rank's part of the sequence, [B, S/tp, D], or without sequence parallelism into [B, S, D].
+    The output for indices [B, S] is this rank's part of the sequence, [B, S/tp, D], or [B, S, D] without sequence
+    parallelism.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Replicate()}
@@ -106,7 +107,7 @@ class WholeEmbedding(Style):
 
 
 class HeadColumns(Style):
-    """nn.Embedding [buckets, H] of T5's relative positions, cut by heads: bucket numbers [N] -> [N, H/tp]."""
+    """nn.Embedding [buckets, H] for T5's relative positions, cut by heads: bucket numbers [N] -> [N, H/tp]."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
 
@@ -118,11 +119,11 @@ class HeadColumns(Style):
 
 
 class Rejoin(ParallelStyle):
-    """A module that is not cut: every rank gathers its whole input, [B, S/tp, D] -> [B, S, D], and does the same work.
+    """A module that is not cut: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and does the same work.
 
-    The gradient of that input is then complete on every rank, so in backward each rank takes its part, and nothing is
-    summed. Without sequence parallelism there is nothing to do. Modules inside see a sequence that is not cut: their
-    parameters are whole (`Whole(False)`), and a cut module inside is its own region (`VocabHead(False)`).
+    The gradient of the gathered input is complete on every rank, so in backward each rank takes its part, and nothing
+    is summed. Without sequence parallelism there is nothing to do. Modules inside see the whole sequence.
+    These modules have whole parameters (`Whole(False)`), or are cut as regions of their own (`VocabHead(False)`).
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
@@ -150,10 +151,10 @@ class Rejoin(ParallelStyle):
 class VocabHead(VocabStyle):
     """A head like `models.layers.LMHead`, cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
 
-    The module has `vocab_size` (V without padding rows) and `loss_terms()` (keywords of `linear_cross_entropy`), and
-    may have a bias. Each rank computes the same loss from its own columns, after one exchange of a few numbers per
-    token. If the sequence is not cut before the head, the input may also be a selection of tokens, [N, D], which every
-    rank has as a whole.
+    The module has `vocab_size` (V without padding rows) and `loss_terms()` (keyword arguments for
+    `linear_cross_entropy`), and may have a bias. Each rank computes the same loss from its own columns, after one
+    exchange of a few numbers per token. If the sequence is not cut before the head, the input may also be a selection
+    of tokens, [N, D], that is whole on every rank.
     """
 
     def check_class(self, module: nn.Module) -> None:
@@ -179,10 +180,10 @@ class VocabHead(VocabStyle):
         )
 
     def _gather_logits(self, module: Any, local_logits: Tensor) -> Tensor:
-        """The logits [B, S, V] of all ranks, without padding rows, from this rank's columns [B, S, V_local].
+        """Gather the columns [B, S, V_local] of all ranks into the logits [B, S, V], without padding columns.
 
-        DTensor gets the shape and stride of the whole tensor, because the last rank may have fewer columns than other
-        ranks.
+        DTensor gets the shape and stride of the whole tensor, because the last rank may have fewer columns than the
+        other ranks.
         """
         n_columns = module.weight.shape[0]
         shape = torch.Size((*local_logits.shape[:2], n_columns))

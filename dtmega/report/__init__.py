@@ -1,5 +1,6 @@
-"""A run as one page: `record.py` reads its metrics.jsonl, `run.py` all of its directory, and `page.py` writes the HTML.
+"""The report about a run, as one HTML page.
 
-The figures are drawn from the curves of `curves.py`: by plotly for the page (`plots.py`), by matplotlib for `--png`
-(`png.py`). Both libraries are optional, and only these two modules import them.
+`record.py` reads metrics.jsonl, `run.py` reads the whole run directory, and `page.py` writes the HTML. `curves.py`
+computes the curves. `plots.py` and `phase_plot.py` draw the page's figures with plotly, and `png.py` draws the picture
+for `--png` with matplotlib. The two libraries are optional, and only the drawing modules and `write.py` import them.
 """

@@ -1,9 +1,12 @@
-"""One colour per run, the same in every figure and table. Within a run, lines differ in shade, dashes and markers."""
+"""The colours of runs and phases.
+
+A run has the same colour in every figure and table. The lines of one run differ in shade, dashes and markers.
+"""
 
 from __future__ import annotations
 
 COLOURS = ("#2266cc", "#dd6b10", "#1a8a5a", "#a23bb0", "#c22f45", "#0e8f9e", "#7a6a1c", "#5a5f6b")
-# Phase of a step -> its colour.
+# Phase of a step -> colour of the phase.
 PHASE_COLOURS = {
     "data": "#dd6b10",
     "counts": "#e3b341",
@@ -20,18 +23,18 @@ OTHER_COLOURS = ("#8f98a3", "#5a5f6b")
 
 
 def colour(number: int) -> str:
-    """The colour of run number `number`."""
+    """The colour of the run with this number on the page; after the last colour, the colours repeat."""
     return COLOURS[number % len(COLOURS)]
 
 
 def faint(hexadecimal: str) -> str:
-    """A transparent shade in CSS notation, for the curve of single steps under their running mean."""
+    """A transparent shade of a colour like "#2266cc", for the curve of individual steps under a running mean."""
     red, green, blue = (int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.32)"
 
 
 def darker(hexadecimal: str) -> str:
-    """A darker shade for a run's validation losses."""
+    """A darker shade of a colour like "#2266cc", for the validation losses of a run."""
     return "#" + "".join(f"{round(0.62 * int(hexadecimal[i : i + 2], 16)):02x}" for i in (1, 3, 5))
 
 
@@ -40,6 +43,6 @@ def phase_colour(name: str, place: int) -> str:
 
     Args:
         name: name of the phase.
-        place: place of the phase among those that are drawn, which gives the colour of an unknown phase.
+        place: position of the phase among the drawn phases, which selects the colour if the phase is not known.
     """
     return PHASE_COLOURS.get(name, OTHER_COLOURS[place % len(OTHER_COLOURS)])

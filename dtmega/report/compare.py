@@ -1,4 +1,4 @@
-"""Comparison of several runs, or of the parts of one: differences come first, equal values are folded away."""
+"""Tables that compare several runs, or the parts of one run. Differences come first; equal values are folded away."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tomli_w
 from dtmega.report.markup import breakable, names, table, text
 from dtmega.report.run import Config, Run, numbers
 
-SHOWN_ROWS = 12  # number of differences shown unfolded; two runs of different model families have 50
+SHOWN_ROWS = 12  # number of differences shown unfolded; runs of two different model families have about 50
 ABSENT = "–"
 
 
 def differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The HTML of the section "Differences": keys and numbers that differ between the runs, then the equal numbers."""
+    """The HTML of the section "Differences": first the keys and numbers that differ, then the equal numbers."""
     headings = names(runs, colours)
     different, equal = {}, {}
     for label, values in _numbers(runs):
@@ -36,7 +36,7 @@ def differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Rows of label and values: each number that any run has, with its value in each run."""
+    """Rows of (label, values), for every number that at least one run has. `values` has one value per run."""
     numbers_of_runs = [numbers(run) for run in runs]
     labels = list(dict.fromkeys(chain.from_iterable(numbers_of_runs)))
     rows = []
@@ -48,11 +48,11 @@ def _numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
-    """The HTML of a table of the keys that differ between configurations. Rows after SHOWN_ROWS are folded away.
+    """The HTML of a table of the keys that differ between configurations, with all rows after SHOWN_ROWS folded away.
 
     Args:
-        configs: configurations, by section.
-        headings: heading of the column of each configuration.
+        configs: configurations to compare, each by section.
+        headings: column headings, one for each configuration.
     """
     rows = []
     for key, values in different_keys(configs):
@@ -67,9 +67,10 @@ def difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
 
 
 def different_keys(configs: Sequence[Config]) -> list[tuple[str, list[Any]]]:
-    """Rows of key and values: each key that differs, with its value in each configuration, or None if it has none.
+    """Rows of (key, values) for the keys that differ between configurations.
 
-    `run.dir` is left out: it differs between any two runs, and is their name.
+    Each row has one value per configuration, and None for a configuration without the key. `run.dir` is left out,
+    because it always differs and is already shown as the name of the run.
     """
     different = []
     for (section, key), values in _keys(configs).items():
@@ -89,7 +90,7 @@ def equal_keys(configs: Sequence[Config]) -> Config:
 
 
 def _keys(configs: Sequence[Config]) -> Mapping[tuple[str, str], list[Any]]:
-    """(section, key) of any configuration -> its value in each configuration, or None if it has none."""
+    """(section, key) -> the values of that key, one per configuration; None for a configuration without the key."""
     values: dict[tuple[str, str], list[Any]] = {}
     for config in configs:
         for section in config:
@@ -99,7 +100,7 @@ def _keys(configs: Sequence[Config]) -> Mapping[tuple[str, str], list[Any]]:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it; a dash for None."""
+    """A value in TOML notation; a dash for None."""
     if value is None:
         return ABSENT
     return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()

@@ -1,4 +1,8 @@
-"""Curves small enough for a browser: fewer points that keep every extreme, running means, the tail of slow steps."""
+"""Compute the curves of the report, small enough for a browser.
+
+Thinned curves have fewer points but keep the extremes. The other curves are running means, the shares of the phases and
+the distribution of step times.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,26 @@ from dtmega.files import console
 from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
-BUCKETS = 2000  # stretches of steps that a curve is thinned to, with two points each: a screen has fewer columns
+BUCKETS = 2000  # number of stretches in a thinned curve, with two points each; screens have fewer pixel columns
 MEAN_POINTS = 1000  # maximum number of points of a running mean
-MAX_SHARES = 500  # maximum number of points of a phase's share
-MEANS = 50  # number of windows of a running mean that fit side by side
-CIRCLES = 100  # maximum number of validations that are drawn with markers
-MAX_LINES = 30  # maximum number of restarts drawn per run
-MAX_CHARACTERS = 40  # maximum length of a name
+MAX_SHARES = 500  # maximum number of points in the curve of a phase's share
+MEANS = 50  # a running mean's window spans 1 / MEANS of all steps
+CIRCLES = 100  # a curve of validation losses has markers if it has at most this many points
+MAX_LINES = 30  # maximum number of restart lines per run
+MAX_CHARACTERS = 40  # maximum length of a drawn name
 MARKS = 1000  # maximum number of events drawn per kind
 
 
 def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) -> Series:
-    """A series with fewer points, whose drawing looks the same.
+    """Reduce a series to fewer points without changing how its curve looks.
 
-    Kept are the smallest and the largest value in each of `buckets` stretches of steps, the first and the last step,
-    and the marked steps. A series with at most two points per bucket is returned unchanged.
+    The steps are divided into `buckets` stretches of about equal length. The smallest and the largest value of each
+    stretch are kept, and also the first step, the last step and the marked steps. A series of at most 2 · buckets
+    points is returned unchanged.
 
     Args:
-        series: values by ascending steps.
-        marked: steps to keep.
+        series: series to thin, in ascending order of steps.
+        marked: steps that must be kept.
         buckets: number of stretches.
     """
     steps, values = series
@@ -45,26 +50,26 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index in `values` of the extreme of each bucket; of equal values the first.
+    """The index of each bucket's extreme in `values`. If the extreme occurs several times, its first index is returned.
 
     Args:
-        ufunc: np.minimum or np.maximum.
+        ufunc: np.minimum for the smallest values, np.maximum for the largest.
         values: values of all buckets, one bucket after the other.
-        edges: index at which each bucket begins.
+        edges: indices in `values` at which the buckets begin.
     """
     sizes = np.diff(np.append(edges, values.size))
     extreme_of_bucket = np.repeat(ufunc.reduceat(values, edges), sizes)
-    # A bucket may reach its extreme several times; only the first place of each bucket is kept.
+    # The extreme may occur several times in a bucket. Keep only the first index in each bucket.
     places = np.flatnonzero(values == extreme_of_bucket)
     bucket = np.searchsorted(edges, places, side="right")
     return places[np.append(True, bucket[1:] != bucket[:-1])]
 
 
 def running_mean(series: Series, points: int = MEAN_POINTS) -> tuple[Series, int]:
-    """The running mean of a series, and the number of steps in its window.
+    """The running mean of a series, and the number of steps in the window of each mean.
 
-    The mean at a step is over the window that ends there. At most `points` means are returned, evenly spaced over the
-    steps; none if the window would have fewer than two steps.
+    The mean at a step covers the window that ends at this step. At most `points` means are returned, evenly spaced
+    over the steps. If the window would have fewer than two steps, the returned series is empty.
     """
     steps, values = series
     window = steps.size // MEANS
@@ -79,11 +84,12 @@ def tail(series: Series) -> Series:
     """The distribution of step times, with more points towards the slowest steps.
 
     Args:
-        series: step times.
+        series: step times of a run.
 
     Returns:
-        `values`: step times, ascending. `steps`: for each of them, how many steps took at least as long. These counts
-        are evenly spaced on a logarithmic scale, from all steps down to 1.
+        A series whose `values` are step times in ascending order. Instead of step numbers, `steps` has counts: for each
+        step time, the number of steps that took at least as long. The counts fall from the number of all steps to 1,
+        evenly spaced on a logarithmic scale.
     """
     ordered = np.sort(series.values)[::-1]
     if not ordered.size:
@@ -93,20 +99,21 @@ def tail(series: Series) -> Series:
 
 
 def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[list[int], dict[str, list[float]]]:
-    """The share of each phase in the time of the steps.
+    """The share of the step time that each phase takes.
 
     Args:
-        series: series of a run. Steps that lack one of the recorded phases are left out.
-        most: maximum number of points. If there are more steps, each point is the share over a stretch of steps.
+        series: all series of a run, by key. Steps that lack one of the recorded phases are left out.
+        most: maximum number of points. If there are more steps, each point covers a stretch of several steps.
 
     Returns:
-        The last step of each stretch, and phase -> its share of the time of the stretch, from 0 to 1.
+        The last step of each stretch, and a mapping from each phase to the shares of the phase, one per stretch. A
+        share is the fraction of the stretch's time that the phase takes, from 0 to 1.
     """
     recorded = {phase: series[key] for key, phase in STEP_PHASES.items() if key in series}
     if not recorded:
         return [], {}
     steps = reduce(np.intersect1d, [each.steps for each in recorded.values()])
-    # A record may hold anything. No time is negative, and sums stay finite.
+    # A record may hold any number. Clipping ensures that no time is negative and that sums stay finite.
     times_s = np.stack([each.values[np.isin(each.steps, steps)] for each in recorded.values()]).clip(0, 1e9)
     steps, times_s = steps[times_s.sum(0) > 0], times_s[:, times_s.sum(0) > 0]
     if not steps.size:
@@ -118,24 +125,24 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
 
 
 def few(events: list[Event], most: int = MARKS) -> list[Event]:
-    """The events; or `most` of them, evenly spaced, if there are more than a figure can show."""
+    """All events if there are at most `most`; otherwise `most` of the events, evenly spaced."""
     if len(events) <= most:
         return events
     return [events[i] for i in np.linspace(0, len(events) - 1, most).astype(int)]
 
 
-COUNT, PERCENT, BYTES = "count", "%", "B"  # units whose ticks are written in a special form
+COUNT, PERCENT, BYTES = "count", "%", "B"  # units whose tick labels have a special format
 
 
 class Panel(NamedTuple):
-    """A panel of a figure, which shows one number over the steps.
+    """A panel of a figure, which shows one metric over the steps.
 
     Attributes:
         key: name of the series in the record.
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
-        log: True for a logarithmic axis.
-        mean: True to draw a running mean over the single steps, whose noise hides the trend.
+        log: True for a logarithmic vertical axis.
+        mean: True to draw a running mean on top of the individual steps, because noise hides the trend.
     """
 
     key: str
@@ -146,7 +153,7 @@ class Panel(NamedTuple):
 
 
 LOSS = Panel("loss", "Loss: faint each step, solid the running mean, circles validation")
-# Key of metrics.jsonl -> phase of a step. These times add up to step_time_s, and one panel shows all of them.
+# Key of metrics.jsonl -> phase of a step. The times of the phases add up to step_time_s. One panel shows all phases.
 STEP_PHASES = {
     "data_s": "data",
     "forward_backward_s": "forward+backward",
@@ -164,22 +171,22 @@ PANELS = (
     PHASES,
     Panel("peak_memory_bytes", "Peak memory of rank 0", BYTES, mean=False),
 )
-MAX_OTHERS = 8  # maximum number of panels for other numbers, such as the parts of a loss, or [log] params_norm
+MAX_OTHERS = 8  # maximum number of panels for other metrics, for example the parts of a loss, or [log] params_norm
 
 
 def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:
-    """The panels below the loss: those of PANELS that have data, then the other numbers.
+    """The panels below the loss: first the panels of PANELS that have data, then one panel for each remaining metric.
 
     Args:
-        series: names of the series of all runs.
-        alone: True if they are of one run. Only then is there a panel of the phases.
+        series: series keys of all runs.
+        alone: True if there is only one run. With several runs, the phases panel is left out.
     """
     recorded = set(series) - {PHASES.key}
     if alone and recorded & STEP_PHASES.keys():
         recorded.add(PHASES.key)
     recorded -= STEP_PHASES.keys()
     known = {panel.key for panel in PANELS}
-    # The panel of the loss shows validation and test losses too.
+    # The loss panel shows validation and test losses too.
     others = sorted(key for key in recorded - known if key != "loss" and not is_validation(key) and key != "test_loss")
     return [
         *(panel for panel in PANELS if panel.key in recorded),
@@ -188,7 +195,7 @@ def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:
 
 
 def marked_steps(run: Run) -> list[int]:
-    """The steps of the events that are drawn. Thinned curves keep these steps."""
+    """The steps at which events are drawn. Thinned curves keep these steps."""
     steps = []
     for kind in {event.kind for event in run.events}:
         drawn = few([event for event in run.events if event.kind == kind])
@@ -197,11 +204,11 @@ def marked_steps(run: Run) -> list[int]:
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was restarted; if there are more than MAX_LINES, the last ones."""
+    """The steps after which the run was restarted; only the last MAX_LINES steps if there are more."""
     return sorted({start.step for start in run.starts[1:]})[-MAX_LINES:]
 
 
 def plain(text: str, most: int = MAX_CHARACTERS) -> str:
-    """A name on one line, cut to `most` characters, with control and invisible characters escaped."""
+    """Put a text on one line: escape control and invisible characters, then keep at most `most` characters."""
     text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,4 +1,4 @@
-"""Drawings of a part's layout: the place of each rank in the mesh, and the schedule of the pipeline."""
+"""Draw the layout of one part of a run: the position of each rank in the mesh, and the pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table, simulate
 from dtmega.training.parallelize import with_micro_batch_size
 
-MAX_RANKS = 256  # ranks of the largest mesh that is drawn
-MAX_ACTIONS = 3000  # actions of the longest schedule that is drawn
-MAX_SIMULATED = 100_000  # forward passes of the longest schedule that is simulated, to compute its bubble
+MAX_RANKS = 256  # maximum number of ranks in a mesh; larger meshes are not drawn
+MAX_ACTIONS = 3000  # maximum number of actions in a schedule; larger schedules are not drawn
+MAX_SIMULATED = 100_000  # maximum stages × microbatches; larger schedules are not simulated to compute their bubble
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
 INK, FAINT = "#1d2733", "#5b6673"
 
 
 def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
-    """The size of each axis of a recorded layout; None if they do not multiply to the number of processes."""
+    """The size of each mesh axis in a recorded layout; None if the sizes' product is not the number of processes."""
     sizes = {axis: layout.get(axis, 1) for axis in mesh.AXES}
     n = layout.get("processes", 0)
     return sizes if n > 0 and min(sizes.values()) > 0 and math.prod(sizes.values()) == n else None
 
 
 def mesh_svg(sizes: dict[str, int]) -> str:
-    """An SVG of the ranks of a mesh.
+    """An SVG drawing of the ranks in a mesh.
 
-    Each box holds the tp (and cp) ranks that work on the same samples. Pipeline stages lie below each other, data ranks
-    side by side, with a wider gap between the replicas of dp_replicate.
+    Each box holds the tp and cp ranks that work on the same samples. The boxes of a pipeline rank form a row, and the
+    boxes of a data rank form a column. The gaps between the replicas of dp_replicate are wider.
+
+    Args:
+        sizes: size of each axis of the mesh.
     """
     grid = np.arange(np.prod([*sizes.values()])).reshape([sizes[axis] for axis in mesh.AXES])
     pp, replicate, shard, cp, tp = (sizes[axis] for axis in mesh.AXES)
@@ -58,7 +61,12 @@ def mesh_svg(sizes: dict[str, int]) -> str:
 
 
 def _rank_cells(ranks: NDArray[np.int64], left: int, top: int) -> list[str]:
-    """The SVG of the ranks [cp, tp] of a box, whose first cell has its corner at (left, top)."""
+    """The SVG elements for the ranks in one box.
+
+    Args:
+        ranks: ranks in the box, [cp, tp].
+        left, top: upper left corner of the first cell, in pixels.
+    """
     out = []
     for (row, column), rank in np.ndenumerate(ranks):
         x, y = left + column * CELL, top + row * CELL
@@ -71,20 +79,20 @@ def _rank_cells(ranks: NDArray[np.int64], left: int, top: int) -> list[str]:
 
 
 def _text(x: float, y: float, text: str, size: int, ink: str, anchor: str = "middle") -> str:
-    """An SVG element that shows `text`."""
+    """An SVG element that shows `text` at (x, y), in a font of `size` pixels and the colour `ink`."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{ink}">{text}</text>'
 
 
 def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int]) -> tuple[str, str]:
-    """An SVG of the pipeline's schedule, and its title.
+    """An SVG drawing of the pipeline's schedule, and the title of the drawing.
 
     Args:
-        values: the recorded configuration, by section. It may come from another version of dtmega.
+        values: recorded configuration, by section. The configuration may come from another version of dtmega.
         sizes: size of each axis of the mesh.
 
     Returns:
-        The SVG and its title; or '' and the reason why there is none: no pipeline, too many actions to draw, or a
-        configuration that cannot be read.
+        The SVG and its title. If nothing can be drawn, '' and the reason: there is no pipeline, the schedule has too
+        many actions, or the configuration cannot be read.
     """
     if sizes["pp"] == 1:
         return "", "no pipeline"

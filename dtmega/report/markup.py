@@ -1,4 +1,4 @@
-"""Pieces of HTML. Text from files and users is made HTML by `text`, and by nothing else."""
+"""Write pieces of HTML. Text from a file or a user becomes HTML only through `text`, which escapes the text."""
 
 from __future__ import annotations
 
@@ -9,40 +9,47 @@ from collections.abc import Iterable, Sequence
 from dtmega.files import console
 from dtmega.report.run import Run
 
-SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # part of a long text that is shown unfolded
-MAX_CHARACTERS = 100_000  # part of a long text that is in the page at all
-WORD_CHARACTERS = 30  # longest text that fits on one line of a narrow window
+SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum size of the part of a long text that is shown unfolded
+MAX_CHARACTERS = 100_000  # maximum length of a text in the page, including its folded part
+WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narrow window
 
 
 def text(value: object, keep: str = "") -> str:
-    """Escape a text for a place between tags or in an attribute. Control and invisible characters are written out.
+    """Escape a text for use in HTML, between tags or in an attribute. Control and invisible characters are escaped too.
 
     Args:
-        value: anything; its `str` is used.
-        keep: control characters to keep, such as line ends.
+        value: the text, or any object that `str` can turn into a text.
+        keep: control characters to keep, for example line ends.
     """
     return html.escape(console.printable(str(value), keep))
 
 
 def breakable(value: object) -> str:
-    """Escape a path or a key so that a narrow window breaks it after a slash or a dot, not within step-00000120."""
-    # Cut after each slash or dot, but not before digits (1.5), nor at the start of a path or between two dots (../).
+    """Escape a path or a key, and let narrow windows break it after a slash or a dot, but not within step-00000120."""
+    # Cut after each slash or dot, except before a digit (1.5), at the start of a path, and between two dots (../).
     pieces = re.split(r"(?<=[^\s/.][/.])(?=[^\s\d/.])", str(value))
     return "<wbr>".join(text(piece) if re.search(r"\s", piece) else unbroken(piece) for piece in pieces)
 
 
 def unbroken(value: str) -> str:
-    """Escape a text that stays on one line, if it is short enough for a narrow window."""
+    """Escape a text, and keep it on one line if it is short enough for a narrow window."""
     return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_CHARACTERS else text(value)
 
 
 def times(html_text: str) -> str:
-    """The HTML with each time such as 2026-11-23 23:27:33 UTC kept on one line."""
+    """Add markup to HTML so that each time, such as 2026-11-23 23:27:33 UTC, stays on one line."""
     return re.sub(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"<time>\g<0></time>", html_text)
 
 
 def cut(value: str, keep: str = "") -> str:
-    """Escape a long text: its beginning is shown, more of it is folded away, and what is too long is left out."""
+    """Escape a long text, show the beginning, and fold away the rest.
+
+    Everything after the first MAX_CHARACTERS characters is left out.
+
+    Args:
+        value: the text.
+        keep: control characters to keep, for example line ends.
+    """
     lines = value[:SHOWN_CHARACTERS].splitlines(keepends=True)[:SHOWN_LINES]
     beginning = "".join(lines)
     shown = f'<pre class="sample">{text(beginning, keep)}</pre>'
@@ -56,22 +63,22 @@ def cut(value: str, keep: str = "") -> str:
 
 
 def json_in_html(json: str) -> str:
-    """The JSON for a place within a script element, with `<` and `>` escaped, so that it cannot end the element."""
+    """Escape `<` and `>` in JSON, so that the JSON cannot end the script element around it."""
     return json.replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def names(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The name of each run as HTML, after a square of the run's colour."""
+    """The HTML of each run's name, after a square in the run's colour."""
     return [swatch(colour) + text(run.name) for run, colour in zip(runs, colours, strict=True)]
 
 
 def swatch(colour: str) -> str:
-    """The HTML of a small square of a colour."""
+    """The HTML of a small square in the given colour."""
     return f'<span class="swatch" style="background:{colour}"></span>'
 
 
 def table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """The HTML of a table, from headings and cells that are HTML already."""
+    """The HTML of a table. The headings and cells must be HTML already."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body_rows = []
     for row in rows:

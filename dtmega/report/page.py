@@ -1,7 +1,7 @@
-"""The page: one HTML file that contains everything it needs and loads nothing.
+"""The report's page: one HTML file that contains everything it needs and loads no other files.
 
-Names, configurations, reasons and samples may come from anywhere, so each goes through `markup.text`. As a second
-guard, the content security policy runs two scripts only, which it knows by their digests: plotly and `page.js`.
+Names, configurations, reasons and samples may come from untrusted files, so `markup.text` escapes each of them. As a
+second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_EVENTS = 50  # maximum number of events listed per run
 NOTABLE = ("restart", "skipped", "failed checkpoint", "end", "refused start")
 WHAT_IS_NOTABLE = "Restarts, refused starts, skipped steps, failed checkpoints, an end before the last step"
 MAX_SCORES = 300  # maximum number of scores listed
-# CSS class of a run's state. Other states, such as "stopped", may be good or bad, and are coloured "unsure".
+# State of a run -> CSS class. Other states, for example "stopped", may be good or bad and get the class "unsure".
 TONES = {"finished": "good", "going on": "neutral", "not begun": "neutral", "killed": "bad", "stalled": "bad"}
 
 
@@ -47,10 +47,11 @@ def page(
 
     Args:
         runs: the runs to show.
-        figures: element id -> JSON of a plotly figure: "curves", and "tail" if there are step times.
-        plotly: JavaScript of plotly.
+        figures: id of an HTML element -> JSON of the plotly figure to draw there. The ids are "curves" and, if there
+            are step times, "tail".
+        plotly: plotly's JavaScript.
         colours: colour of each run.
-        page_folder: folder that the page is written to; its links to files start there.
+        page_folder: folder that the page is written to. Links to files are relative to this folder.
     """
     scripts = [plotly, (HERE / "page.js").read_text(encoding="utf-8")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
@@ -88,7 +89,10 @@ def page(
 
 
 def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime) -> list[str]:
-    """The title, the verdict on each run, and the numbers: as cards for one run, as differences for several."""
+    """The top of the page: the title, the verdict on each run, and the numbers.
+
+    For a single run, the numbers are shown as cards. For several runs, a section shows the differences.
+    """
     out = [f"<h1>{text(title)}</h1>"]
     for run, colour in zip(runs, colours, strict=True):
         out += _verdict(run, now, swatch(colour) + text(run.name) + ": " if len(runs) > 1 else "")
@@ -103,12 +107,12 @@ def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime
 
 
 def _verdict(run: Run, now: datetime, who: str) -> list[str]:
-    """The verdict on a run as a line, and a second line with the reason if its loss counts as diverging.
+    """The verdict on a run as one line of HTML. If the loss is diverging, a second line gives the reason.
 
     Args:
-        run: the run.
-        now: time to judge at.
-        who: name of the run as HTML, before the verdict; '' for a page of one run.
+        run: the run to judge.
+        now: current time.
+        who: name of the run, as HTML to put before the verdict; '' on a page of one run.
     """
     judged = verdict.judge(run, now)
     tone = TONES.get(judged.state, "unsure")
@@ -121,15 +125,15 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
 
 
 def _value(value: str) -> str:
-    """The HTML of a value such as "5.43 (ppl 228)", with the part in brackets in small print."""
+    """The HTML of a value like "5.43 (ppl 228)", with the part in brackets in small print."""
     number, bracket, remark = value.partition(" (")
-    # A path in the remark makes it too long for one line.
+    # A remark with a path is too long for one line, so it may break after a slash or a dot.
     written = breakable(remark) if "/" in remark else unbroken(remark)
     return text(number) + (f" <small>({written}</small>" if bracket else "")
 
 
 def _about(run: Run) -> list[str]:
-    """Facts about a run: model, parameters, precision, layout, version of torch, newest checkpoint; those known."""
+    """The known facts about a run: model, parameters, precision, layout, torch version and newest checkpoint."""
     model, start = run.config.get("model", {}), run.parts[-1].start
     facts = [str(model["name"])] if "name" in model else []
     if start is not None:
@@ -142,7 +146,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
-    """Notes about files of scores that cannot be read, then about damaged lines of metrics.jsonl."""
+    """Notes about unreadable data: first unreadable score files, then damaged lines of metrics.jsonl."""
     notes = []
     for run in runs:
         for name in run.scores.unreadable:
@@ -159,7 +163,7 @@ def _damage(runs: Sequence[Run]) -> list[str]:
 
 
 def _tail(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of slow steps: the place of the figure, and a table of percentiles."""
+    """The section about slow steps: an empty element for the figure, and a table of percentiles."""
     rows: dict[str, list[str]] = {}
     timed = [(run, run.record.series["step_time_s"]) for run in runs if "step_time_s" in run.record.series]
     for _, series in timed:
@@ -174,7 +178,7 @@ def _tail(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of layouts, with the parts of each run."""
+    """The section that shows the layout of each part of each run."""
     out = ["<section><h2>Layout</h2>"]
     for number, run in enumerate(runs):
         for part in run.parts:
@@ -184,7 +188,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The layout of a part in words, and drawn if it has several processes and is not too large."""
+    """The HTML of one part's layout: a description and, for several processes, drawings that are not too large."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']
@@ -210,7 +214,7 @@ def _layout(part: Part) -> list[str]:
 
 
 def _changes(runs: Sequence[Run]) -> list[str]:
-    """The section of configuration keys that differ between the parts of a run; none if no run was restarted."""
+    """The section about configuration keys that differ between parts of a run; [] if every run has only one part."""
     out = []
     for run in runs:
         if len(run.parts) > 1:
@@ -222,7 +226,7 @@ def _changes(runs: Sequence[Run]) -> list[str]:
 
 
 def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of events that a person may have to look at, the newest MAX_EVENTS of each run."""
+    """The section about events that may need attention: the newest MAX_EVENTS of each run."""
     rows, left_out = [], 0
     for number, run in enumerate(runs):
         events = [event for event in run.events if event.kind in NOTABLE]
@@ -238,7 +242,7 @@ def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of scores. The scores of several runs in one task and metric stand below each other."""
+    """The section about scores; [] if there are no scores. Sorting by task and metric makes runs easy to compare."""
     numbered: list[tuple[scores.Score, int]] = []
     for number, run in enumerate(runs):
         numbered += [(score, number) for score in run.scores.scores]
@@ -257,7 +261,7 @@ def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of samples, for the runs that have one."""
+    """The section with the runs' samples; [] if no run has a sample."""
     out = []
     for number, run in enumerate(runs):
         if run.sample:
@@ -267,7 +271,7 @@ def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of configurations, folded away: all keys of each run, and the keys that several runs share."""
+    """The section with configurations, folded away: first the keys that are equal in all runs, then each run's keys."""
     folded = []
     if len(runs) > 1:
         folded.append(("equal in all runs", compare.equal_keys([run.config for run in runs])))
@@ -282,5 +286,5 @@ def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _without_none(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are not None, for which TOML has no value."""
+    """Drop the keys whose value is None, because TOML cannot express None."""
     return {key: value for key, value in keys.items() if value is not None}

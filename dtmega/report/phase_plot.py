@@ -1,4 +1,4 @@
-"""The panel of the phases of a step, with its own legend: the share of each in the step time, stacked on each other."""
+"""Draw the phases panel: the share of each phase in the step time, as stacked areas with a separate legend."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dtmega.report import curves
 from dtmega.report.colours import phase_colour
 from dtmega.report.record import Series
 
-LEGEND = "legend2"  # plotly's name of the second legend of a figure
+LEGEND = "legend2"  # name that plotly gives to the second legend of a figure
 
 
 def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) -> None:
-    """Add the phases of a run to their panel.
+    """Draw the phases of a run in the phases panel.
 
     Args:
         figure: the figure.
-        series: series of the run.
-        row, column: place of the panel, counted from 1.
+        series: all series of the run, by key.
+        row, column: position of the panel in the figure, counted from 1.
     """
     steps, shares = curves.phase_shares(series)
     for place, (phase, of_steps) in enumerate(shares.items()):
@@ -29,7 +29,7 @@ def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) 
             y=of_steps,
             name=phase,
             legend=LEGEND,
-            # One step makes no area, so it is drawn as markers.
+            # A single step has no area, so its shares are drawn as markers.
             mode="lines" if len(steps) > 1 else "markers",
             stackgroup="phases",
             line={"width": 0, "color": phase_colour(phase, place)},
@@ -41,7 +41,7 @@ def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) 
 
 
 def add_legend(figure: go.Figure, row: int, column: int) -> None:
-    """Put the legend of the phases into the middle of their panel. As a rule one large phase fills that place."""
+    """Put the legend into the middle of the phases panel, which is usually filled by one large phase."""
     panel: Any = figure.get_subplot(row, column)
     bottom, top = panel.yaxis.domain
     figure.update_layout(

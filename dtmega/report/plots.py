@@ -1,6 +1,6 @@
-"""The figures of the page, drawn by plotly: curves over the steps, the events below the loss, and the slow steps.
+"""The figures of the page, drawn by plotly: the curves and events over the steps, and the distribution of step times.
 
-plotly interprets some HTML in texts, so every name from a file or a user goes through `written`.
+plotly interprets some HTML in texts, so `written` escapes every name from a file or a user.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SYMBOLS = {
     "end": "square-x",
 }
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
-FEW_STEPS = 8  # below this many steps the ticks are at whole steps, where plotly would put some in between
-NARROW_CHARACTERS = 29  # longest title of a panel in a window of 390 pixels, next to the longest name of a lane
-LANES = {"skipped": "skipped steps"}  # names of lanes that are not the event's kind with an s
+FEW_STEPS = 8  # below this many steps, a tick is set at each step; otherwise plotly would put ticks between steps
+NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, beside the longest lane name
+LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, if the name is not simply the kind plus an s
 
 
 def over_steps(runs: Sequence[Run]) -> str:
-    """A figure with the loss, the events, and one panel for every other number, all on the same step axis.
+    """Draw a figure with panels for the loss, the events and every other metric, all over the same step axis.
 
     Returns:
-        JSON of a plotly figure. Its key "narrow" holds a second layout for phones, with the panels in one column.
+        JSON of the plotly figure. The key "narrow" holds a second layout, for phones, with all panels in one column.
     """
     panels = curves.panels(chain.from_iterable(run.record.series for run in runs), alone=len(runs) == 1)
     recorded_kinds = set()
@@ -62,20 +62,20 @@ def over_steps(runs: Sequence[Run]) -> str:
                 phase_plot.add(figure, run.record.series, row, column)
             else:
                 _add_curve(figure, run, number, panel, row=row, column=column)
-    # plotly numbers panels row by row. So the axes of a panel have the same names in both layouts, and the traces fit
-    # both.
+    # plotly numbers panels row by row. So a panel's axes have the same names in both layouts, and the traces fit both
+    # layouts.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 
 
 def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], columns: int) -> go.Figure:
-    """A figure with titles, axes and lines of restarts, but without curves.
+    """Make a figure that has titles, axes and restart lines, but no curves yet.
 
     Args:
         runs: the runs to draw.
         panels: panels below the loss and the events.
-        kinds: kinds of events, one lane for each.
-        columns: number of columns of `panels`; loss and events span all columns.
+        kinds: kinds of events. Each kind has a lane.
+        columns: number of columns for `panels`. The loss and the events span all columns.
     """
     rows = -(-len(panels) // columns)
     heights = [LOSS_HEIGHT, LANE_HEIGHT * max(len(kinds), 1) + 8, *[ROW_HEIGHT] * rows]
@@ -99,7 +99,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
     )
     _style(figure, inner + 2 * EDGE)
     click = "toggleitem" if len(runs) == 1 else "togglegroup"
-    # The legend stands above the title of the loss.
+    # Put the legend above the title of the loss panel.
     figure.update_layout(legend={"y": 1 + 26 / inner, "groupclick": click})
     _place_titles(figure, columns)
     figure.update_yaxes(row=1, col=1, tickformat=PLAIN)
@@ -114,7 +114,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
         showgrid=False,
         fixedrange=True,
     )
-    # All axes of steps zoom together: they match the first one, which itself must match none.
+    # Match all step axes to the first one, so that they zoom together. The first axis itself must not match any axis.
     figure.update_xaxes(matches="x", title={"standoff": 6})
     figure.update_layout(xaxis={"matches": None})
     last_step = max(run.record.last_step for run in runs)
@@ -127,9 +127,9 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
 
 
 def _place_titles(figure: go.Figure, columns: int) -> None:
-    """Put the title of each panel at its left edge, where plotly centres it.
+    """Move the title of each panel from the centre, where plotly puts it, to the left edge of the panel.
 
-    Titles 0 and 1 are those of loss and events, which span all columns; the others go row by row.
+    Titles 0 and 1 belong to the loss and the events, which span all columns. The other titles are ordered row by row.
     """
     titles: Any = figure.select_annotations()
     for place, title in enumerate(titles):
@@ -139,13 +139,14 @@ def _place_titles(figure: go.Figure, columns: int) -> None:
 
 
 def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> None:
-    """Add training, validation and test losses of a run to the first panel.
+    """Add the training, validation and test losses of a run to the first panel.
 
     Args:
         figure: the figure.
         run: the run to draw.
-        number: number of the run on the page, which gives the colour.
-        alone: True if it is the only run. Then each curve has an entry in the legend, otherwise each run has one.
+        number: number of the run on the page, which determines the colour.
+        alone: True if the page has only this run. With a single run the legend has one entry per curve; with several
+            runs it has one entry per run.
     """
     _add_curve(figure, run, number, LOSS, row=1, column=1, legend="training" if alone else written(run.name))
     validations = sorted(key for key in run.record.series if is_validation(key))
@@ -157,7 +158,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
             x=_packable(series.steps),
             y=series.values,
             name=written(label if alone else f"{run.name}, {label}"),
-            # Curves of one group stand below each other in the legend.
+            # The legend stacks the entries of one group. With a single run, each curve has a group of its own, so that
+            # the entries stand side by side.
             legendgroup=key if alone else str(number),
             showlegend=alone,
             mode="lines+markers" if few else "lines",
@@ -177,7 +179,7 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
 
 
 def _add_test_loss(figure: go.Figure, run: Run, number: int, *, alone: bool) -> None:
-    """Add the test loss to the first panel, as a star; arguments like those of `_add_losses`."""
+    """Add the test loss of a run to the first panel, as a star. The arguments are the same as in `_add_losses`."""
     series = curves.thinned(run.record.series["test_loss"])
     figure.add_scatter(
         x=_packable(series.steps),
@@ -202,15 +204,15 @@ def _add_test_loss(figure: go.Figure, run: Run, number: int, *, alone: bool) -> 
 def _add_curve(
     figure: go.Figure, run: Run, number: int, panel: Panel, *, row: int, column: int, legend: str = ""
 ) -> None:
-    """Add a number of a run to its panel: the thinned single steps and, if the panel has one, their running mean.
+    """Add the curve of one metric to its panel: the thinned individual steps and, if `panel.mean`, their running mean.
 
     Args:
         figure: the figure.
         run: the run to draw.
-        number: number of the run on the page, which gives the colour.
-        panel: the panel of the number.
-        row, column: place of the panel, counted from 1.
-        legend: text of the legend; '' for no entry.
+        number: number of the run on the page, which determines the colour.
+        panel: the metric's panel.
+        row, column: position of the panel in the figure, counted from 1.
+        legend: name of the curve in the legend; '' for no entry.
     """
     series = run.record.series.get(panel.key)
     if series is None:
@@ -220,7 +222,7 @@ def _add_curve(
     if panel.mean:
         mean, window = curves.running_mean(series)
     has_mean = mean.steps.size > 0
-    # One step makes no line, so it is drawn as a marker.
+    # A single step has no line, so it is drawn as a marker.
     one_step = series.steps.size < 2
     common = {"legendgroup": str(number), "row": row, "col": column}
     figure.add_scatter(
@@ -247,7 +249,7 @@ def _add_curve(
 
 
 def _add_events(figure: go.Figure, run: Run, number: int, n_runs: int, kinds: Sequence[str]) -> None:
-    """Add the events of a run to the second panel, one lane for each kind, with a row for each run in it."""
+    """Add a run's events to the second panel. Each kind of event has a lane, and each run has a row in every lane."""
     offset = (number - (n_runs - 1) / 2) * 0.6 / max(n_runs, 2)
     for place, kind in enumerate(kinds):
         events = curves.few([event for event in run.events if event.kind == kind])
@@ -267,7 +269,7 @@ def _add_events(figure: go.Figure, run: Run, number: int, n_runs: int, kinds: Se
 
 
 def _add_restarts(figure: go.Figure, run: Run, number: int) -> None:
-    """Draw a dashed line through all panels at each restart, between the step before it and the step after it."""
+    """Draw a dashed vertical line through all panels at each restart, halfway between two steps."""
     for step in curves.restarted_after(run):
         figure.add_vline(
             x=step + 0.5,
@@ -285,7 +287,11 @@ def has_tail(run: Run) -> bool:
 
 
 def tail(runs: Sequence[Run]) -> str:
-    """JSON of a plotly figure of slow steps: for each step time, the share of the steps that took at least as long."""
+    """Draw the distribution of step times: for each time, the share of the steps that took at least as long.
+
+    Returns:
+        JSON of the plotly figure.
+    """
     figure = go.Figure()
     timed = [(number, run) for number, run in enumerate(runs) if has_tail(run)]
     for number, run in timed:
@@ -309,7 +315,7 @@ def tail(runs: Sequence[Run]) -> str:
 
 
 def _style(figure: go.Figure, height: int) -> None:
-    """Set colours, fonts, margins and the legend of a figure, and its height in pixels."""
+    """Set the colours, fonts, margins and legend of a figure, and its height in pixels."""
     axis = {
         "gridcolor": GRID,
         "linecolor": "#c3cbd3",
@@ -345,7 +351,7 @@ def _style(figure: go.Figure, height: int) -> None:
 
 
 def _style_axis(figure: go.Figure, runs: Sequence[Run], panel: Panel, *, row: int, column: int) -> None:
-    """Set scale and ticks of the vertical axis of a panel."""
+    """Set the scale and the ticks of a panel's vertical axis."""
     axis = {"type": "log" if panel.log else "linear", "rangemode": "tozero"}
     figure.update_yaxes(axis | _ticks(panel.unit), row=row, col=column)
     if panel is PHASES:
@@ -357,25 +363,26 @@ def _style_axis(figure: go.Figure, runs: Sequence[Run], panel: Panel, *, row: in
 
 
 def _ticks(unit: str) -> dict[str, Any]:
-    """plotly's options for the ticks of a unit: 12.5%, 400MB, 12k for counts, else 0.05 and 5000."""
+    """plotly's options for tick labels in a unit: 12.5% (PERCENT), 400MB (BYTES), 12k (COUNT), else 0.05 and 5000."""
     if unit == PERCENT:
         return {"tickformat": "~%"}
     if unit in (COUNT, BYTES):
-        # SI prefixes are for large numbers only: 0.5 must not be written as 500m.
+        # Give SI prefixes only to large numbers. Otherwise plotly would write 0.5 as 500m.
         small = {"dtickrange": [None, 0.999], "value": PLAIN}
         return {"tickformat": "~s", "tickformatstops": [small], "ticksuffix": unit if unit == BYTES else ""}
     return {"tickformat": PLAIN}
 
 
 def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str | None:
-    """plotly's `dtick` of a logarithmic axis.
+    """plotly's `dtick` for a logarithmic axis.
 
     Args:
-        values: the values of each curve.
-        most_decades: number of decades up to which the axis has room for three ticks per decade.
+        values: values of each curve on the axis.
+        most_decades: largest number of decades for which the axis has room for three ticks per decade.
 
     Returns:
-        A number of decades for ticks at powers of ten, "D2" for ticks at 1, 2 and 5, or None for plotly's own choice.
+        The distance between ticks in decades if the values span more than `most_decades`. Otherwise "D2", for
+        ticks at 1, 2 and 5 in each decade; or None, to let plotly choose, if the values are close together.
     """
     positive = np.concatenate([each[each > 0] for each in values])
     decades = float(np.log10(positive.max()) - np.log10(positive.min())) if positive.size else 0.0
@@ -385,17 +392,17 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
 
 
 def written(text: str, most: int = curves.MAX_CHARACTERS) -> str:
-    """Escape a name from a file or a user: plotly would interpret <b>, <a href> and entities in it."""
+    """Escape a name from a file or a user, because plotly interprets <b>, <a href> and entities in texts."""
     return html.escape(curves.plain(text, most), quote=False)
 
 
 def _lines(event: Event) -> str:
-    """The text of an event's box, escaped, with a line break after each 90 characters."""
+    """The text of an event's hover box, escaped, with a line break after every 90 characters."""
     text = curves.plain(event.text, most=400)
     rows = (text[i : i + 90] for i in range(0, len(text), 90))
     return f"after step {event.step}: " + "<br>".join(html.escape(row, quote=False) for row in rows)
 
 
 def _packable(steps: np.ndarray) -> np.ndarray:
-    """Numbers of steps in a dtype that plotly writes in binary: int32, or float64 for larger ones; not int64."""
+    """Convert int64 step numbers to a dtype that plotly can write in binary: int32, or float64 for large numbers."""
     return steps.astype(np.int32 if not steps.size or steps[-1] < 2**31 else np.float64)

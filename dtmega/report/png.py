@@ -1,4 +1,4 @@
-"""The curves as a PNG picture, drawn by matplotlib: for a talk, a paper or an issue."""
+"""Draw the curves as a PNG picture with matplotlib, for a talk, a paper or an issue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write a PNG file with a wide panel of the loss, and below it a panel for each other number of these runs.
+    """Write a PNG file with a wide loss panel and, below that panel, one panel for each other recorded metric.
+
+    Args:
+        runs: the runs to draw.
+        path: path of the file.
 
     Returns:
         The path of the file.
@@ -50,13 +54,15 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
-    """Draw a number of a run into its panel, with a dashed line at each restart. The loss panel shows validations too.
+    """Draw the curve of one metric into its panel, with a dashed line at each restart.
+
+    The loss panel also shows the validation losses.
 
     Args:
         axes: the panel's axes.
         run: the run to draw.
-        number: number of the run in the picture, which gives the colour.
-        panel: the panel of the number.
+        number: number of the run in the picture, which determines the colour.
+        panel: the metric's panel.
     """
     series = run.record.series
     name = curves.plain(run.name)
@@ -64,7 +70,7 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
         shown = curves.thinned(series[panel.key], curves.marked_steps(run))
         mean, _ = curves.running_mean(series[panel.key])
         has_mean = panel.mean and mean.steps.size > 0
-        # Under a running mean the single steps are faint, and the mean has the legend's entry.
+        # If there is a running mean, draw the individual steps faintly, and give the legend entry to the mean.
         alpha, width = (0.3, 0.8) if has_mean else (1.0, 1.4)
         marker = "." if shown.steps.size == 1 else ""
         label = None if has_mean else name
@@ -82,7 +88,7 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
 
 
 def _draw_phases(axes: Axes, run: Run) -> None:
-    """Draw the share of each phase in the time of a run's steps, stacked on each other."""
+    """Draw the share of each phase in a run's step time, as stacked areas."""
     steps, shares = curves.phase_shares(run.record.series)
     colours = [phase_colour(phase, place) for place, phase in enumerate(shares)]
     axes.stackplot(steps, *shares.values(), labels=[*shares], colors=colours, linewidth=0)
@@ -91,7 +97,7 @@ def _draw_phases(axes: Axes, run: Run) -> None:
 
 
 def _style(axes: Axes, panel: Panel) -> None:
-    """Set title, scales, ticks and grid of a panel."""
+    """Set the title, scales, ticks and grid of a panel."""
     axes.set_title(panel.title.partition(":")[0], loc="left", fontsize=10, fontweight="bold")
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -112,5 +118,8 @@ def _style(axes: Axes, panel: Panel) -> None:
 
 
 def _tick(value: float, _: int) -> str:
-    """The text of a tick: 0.5, 12 K, 450 M; only large numbers get a letter. The second argument is matplotlib's."""
+    """The label of a tick: 0.5, 12 K, 450 M. Only large numbers get a letter.
+
+    matplotlib calls this function with the position of the tick as the second argument, which is not used.
+    """
     return short(value) if abs(value) >= 1000 else f"{value:g}"

@@ -1,4 +1,4 @@
-"""The section "Profiles" of the page: where the time of profiled steps went, with links to their traces."""
+"""The section "Profiles" of the page: how profiled steps spent their time, with links to their traces."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dtmega.report.run import Run
 from dtmega.report.units import duration, file_size, gibibytes
 
 SHOWN_OPERATORS = 8  # number of operators shown unfolded
-MAX_CHARACTERS = 160  # maximum length of an operator's name; those of templates can have thousands
-REST = "rest"  # time of the window outside of its phases
+MAX_CHARACTERS = 160  # maximum length of an operator's name; names of C++ templates can have thousands of characters
+REST = "rest"  # name for the part of a window's time that belongs to no phase
 HOW_TO_OPEN = (
     'To look into a trace, open its file at <a href="https://ui.perfetto.dev" rel="noreferrer">ui.perfetto.dev</a>, '
     "which keeps it within the browser, or at <code>chrome://tracing</code>."
@@ -27,12 +27,12 @@ FOR_SNAPSHOTS = '<a href="https://pytorch.org/memory_viz" rel="noreferrer">pytor
 
 
 def section(runs: Sequence[Run], colours: Sequence[str], page_folder: Path) -> list[str]:
-    """The HTML of the section, for the runs that have profiles; [] if none has.
+    """The HTML of the section, which shows every run that has profiles; [] if no run has profiles.
 
     Args:
         runs: the runs of the page.
         colours: colour of each run.
-        page_folder: folder that the page is written to; the links start there.
+        page_folder: folder that the page is written to. Links are relative to this folder.
     """
     out = []
     for run, colour in zip(runs, colours, strict=True):
@@ -52,13 +52,13 @@ def section(runs: Sequence[Run], colours: Sequence[str], page_folder: Path) -> l
 
 
 def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: Path, *, folded: bool) -> list[str]:
-    """The profiles of a window: those of the first rank, then each other rank folded away.
+    """The HTML of one window: the profile of the first rank, then the profiles of the other ranks, each folded away.
 
     Args:
         profiles: profiles of the window, at least one.
-        who: name of the run as HTML, before the steps; '' for a page of one run.
-        last_step: last step that the run has done.
-        page_folder: folder that the page is written to.
+        who: name of the run, as HTML to put before the steps; '' on a page of one run.
+        last_step: last step that the run has completed.
+        page_folder: folder that the page is written to. Links are relative to this folder.
         folded: True to fold the whole window away.
     """
     first, last = profiles[0].summary.steps
@@ -81,12 +81,12 @@ def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: 
 
 
 def _about(summary: Summary) -> str:
-    """Rank, device and length of the window, as HTML."""
+    """A profile's rank, device and window length, as HTML."""
     return text(f"rank {summary.rank} on {plain(summary.device)}, a window of {duration(summary.seconds)}")
 
 
 def _links(profile: Profile, page_folder: Path) -> str:
-    """The links to the trace and the memory snapshot of a profile, as HTML."""
+    """Links to the trace and the memory snapshot of a profile, as HTML."""
     links = _link(profile.stem, ".json.gz", "trace", page_folder) or "no trace beside its summary"
     if snapshot := _link(profile.stem, ".memory.pickle", "memory snapshot", page_folder):
         links += f" · {snapshot}, for {FOR_SNAPSHOTS}"
@@ -94,28 +94,36 @@ def _links(profile: Profile, page_folder: Path) -> str:
 
 
 def _link(stem: Path, suffix: str, label: str, page_folder: Path) -> str:
-    """A link to a file of a profile with the file's size, as HTML; '' if there is no such file."""
+    """A link to one file of a profile, followed by the file's size, as HTML; '' if the file does not exist.
+
+    Args:
+        stem: path of the profile's files, without the suffix.
+        suffix: suffix of the file.
+        label: text of the link.
+        page_folder: folder that the page is written to. The link is relative to this folder.
+    """
     path = stem.with_name(stem.name + suffix)
     try:
         n_bytes = path.stat().st_size
     except OSError:
         return ""
-    # A browser takes ".." out of a path by its text, as `abspath` does. So links of the file system are not followed.
+    # A browser resolves ".." from the text of a path, without following symbolic links. `abspath` does the same, while
+    # `resolve` would follow symbolic links.
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(page_folder))
     return f'<a href="{text(quote(os.fsencode(relative)))}">{label}</a> ({unbroken(file_size(n_bytes))})'
 
 
 def _tables(summary: Summary) -> str:
-    """A bar of the phases, and the tables of phases and operators, as HTML."""
+    """The HTML of a summary: a bar of the phases, a table of the phases and a table of the operators."""
     bar, phases = _phases(summary)
     return f'{bar}<div class="profile"><div>{phases}</div><div>{_operators(summary)}</div></div>'
 
 
 def _phases(summary: Summary) -> tuple[str, str]:
-    """A bar of the phases' shares of the window, and a table of their shares, times and peaks of memory."""
+    """Two pieces of HTML: a bar with each phase's share, and a table with each phase's share, time and memory peak."""
     phases = list(summary.phases)
     rest_s = summary.whole_s - sum(phase.seconds for phase in phases)
-    # A smaller rest would be shown as 0.0%.
+    # Leave out a rest that the table would show as 0.0%.
     if rest_s >= 0.0005 * summary.whole_s:
         phases.append(Phase(name=REST, seconds=rest_s, peak_bytes=None))
     has_peaks = any(phase.peak_bytes is not None for phase in phases)
@@ -134,7 +142,10 @@ def _phases(summary: Summary) -> tuple[str, str]:
 
 
 def _operators(summary: Summary) -> str:
-    """The table of operators by their time on the device that computes; those after SHOWN_OPERATORS are folded away."""
+    """The HTML of a table of operators, slowest first, with all operators after SHOWN_OPERATORS folded away.
+
+    The times are measured on the GPU, or on the CPU if there is no GPU.
+    """
     timed = []
     for operator in summary.operators:
         timed.append((operator.self_device_s if summary.on_gpu else operator.self_s, operator))
@@ -156,6 +167,6 @@ def _operators(summary: Summary) -> str:
 
 
 def _operator_name(name: str) -> str:
-    """The name of an operator, escaped; a narrow window breaks it after a colon, comma, bracket or underscore."""
+    """Escape an operator's name, and let narrow windows break it after a colon, comma, bracket or underscore."""
     pieces = re.split(r"(?<=[:_,<(])(?=[^:_,<(])", plain(name, MAX_CHARACTERS))
     return "<wbr>".join(map(text, pieces))

@@ -1,7 +1,7 @@
-"""Profiles of a run: the time of each phase and operator in windows of steps, from the profiler's summaries.
+"""Read a run's profiles: the profiler's summaries of how long phases and operators took in each window of steps.
 
-The summaries may be damaged or come from elsewhere: one that does not fit `Summary` is left out and counted. The trace
-beside a summary can have hundreds of MB and is never opened.
+A summary may be damaged, or may come from another program. Summaries that do not fit the class `Summary` are left out
+and counted. The trace beside a summary can be hundreds of MB large and is never opened.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dtmega.files.untrusted_json import read_object
 
 FOLDER = "profiles"  # folder in a run directory
 NAME = re.compile(r"(step-(\d{8,18})-rank-(\d{5,9}))\.summary\.json", re.ASCII)
-MAX_BYTES = 2**20  # largest summary that is read; 20 kernels with names of 4,000 characters have 80 KB
-MAX_FILES = 500  # maximum number of summaries read, if most of them are damaged
-MAX_WINDOWS, MAX_RANKS = 8, 8  # maximum number of windows of a run, and of ranks of a window
+MAX_BYTES = 2**20  # maximum size of a summary that is read; 20 kernels with names of 4,000 characters take 80 KB
+MAX_FILES = 500  # maximum number of summaries that are read; only reached if many summaries are damaged
+MAX_WINDOWS, MAX_RANKS = 8, 8  # maximum number of windows per run, and of ranks per window
 
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**60)]
@@ -28,12 +28,12 @@ Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class Phase(BaseModel):
-    """A phase in a window of steps.
+    """The time and memory of one phase in a window of steps.
 
     Attributes:
-        name: name of the phase, such as "forward+backward".
-        seconds: time that it took in the window.
-        peak_bytes: largest amount of memory in use during it; None if this was not measured.
+        name: name of the phase, for example "forward+backward".
+        seconds: time that the phase took in the window.
+        peak_bytes: peak memory in use during the phase; None if memory was not measured.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -43,13 +43,13 @@ class Phase(BaseModel):
 
 
 class Operator(BaseModel):
-    """An operator in a window of steps.
+    """The time of one operator in a window of steps.
 
     Attributes:
-        name: name of the operator or kernel, such as "aten::addmm".
-        calls: number of its calls.
-        self_s: seconds on the host, without the operators that it called.
-        self_device_s: seconds on the GPU.
+        name: name of the operator or kernel, for example "aten::addmm".
+        calls: number of calls to the operator.
+        self_s: seconds on the host, excluding operators called by this operator.
+        self_device_s: seconds on the GPU, excluding operators called by this operator.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -60,15 +60,15 @@ class Operator(BaseModel):
 
 
 class Summary(BaseModel):
-    """The content of a summary: one rank in one window of steps.
+    """The content of a summary file, which describes one rank in one window of steps.
 
-    The name of the trace that it also has is not used: a link leads to the file that has the summary's own name.
+    The file also names the trace. That name is not trusted: links use the summary's own file name with another suffix.
 
     Attributes:
         rank: number of the rank.
         steps: first and last step of the window.
-        device: type of the device, such as "cuda".
-        seconds: length of the window.
+        device: type of the device, for example "cuda".
+        seconds: length of the window, measured on the host.
         phases: phases in the order of their first appearance.
         operators: operators that took the most time.
     """
@@ -83,25 +83,25 @@ class Summary(BaseModel):
 
     @property
     def whole_s(self) -> float:
-        """The time that the phases are shares of: the length of the window.
+        """The number of seconds that counts as 100 % for the shares of the phases.
 
-        On a GPU host and device measure with different clocks, so the phases can add up to slightly more. Then it is
-        their sum.
+        The result is the length of the window, or the sum of the phases if the sum is larger. On a GPU, phases
+        are timed on the device and the window is timed on the host, so the sum can be slightly larger.
         """
         return max(self.seconds, sum(phase.seconds for phase in self.phases))
 
     @property
     def on_gpu(self) -> bool:
-        """True if operators are measured on the device and not only on the host."""
+        """True if operators were timed on a device as well as on the host."""
         return self.device != "cpu"
 
 
 class Profile(NamedTuple):
-    """A summary and the path of the files that belong to it.
+    """A summary, and the common path of its trace and its memory snapshot.
 
     Attributes:
         summary: content of the summary.
-        stem: path of the trace without its suffix `.json.gz`, and of a memory snapshot without `.memory.pickle`.
+        stem: path without suffix. The trace has the suffix `.json.gz`, and the memory snapshot `.memory.pickle`.
     """
 
     summary: Summary
@@ -112,9 +112,9 @@ class Profiles(NamedTuple):
     """The profiles of a run.
 
     Attributes:
-        windows: profiles of each window by ascending ranks, the newest window first.
+        windows: one list of profiles per window, the newest window first. Each list is ordered by rank.
         damaged: number of summaries that cannot be read.
-        left_out: number of profiles beyond the limits.
+        left_out: number of summaries that were not read because of the limits.
     """
 
     windows: list[list[Profile]]
@@ -123,7 +123,7 @@ class Profiles(NamedTuple):
 
 
 def read(directory: Path) -> Profiles:
-    """Read the summaries in a run directory. At most MAX_WINDOWS windows of MAX_RANKS ranks are returned."""
+    """Read the summaries in a run directory, for at most MAX_WINDOWS windows and MAX_RANKS ranks per window."""
     names = _names(directory / FOLDER)
     windows: dict[int, list[Profile]] = {}
     shown = damaged = 0
@@ -135,7 +135,7 @@ def read(directory: Path) -> Profiles:
         path = directory / FOLDER / stem
         try:
             summary = Summary.model_validate(read_object(path.with_name(f"{stem}.summary.json"), MAX_BYTES))
-        # pydantic's error is a ValueError too.
+        # pydantic's ValidationError is also a ValueError.
         except ValueError:
             damaged += 1
             continue
@@ -148,7 +148,7 @@ def read(directory: Path) -> Profiles:
 
 
 def _names(folder: Path) -> list[tuple[int, int, str]]:
-    """(first step, rank, file name without its suffix) of each summary: the newest window first, then by rank."""
+    """(first step, rank, file name without suffix) of each summary, ordered by window (newest first) and rank."""
     try:
         files = os.listdir(folder)
     except OSError:

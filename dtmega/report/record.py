@@ -1,7 +1,7 @@
-"""Read `metrics.jsonl` into arrays, whatever state it is in: a run may be writing or killed, a disk may be damaged.
+"""Read `metrics.jsonl` into arrays, even if the file is still being written, cut off or damaged.
 
 A line is read if it is a JSON object with a whole number as its `step`. Other lines are left out and counted. If a step
-appears twice, the later line wins. A million lines take seconds.
+appears twice, the later line wins. A million lines are read in seconds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from dtmega.training.metrics import parse_line
 
-MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends does not fill memory
-MAX_KEYS = 200  # maximum number of keys that are read; a damaged file could have another name on each line
-NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # numbers of a line that are not drawn as curves
+MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends cannot fill the memory
+MAX_KEYS = 200  # maximum number of keys that are read; in a damaged file, each line could have different keys
+NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # keys whose numbers are not drawn as curves
 
 
 class Series(NamedTuple):
-    """One number of a run over its steps.
+    """The values of one of a run's metrics over the steps.
 
     Attributes:
-        steps: numbers of the steps, ascending, int64 [n].
-        values: the number at each step, float64 [n], all finite.
+        steps: step numbers, ascending, int64 [n].
+        values: value at each step, float64 [n], all finite.
     """
 
     steps: NDArray[np.int64]
@@ -38,8 +38,9 @@ class Event(NamedTuple):
 
     Attributes:
         step: number of the step.
-        kind: "checkpoint", "failed checkpoint", "skipped" or "evaluation" in a record; runs and scores add more kinds.
-        text: details for people.
+        kind: kind of the event. The kinds in a record are "checkpoint", "failed checkpoint", "skipped" and
+            "evaluation"; `run.py` and `scores.py` add more kinds.
+        text: description of the event for the reader.
     """
 
     step: int
@@ -48,14 +49,14 @@ class Event(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The content of a metrics.jsonl.
+    """The content of a metrics.jsonl file.
 
     Attributes:
-        series: key of the file (loss, grad_norm, val_loss, ...) -> its values.
-        tokens: number of tokens that the run had read after each step.
+        series: key in the file (loss, grad_norm, val_loss, ...) -> values of that key.
+        tokens: total number of tokens that the run had read after each step.
         events: events in the order of the file.
         not_finite: steps that were skipped because their loss or gradient norm was not finite.
-        last_step: largest step of any line; 0 for an empty file.
+        last_step: largest step number in the file; 0 for an empty file.
         damaged_lines: number of lines that were left out.
     """
 
@@ -68,7 +69,7 @@ class Record(NamedTuple):
 
 
 def read(path: Path) -> Record:
-    """Read a metrics.jsonl. A file that does not exist yet gives an empty record."""
+    """Read a metrics.jsonl file. The result is an empty record if the file does not exist yet."""
     columns: dict[str, tuple[array[int], array[float]]] = {}
     events: list[Event] = []
     not_finite: list[int] = []
@@ -92,11 +93,11 @@ def read(path: Path) -> Record:
             steps, values = column
             try:
                 values.append(value)
-            # A whole number that is larger than every float.
+            # A whole number can be too large for a float.
             except OverflowError:
                 continue
             steps.append(step)
-        # Most lines are plain steps, which have no event: this test skips them, which saves time.
+        # Most lines are ordinary steps without events. To save time, this test skips ordinary steps.
         if "checkpoint" in record or "skipped" in record or "loss" not in record:
             events += _events(record)
         if _is_not_finite(record):
@@ -113,17 +114,17 @@ def read(path: Path) -> Record:
 
 
 def is_validation(key: str) -> bool:
-    """True for the key of a validation loss: val_loss of the split, val_NAME_loss of a set in [data] validation."""
+    """True for the key of a validation loss: val_loss for the split, val_NAME_loss for a set in [data] validation."""
     return key.startswith("val_") and key.endswith("_loss")
 
 
 def validation_name(key: str) -> str:
-    """The name of a validation loss for people: val_loss -> validation, val_code_loss -> validation code."""
+    """A readable name for a validation loss: val_loss -> validation, val_code_loss -> validation code."""
     return key.removesuffix("_loss").replace("val", "validation", 1).replace("_", " ", 1)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, or nothing if it does not exist; at most MAX_LINE_BYTES at a time."""
+    """The lines of a file, in pieces of at most MAX_LINE_BYTES; no lines if the file does not exist."""
     try:
         file: BinaryIO = path.open("rb")
     except FileNotFoundError:
@@ -134,9 +135,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _is_not_finite(record: Mapping[str, Any]) -> bool:
-    """True for a step that was skipped because its loss or gradient norm was not finite, which JSON writes as null.
+    """True for a step that was skipped because its loss or gradient norm was not finite (null in the file).
 
-    With float16's loss scale, gradients are meant to overflow now and then, so only the loss counts.
+    With float16's loss scale, the gradients are expected to overflow now and then, so only the loss counts.
     """
     if record.get("skipped") is not True:
         return False
@@ -145,7 +146,7 @@ def _is_not_finite(record: Mapping[str, Any]) -> bool:
 
 
 def _events(record: Mapping[str, Any]) -> Iterator[Event]:
-    """The events recorded in a line: a skipped step, a checkpoint that was saved or failed, an evaluation."""
+    """The events in one line of metrics.jsonl: a skipped step, a saved or failed checkpoint, or an evaluation."""
     step = record["step"]
     if record.get("skipped") is True:
         reason = record.get("reason") or f"a spike: loss {record.get('loss')}, grad_norm {record.get('grad_norm')}"
@@ -167,13 +168,13 @@ def _events(record: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def _series(steps: array[int], values: array[float]) -> Series:
-    """The finite values by ascending steps. If a step appears several times, its last value is taken."""
+    """A series of the finite values, in ascending order of steps. The last value of a repeated step wins."""
     step, value = np.array(steps, np.int64), np.array(values, np.float64)
     finite = np.isfinite(value)
     step, value = step[finite], value[finite]
-    # A run that went back to a checkpoint has written some steps twice.
+    # A run that went back to an earlier checkpoint has written some steps twice.
     if np.any(step[1:] <= step[:-1]):
-        # The sort is stable, so the values of one step keep the order of the file, and the last of them is the newest.
+        # The sort is stable, so the values of one step stay in file order, and the last value is the newest.
         order = np.argsort(step, kind="stable")
         step, value = step[order], value[order]
         last = np.append(step[1:] != step[:-1], True)

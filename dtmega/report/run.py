@@ -1,4 +1,4 @@
-"""A run directory, read for `dtmega report`: record, starts and configuration, and the numbers that sum them up."""
+"""Read a run directory for `dtmega report`: the record, the starts, the configuration and the summary numbers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from dtmega.training import history
 from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
-# A configuration by section, as it was written. It is not validated: one of another version, or a part, is shown too.
+# A configuration by section, as written and not validated. So the report can also show a configuration that is
+# incomplete or comes from another version of dtmega.
 Config = Mapping[str, Mapping[str, Any]]
 
 
 class Part(NamedTuple):
-    """Consecutive steps of a run that were done by one start.
+    """A part of a run: the consecutive steps that follow one start.
 
     Attributes:
         first, last: numbers of the first and the last step.
-        start: the start that did them; None if `starts.jsonl` does not say which.
+        start: start at which the part began; None if `starts.jsonl` does not record the start.
     """
 
     first: int
@@ -46,9 +47,9 @@ class Best(NamedTuple):
     """The smallest validation loss of a run.
 
     Attributes:
-        key: name of the validation loss in the record.
-        loss: smallest value of this loss.
-        step: first step at which this value was measured.
+        key: key of the validation loss in the record.
+        loss: smallest value of the loss.
+        step: first step at which the smallest value was measured.
     """
 
     key: str
@@ -61,18 +62,19 @@ class Run(NamedTuple):
 
     Attributes:
         directory: the run directory.
-        name: name of the run on the page, different for each run there.
-        record: content of metrics.jsonl, and the scores as further series.
+        name: name of the run, unique on the page.
+        record: content of metrics.jsonl, with the scores as further series.
         config: configuration of the newest start.
-        starts: the newest start that began at step 0 and all starts after it, oldest first.
-        parts: parts of the run by ascending steps, at least one.
-        end: last step that the run is to do; 0 if it is not known.
-        ended: end of the newest attempt, which may have been refused; None if the attempt is running or was killed.
+        starts: starts of the run, oldest first: the newest start at step 0, and all later starts.
+        parts: parts of the run in the order of their steps; at least one part.
+        end: number of the last planned step; 0 if the number is not known.
+        ended: exit record of the newest attempt, which may be a refusal; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is none.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
-        written: time of the last write to the record, the starts or the lock; None if there are no such files.
-        is_claimed: True if a process is writing in the directory, None if it is not known (`process.is_claimed`).
+        written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if none of these files exists.
+        is_claimed: True if a process has claimed the directory, False if that process is gone, None if unknown
+            (`process.is_claimed`).
     """
 
     directory: Path
@@ -91,12 +93,12 @@ class Run(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """True if the record has all steps of the run."""
+        """True if the record has reached the last step of the run."""
         return 0 < self.end <= self.record.last_step
 
     @property
     def refused(self) -> str:
-        """A sentence about the newest attempt if it was refused, so that it has changed nothing; else ''."""
+        """The reason why the newest attempt was refused, as a sentence, or ''. A refusal leaves the run unchanged."""
         ended = self.ended
         if ended is None or ended.code not in exit_codes.NOT_STARTED:
             return ""
@@ -105,7 +107,7 @@ class Run(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """The layout of the newest part, in words."""
+        """The layout of the newest part of the run, in words."""
         start = self.parts[-1].start
         if start is None:
             return "layout not recorded"
@@ -113,16 +115,23 @@ class Run(NamedTuple):
 
     @property
     def newest_checkpoint(self) -> str:
-        """The path of the newest checkpoint from exit.json, or else its step from the record; '' if there is none."""
+        """The newest checkpoint; '' if there is no checkpoint.
+
+        The result is the path from exit.json or, without that file, the step from the record, as in "step 100".
+        """
         if self.ended is not None:
             return self.ended.checkpoint
         saved = [event.text for event in self.record.events if event.kind == "checkpoint"]
-        # The texts are like "of step 100; training stood still for 0.05 s".
+        # An example of a text: "of step 100; training stood still for 0.05 s".
         return saved[-1].partition(";")[0].removeprefix("of ") if saved else ""
 
     @property
     def events(self) -> list[Event]:
-        """All events by ascending steps: those of the record, scores, restarts, and an end before the last step."""
+        """All events of the run, in ascending order of steps.
+
+        The events come from the record, the scores, the restarts and the newest exit. A normal exit after the last
+        step adds no event.
+        """
         events = [*self.record.events, *self.scores.events]
         events += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
         ended = self.ended
@@ -137,20 +146,20 @@ def read(directories: Sequence[str]) -> list[Run]:
     """Read the runs in these directories.
 
     Raises:
-        ValueError: one of them is not a run directory.
+        ValueError: one of the directories is not a run directory.
     """
     return [_read(Path(directory), name) for directory, name in zip(directories, names(directories), strict=True)]
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The names of the runs: the last component of each path if these all differ, else the paths."""
+    """The names of the runs: each path's last component if no two are equal, otherwise the whole paths."""
     folder_names = [Path(directory).resolve().name for directory in directories]
     return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 
 
 def _read(directory: Path, name: str) -> Run:
-    # The claim is looked at before exit.json. A run writes exit.json, then gives its claim back: read the other way
-    # round, a run that ends in between would have neither, and seem to have been killed.
+    # Read the claim before exit.json, because a run writes exit.json before it gives up its claim. In the other order,
+    # a run that ends between the two reads would seem to have neither claim nor exit.json, like a killed run.
     is_claimed = process.is_claimed(directory)
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
@@ -159,7 +168,7 @@ def _read(directory: Path, name: str) -> Run:
     run_scores = scores.read(directory, run_record.last_step)
     run_record = run_record._replace(series=run_record.series | run_scores.series)
     all_starts = history.read(directory)
-    # Starts before the last one at step 0 belong to a run that was in the directory before.
+    # Starts before the newest start at step 0 belong to an earlier run in the same directory.
     first = max((i for i, start in enumerate(all_starts) if start.step == 0), default=0)
     config = _config(directory) or (all_starts[-1].config if all_starts else {})
     planned_steps = config.get("train", {}).get("steps", 0)
@@ -189,7 +198,7 @@ def _written(*paths: Path) -> datetime | None:
 
 
 def _config(directory: Path) -> Config:
-    """The sections of config.toml; {} if the file is missing or damaged."""
+    """The configuration in config.toml, by section; {} if the file is missing or damaged."""
     try:
         table = read_toml(directory / "config.toml")
     except ValueError:
@@ -198,7 +207,7 @@ def _config(directory: Path) -> Config:
 
 
 def _sample(directory: Path, last_step: int) -> str:
-    """The text in sample.json; '' if there is none, or if the run has gone back to an earlier step since."""
+    """The text in sample.json; '' if there is no sample, or if the run has since gone back to an earlier step."""
     try:
         sample = read_object(directory / "sample.json")
     except ValueError:
@@ -208,9 +217,12 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run: each lasts from its start to the step from which the next one started."""
+    """The parts of a run. Each part ends at the step from which the next start continued.
+
+    The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
+    """
     recorded = history.parts(all_starts)
-    # A start that has not finished a step yet is a part only if there is no other.
+    # A start that has not finished a step yet is left out, unless there is no other start.
     recorded = [start for start in recorded if start.step < last_step] or recorded[-1:]
     if not recorded:
         return [Part(1, last_step, None)]
@@ -219,19 +231,19 @@ def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
 
 
 def _restarted(start: Start) -> str:
-    """The text of the event of a restart."""
+    """The text of the event for a restart."""
     return f"started again after step {start.step} on {layout_in_words(start.layout)}, {moment(start.time)}"
 
 
 def layout_in_words(layout: Mapping[str, int]) -> str:
-    """The number of processes and the axes larger than 1, such as "4 processes: dp_shard 2 × tp 2"."""
+    """A layout in words: the number of processes and the axes larger than 1, as in "4 processes: dp_shard 2 × tp 2"."""
     n = layout.get("processes", 1)
     axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if axis != "processes" and size > 1)
     return f"{n} process{'es' if n != 1 else ''}" + (f": {axes}" if axes else "")
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """The numbers of a run that people ask for first: label -> value in words, as far as they are recorded."""
+    """The most important numbers of a run: label -> formatted value. Numbers that are not recorded are left out."""
     series = run.record.series
     in_words: dict[str, str] = {}
     last_step = run.record.last_step
@@ -265,9 +277,9 @@ def numbers(run: Run) -> dict[str, str]:
 
 
 def best_validation(run: Run) -> Best | None:
-    """The smallest loss on the validation split, or on the first set of [data] validation if there is no such split.
+    """The smallest loss on the validation split, or on the first set of [data] validation if the split has no losses.
 
-    None if nothing was validated.
+    None if the run has no validation losses at all.
     """
     keys = sorted(filter(is_validation, run.record.series))
     if not keys:
@@ -279,9 +291,10 @@ def best_validation(run: Run) -> Best | None:
 
 
 def kept_checkpoint(run: Run, step: int) -> str:
-    """The path of the complete checkpoint of a step; '' if there is none, or if the checkpoints are under a URL.
+    """The path of a step's checkpoint; '' if there is no complete checkpoint, or if the checkpoints are under a URL.
 
-    A path within the run directory is relative to it. A URL is not looked at: the page is drawn without a network.
+    A path within the run directory is returned relative to the run directory. URLs are never opened, because writing a
+    page must not need a network connection.
     """
     if "://" in str(run.config.get("checkpoint", {}).get("dir")):
         return ""
@@ -292,7 +305,7 @@ def kept_checkpoint(run: Run, step: int) -> str:
     try:
         is_complete = manifest.NAME in files.sizes(folder)
     except Damaged:
-        # There is no such folder.
+        # The folder of this checkpoint does not exist.
         return ""
     if not is_complete:
         return ""
@@ -301,12 +314,12 @@ def kept_checkpoint(run: Run, step: int) -> str:
 
 
 def loss_in_words(run: Run, loss: float) -> str:
-    """A loss with its perplexity: 4.23 (ppl 68.72). A loss that is a weighted sum of several has no perplexity."""
-    # If the loss is a sum, its parts are recorded too, under names such as val_mlm.
+    """A loss with its perplexity: 4.23 (ppl 68.72). The weighted sum of several losses has no perplexity."""
+    # If the loss is a sum, the record also has the parts of the loss, under keys like val_mlm.
     is_sum = any(key.startswith("val_") and not is_validation(key) for key in run.record.series)
     return f"{loss:.4g}" + ("" if is_sum else f" (ppl {perplexity(loss):.4g})")
 
 
 def percentile(series: Series, percent: float) -> float:
-    """A percentile of a series, always one of its values: at least `percent` % of the values are not above it."""
+    """The smallest value in a series that is at least as large as `percent` % of all values."""
     return float(np.percentile(series.values, percent, method="inverted_cdf"))

@@ -1,7 +1,7 @@
-"""Evaluations of a run's checkpoints: scores by `dtmega evaluate`, and losses measured with `eval.only`.
+"""Read the evaluations of a run's checkpoints: scores from `dtmega evaluate`, and losses measured with `eval.only`.
 
-The files may be damaged or come from elsewhere: rows without a checkpoint or a number are left out of the scores, and
-files that cannot be read are named.
+The files may be damaged, or may come from another program. Scores that lack a step or a numeric value are left out. The
+names of unreadable files are returned.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dtmega.report import record
 from dtmega.report.record import Event, Series
 
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
-LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that starts with [eval] only have measured
-OF_LOSSES = "[eval] only"  # stands in the place of the task's name for these losses
-MAX_BYTES = 16 * 2**20  # largest file of scores that is read; one with all of MMLU has 1 MB
-MAX_FILES = 500  # maximum number of files read: the last ones by name, which begins with the step
+LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that were measured with [eval] only
+OF_LOSSES = "[eval] only"  # used in place of a task name for losses from that file
+MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all of MMLU has 1 MB
+MAX_FILES = 500  # maximum number of files read: the last files in the order of their names, which begin with the step
 MAX_SCORES = 5000  # maximum number of scores kept
 
 
 class Score(NamedTuple):
-    """The score of a checkpoint in one metric of one task.
+    """The score of one checkpoint in one metric of one task.
 
     Attributes:
         step: step of the checkpoint.
-        task: name of the task in lm-evaluation-harness, or OF_LOSSES.
-        metric: name of the metric, with the filter of the answers in brackets if there is one.
+        task: name of the task in lm-evaluation-harness, or OF_LOSSES for a loss.
+        metric: name of the metric, followed by the name of the answer filter in brackets if there is one.
         value: the score.
         error: standard error of the score; None if it is not known.
         about: conditions of the evaluation in words: examples before each question, number of questions, date.
@@ -59,7 +59,7 @@ class Scores(NamedTuple):
 
     @property
     def events(self) -> list[Event]:
-        """An event for each step and task, with all its metrics."""
+        """One event for each step and task. The text of the event lists all metrics of the task."""
         words_by_task: dict[tuple[int, str], list[str]] = {}
         for score in self.scores:
             words_by_task.setdefault((score.step, score.task), []).append(f"{score.metric} {written(score)}")
@@ -67,7 +67,10 @@ class Scores(NamedTuple):
 
     @property
     def series(self) -> dict[str, Series]:
-        """Title of a panel -> the scores of several checkpoints in one metric, over their steps."""
+        """Panel title -> scores in one metric over the steps of the checkpoints.
+
+        Losses are left out, and so are metrics with a score for only one checkpoint.
+        """
         points_by_title: dict[str, list[tuple[int, float]]] = {}
         for score in self.scores:
             if score.task != OF_LOSSES:
@@ -85,11 +88,11 @@ class Scores(NamedTuple):
 def read(directory: Path, last_step: int) -> Scores:
     """Read the evaluations in a run directory.
 
-    If a checkpoint was evaluated twice in the same metric, the file whose name comes last wins.
+    If several files have scores for the same checkpoint, task and metric, the last file by name wins.
 
     Args:
         directory: the run directory.
-        last_step: the run's last step. Scores of later steps belong to a run that was in the directory before.
+        last_step: last step of the run. Scores of later steps belong to an earlier run in the same directory.
     """
     newest: dict[tuple[int, str, str], Score] = {}
     unreadable = []
@@ -110,12 +113,12 @@ def read(directory: Path, last_step: int) -> Scores:
 
 
 def written(score: Score) -> str:
-    """The score with its standard error: 0.5123 ± 0.011."""
+    """The score and its standard error in words: 0.5123 ± 0.011."""
     return f"{score.value:.4g}" + (f" ± {score.error:.2g}" if score.error is not None else "")
 
 
 def _of_harness(content: Mapping[str, Any]) -> Iterator[Score]:
-    """The scores in a file of `dtmega evaluate`: {"step": 3, "results": {task: {"acc,none": 0.5, ...}}, ...}."""
+    """The scores in a file from `dtmega evaluate`: {"step": 3, "results": {task: {"acc,none": 0.5, ...}}, ...}."""
     step = content.get("step")
     results = content.get("results")
     if type(step) is not int or not 0 <= step <= MAX_STEP or not isinstance(results, dict):
@@ -135,7 +138,7 @@ def _of_harness(content: Mapping[str, Any]) -> Iterator[Score]:
 
 
 def _about(content: Mapping[str, Any], task: str) -> str:
-    """The conditions of the evaluation of a task, in words, as far as they are known."""
+    """The known conditions of a task's evaluation, in words (`Score.about`)."""
     n_shots = _inside(content, "n-shot", task)
     n_questions = _inside(content, "n-samples", task, "effective")
     words = [
@@ -147,14 +150,14 @@ def _about(content: Mapping[str, Any], task: str) -> str:
 
 
 def _inside(content: Any, *keys: str) -> Any:
-    """The value at a path of keys in nested tables; None if there is no such value."""
+    """Look up a value in nested tables, with one key per level, outermost first; None if a key is missing."""
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
     return content
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """True for a finite number, within bounds that leave room to compute with it."""
+    """True for a finite number that is small enough to compute with: its absolute value is below 1e300."""
     if type(value) is not int and type(value) is not float:
         return False
     return abs(value) < 1e300 and math.isfinite(value)

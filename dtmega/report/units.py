@@ -1,4 +1,4 @@
-"""Numbers and times in words: three significant digits and a unit."""
+"""Format numbers and times for readers, with three significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 
 def short(value: float) -> str:
-    """A number with three significant digits, and a letter for its magnitude: 1,234 -> 1.23 K."""
+    """Format a number with three significant digits and a letter for the magnitude: 1,234 -> 1.23 K."""
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= factor:
             return f"{value / factor:.3g} {letter}"
@@ -14,19 +14,22 @@ def short(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time of up to a few seconds: 0.05 -> 50 ms."""
+    """Format a short time, given in seconds: 0.05 -> 50 ms, 1.5 -> 1.5 s."""
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def duration(value: float) -> str:
-    """A time in its largest unit, from seconds: 7,260 -> 2.02 h."""
+    """Format a time, given in seconds, in hours, minutes, seconds or milliseconds: 7,260 -> 2.02 h."""
     if value >= 3600:
         return f"{value / 3600:.3g} h"
     return f"{value / 60:.3g} min" if value >= 60 else seconds(value)
 
 
 def moment(time: str) -> str:
-    """A time of ISO 8601 in UTC: 2026-11-23T23:27:33+00:00 -> 2026-11-23 23:27:33 UTC. Other texts are unchanged."""
+    """Format an ISO 8601 time in UTC: 2026-11-23T23:27:33+00:00 -> 2026-11-23 23:27:33 UTC.
+
+    A text that is not a time is returned unchanged.
+    """
     try:
         return f"{datetime.fromisoformat(time).astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError):
@@ -34,10 +37,10 @@ def moment(time: str) -> str:
 
 
 def gibibytes(value: float) -> str:
-    """A number of bytes in GiB."""
+    """Format a number of bytes in GiB."""
     return f"{value / 2**30:.3g} GiB"
 
 
 def file_size(n_bytes: int) -> str:
-    """The size of a file in powers of 1,000, as most programs show it: 12,345 -> 12.3 KB."""
+    """Format the size of a file in decimal units (1 KB = 1,000 B), like most programs: 12,345 -> 12.3 KB."""
     return f"{short(n_bytes)}B" if n_bytes >= 1000 else f"{n_bytes} B"

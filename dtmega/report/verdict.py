@@ -1,4 +1,4 @@
-"""The verdict on a run, in one line: its state, whether its loss is rising, and what it has reached.
+"""Judge a run in one line: the state of the run, the steps it has done, and a warning if its loss diverges.
 
 docs/report.md explains the rules.
 """
@@ -17,16 +17,17 @@ from dtmega.report.record import Record, validation_name
 from dtmega.report.run import Run, best_validation, loss_in_words, percentile
 from dtmega.report.units import duration, short
 
-# A loss counts as diverging if its newest mean lies above its best mean by more than each of these: a share of the
-# fall from the first mean to the best one, a share of the best one, and a number of standard errors of the best one.
+# The loss is diverging if its newest mean exceeds its lowest mean by more than each of three tolerances:
+# a share of the fall from the first mean to the lowest, a share of the lowest mean, and a number of standard errors of
+# the lowest mean.
 SHARE_OF_FALL = 0.1
 SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
-MIN_WINDOW = 10  # minimum number of steps in a mean
-NEWEST_STEPS = 10  # steps among which those without a finite loss are counted
-MAX_NOT_FINITE = 4  # more such steps are taken for divergence; float16 finds its loss scale within fewer
-SILENT_STEPS = 20  # a run is stalled after the time of this many median steps, if that is longer than its timeout
-TIMEOUT_S = 600.0  # default of [run] timeout_s, for a configuration that does not set it
+MIN_WINDOW = 10  # minimum number of steps in the window of a mean
+NEWEST_STEPS = 10  # number of newest steps that are checked for non-finite losses
+MAX_NOT_FINITE = 4  # more non-finite losses than this mean divergence; float16 needs fewer to find its loss scale
+SILENT_STEPS = 20  # a silent run is stalled after this many median step times, or after its timeout if that is longer
+TIMEOUT_S = 600.0  # timeout of a run whose configuration has no [run] timeout_s
 MAX_CHARACTERS = 300  # maximum length of a quoted reason
 
 
@@ -35,8 +36,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         state: "finished", "stopped", "killed", "stalled", "going on" or "not begun".
-        why: the step that the run has reached, and what is known about its end.
-        diverging: reason to take its loss for diverging; '' if there is none.
+        why: words that follow the state in a sentence: the step that the run has reached, and why the run ended.
+        diverging: reason why the loss counts as diverging; '' if the loss is not diverging.
     """
 
     state: str
@@ -49,14 +50,14 @@ def judge(run: Run, now: datetime) -> Verdict:
 
     Args:
         run: the run to judge.
-        now: the current time, with a time zone. A run that has written nothing for too long counts as stalled.
+        now: current time, with a time zone. A run that has written nothing for too long counts as stalled.
     """
     state, why = _state(run, now)
     return Verdict(state, why, diverging(run.record))
 
 
 def facts(run: Run) -> list[str]:
-    """Facts about a run: best validation loss, time, tokens and speed, as far as the record has them."""
+    """Facts about a run: best validation loss, time, tokens and speed. Facts that are not recorded are left out."""
     words = []
     best = best_validation(run)
     if best is not None:
@@ -72,11 +73,11 @@ def facts(run: Run) -> list[str]:
 
 
 def _state(run: Run, now: datetime) -> tuple[str, str]:
-    """The state of a run, and the words that follow it in the verdict (`Verdict.why`)."""
+    """The state of a run (`Verdict.state`), and the words that follow it (`Verdict.why`)."""
     last_step, ended = run.record.last_step, run.ended
     progress = f"step {last_step:,} of {run.end:,}" if run.end else f"step {last_step:,}"
     if run.refused:
-        # The refused start has changed nothing, so the run is finished or stopped as it was before.
+        # A refused start changes nothing, so the run is still finished or stopped, as it was before.
         refused = plain(run.refused, MAX_CHARACTERS)
         return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
     if ended is not None:
@@ -98,7 +99,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
 
 
 def patience_s(run: Run) -> float:
-    """Seconds for which a run without exit.json may write nothing before it is taken for stalled."""
+    """The number of seconds that a run without exit.json may be silent before the run counts as stalled."""
     timeout_s = run.config.get("run", {}).get("timeout_s")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
         timeout_s = TIMEOUT_S
@@ -108,7 +109,7 @@ def patience_s(run: Run) -> float:
 
 
 def diverging(record: Record) -> str:
-    """The reason to take the loss of a record for diverging; '' if there is none."""
+    """The reason why the loss in a record counts as diverging; '' if it is not diverging."""
     newest = [step for step in record.not_finite if step > record.last_step - NEWEST_STEPS]
     if len(newest) > MAX_NOT_FINITE:
         return f"of the last {NEWEST_STEPS} steps {len(newest)} had a loss or gradient norm that is not finite"
@@ -119,11 +120,12 @@ def diverging(record: Record) -> str:
     window = max(losses.values.size // 10, MIN_WINDOW)
     if losses.values.size < 2 * window:
         return ""
-    # Means are differences of running sums. A huge loss would leave the sums no digits for the other losses.
+    # Means are computed from differences of running sums. Clip huge losses, because a sum with a huge loss would have
+    # no digits left for the other losses.
     values = np.clip(losses.values, -1e6, 1e6)
     means = _means(values, window)
     last = float(means[-1])
-    # The means that share no step with the last one.
+    # Compare only with means whose windows share no step with the window of the last mean.
     earlier = means[: values.size - 2 * window + 1]
     place = int(np.argmin(earlier))
     best, first = float(earlier[place]), float(earlier[0])
@@ -136,6 +138,6 @@ def diverging(record: Record) -> str:
 
 
 def _means(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """The mean of each `window` consecutive values of n, [n - window + 1]."""
+    """The mean of every `window` consecutive values, [n - window + 1] for n values."""
     sums = np.cumsum(np.append(0.0, values))
     return (sums[window:] - sums[:-window]) / window

@@ -1,4 +1,4 @@
-"""Write the files of `dtmega report`: the page and, if asked for, the picture."""
+"""Write the files of `dtmega report`: the page and, with `--png`, the picture."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from dtmega.files import atomic, optional_imports
 from dtmega.report import run
 
-MAX_NAME_BYTES = 200  # file systems allow 255; a prefix is added while the page is written
+MAX_NAME_BYTES = 200  # file systems allow 255 bytes, and the temporary file has a longer name than the page
 
 
 def default_output(directories: Sequence[str]) -> Path:
     """The default path of the page.
 
-    That is report.html in the run directory; for several runs, report-with-OTHERS.html in the directory of the first.
+    For one run, the page is report.html in the run directory. For several runs, the page is report-with-OTHERS.html in
+    the directory of the first run.
     """
     first, *others = directories
     name = "-".join(Path(other).resolve().name for other in others)
@@ -31,7 +32,7 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     Args:
         directories: run directories.
         output: path of the page.
-        png: True to write the curves also as a picture, with the same name and the suffix .png.
+        png: True to also write the curves as a picture, at the page's path with the suffix .png.
 
     Returns:
         The paths of the written files.
@@ -44,7 +45,7 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     if png:
         optional_imports.check("matplotlib", "png", "a picture (--png)")
     runs = run.read(directories)
-    # Optional libraries, and modules that need them, are imported after the checks.
+    # Optional libraries, and the modules that need them, are imported only after the checks above.
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
 
     from dtmega.report import page, plots

@@ -1,4 +1,4 @@
 """The parts of a training run: the parallel model, a step, evaluation, and the record of what happened.
 
-`dtmega/train.py` calls them in order.
+`dtmega/train.py` calls these parts in order.
 """

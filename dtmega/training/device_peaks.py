@@ -1,4 +1,4 @@
-"""The peaks of a machine: the FLOP/s that MFU is a fraction of, and the most memory that this process has held."""
+"""Peak values: the FLOP/s that count as 100 % MFU, and the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtmega.ops import cost
 
 
 class PeakMemory:
-    """The most memory that this process has held: the allocator's tensors on a GPU, resident memory on a CPU.
+    """The peak memory of this process: memory allocated for tensors on a GPU, resident memory on a CPU.
 
     Args:
         device: the device that this process computes on.
@@ -28,9 +28,9 @@ class PeakMemory:
         return max(self._before_restarts_bytes, self._system_bytes())
 
     def since_restart_bytes(self) -> int | None:
-        """Peak memory since the last call, or at the first call since the start; None if the system cannot tell.
+        """Peak memory since the last call of this method, or since the process started if this is the first call.
 
-        Systems other than Linux have one peak for the whole life of a process.
+        None if the system cannot restart the measurement: outside Linux, a process has one peak for its whole life.
         """
         peak_bytes = self._system_bytes()
         self._before_restarts_bytes = max(self._before_restarts_bytes, peak_bytes)
@@ -38,7 +38,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak_bytes
         try:
-            # Writing 5 resets the peak of the resident memory to its present size (proc(5)).
+            # Writing 5 resets the peak of the resident memory to its current size (proc(5)).
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return None
@@ -53,16 +53,20 @@ class PeakMemory:
 
 
 def reference_flops(device: torch.device, dtype: str) -> float:
-    """The FLOP/s that MFU is a fraction of: from the datasheet of a GPU that `cost` knows, else `matmul_flops`.
+    """The FLOP/s that count as 100 % MFU: the datasheet's value for a GPU that `cost` knows, otherwise `matmul_flops`.
 
-    With the second, MFU is a ratio to what this machine can do, so figures of different machines do not compare.
+    With `matmul_flops`, MFU is relative to the measured speed of this machine, so it must not be compared between
+    machines.
     """
     known = cost.peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     return known or matmul_flops(device, getattr(torch, dtype))
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest square matrix product. The size doubles until one takes 10 ms: 0.1 s in all on a CPU."""
+    """Measure the FLOP/s of the fastest square matrix product. The size doubles until one product takes 10 ms.
+
+    On a CPU, the whole measurement takes about 0.1 s.
+    """
     best = 0.0
     for n in (256, 512, 1024, 2048, 4096):
         a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)

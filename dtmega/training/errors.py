@@ -1,4 +1,4 @@
-"""The errors that end a run: those explained in one line, and those whose traceback is needed."""
+"""Record the errors that end a run. Some errors are explained in one line; the others need their traceback."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def exit_code(run: Run, error: Exception) -> int | None:
     """Record the error that ends this rank.
 
     Returns:
-        The exit code, if the error is explained in a line that has been printed; None if its traceback is needed.
+        The exit code if a printed line explains the error; None if its traceback is needed.
     """
     exhausted = out_of_memory.find(error)
     if exhausted is not None:
         return _end_without_memory(run, exhausted)
-    # A RuntimeError may be torch's error of a collective whose other ranks have left. After a signal, their grace time
-    # was over a moment before the watch would have ended this rank, too.
+    # A RuntimeError may come from a collective after other ranks have exited. If a signal came before, those ranks
+    # exited at the end of their grace time, and the watch would soon end this rank too.
     of_collective = isinstance(error, RuntimeError)
     if of_collective and run.watch.signals:
         return run.watch.report_stuck(f"before this: {error}")
@@ -29,7 +29,7 @@ def exit_code(run: Run, error: Exception) -> int | None:
 
 
 def _end_without_memory(run: Run, error: BaseException) -> int:
-    """Print that this rank has run out of memory, and record it.
+    """Print and record that this rank has run out of memory.
 
     Args:
         run: the run.

@@ -1,7 +1,7 @@
-"""Evaluation of a run: losses on the other splits, and a sample of what the model does with a prompt.
+"""Evaluate a run: compute losses on the validation and test splits, and show a sample for a prompt.
 
-All ranks call these functions together. A signal ends them between two batches or tokens, so that the run saves in
-time.
+All ranks call these functions together. A signal ends an evaluation between two batches, or a sample between two
+tokens, so that the run can still save in time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dtmega.training.step import Run, count, signalled, to
 
 
 def evaluate_validation(run: Run, step: int) -> bool:
-    """Evaluate the validation split and each set of [data] validation; returns False if a signal ended it early."""
+    """Evaluate the validation split and the [data] validation sets. Returns False if a signal ended an evaluation."""
     return all(evaluate(run, step, split) for split in run.text.evaluated)
 
 
 def evaluate(run: Run, step: int, split: str) -> bool:
-    """Report the mean loss of a split; returns False if a signal ended it early.
+    """Report the mean loss of a split. Returns False if a signal ended the evaluation early.
 
     Args:
         run: the run.
         step: number of the last optimizer step.
-        split: name of the split; one without documents is not reported.
+        split: name of the split. A split without documents is not reported.
     """
     if run.text.splits[split] is None:
         return True
@@ -48,7 +48,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
 
 
 def mean_losses(run: Run, split: str) -> dict[str, float] | None:
-    """The means over the first `eval.steps` global batches of a split, by name; None if a signal ended it early.
+    """Mean losses over the first `eval.steps` global batches of a split, by name; None if a signal came first.
 
     Each mean is a sum over all these batches divided by its count, not an average of the batches' means.
     """
@@ -68,9 +68,10 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
 
 
 def show_sample(run: Run, step: int) -> bool:
-    """Report a sample for `eval.prompt`, of the kind that the family shows; returns False if a signal ended it early.
+    """Report a sample for `eval.prompt`. Returns False if a signal ended the sample early.
 
-    A pipeline, whose schedules cannot grow a sequence token by token, reports the command that makes a sample instead.
+    The model family decides what kind of sample is shown (`Family.show`). With a pipeline, the command to make a sample
+    is printed instead, because pipeline schedules cannot extend a sequence token by token.
     """
     cfg = run.cfg
     if not cfg.eval.prompt or not cfg.eval.sample_tokens:
@@ -88,13 +89,13 @@ def show_sample(run: Run, step: int) -> bool:
     def settle(token: Tensor) -> bool:
         nonlocal stopped
         run.phases.enter("sample")
-        # Logits may differ in the last bit between ranks. One that drew another token, and ended by it, would leave the
-        # others waiting: all take rank 0's.
+        # Logits may differ in the last bit between ranks. So one rank could draw a different token, end the sample with
+        # this token, and leave the other ranks waiting. Therefore all ranks take the token of rank 0.
         dist.broadcast(token, src=0)
         stopped = signalled(run)
         return not stopped
 
-    # Eager: blocks are compiled for the shapes of training, and each length of a sample would compile them again.
+    # Run eagerly: blocks are compiled for the shapes of training, and would be recompiled for each new sample length.
     try:
         with torch.compiler.set_stance("force_eager"):
             shown = show.text(
@@ -106,7 +107,7 @@ def show_sample(run: Run, step: int) -> bool:
                 **options,
             )
     except ValueError as error:
-        # A prompt that the model cannot take, on all ranks alike. A finished run must not fail for its sample.
+        # The model cannot take the prompt; all ranks get this error. A finished run must not fail because of a sample.
         run.metrics.message(f"no sample of [eval] prompt: {error}")
         return True
     if not stopped:

@@ -1,6 +1,6 @@
-"""Reasons to end a run because of its losses: `[train] stop_loss_above` and `stop_validation_rises`.
+"""Stop a run whose losses are too high: `[train] stop_loss_above` and `stop_validation_rises`.
 
-The counts are part of a checkpoint, so a run that resumes counts on, and one that was ended stays ended.
+The counts are saved in each checkpoint. So a resumed run continues to count, and a stopped run stays stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dtmega.config import keys
 
 
 class Health:
-    """The counts of high losses. Every rank keeps them, and they are equal, because the losses are.
+    """Counters of high losses. Each rank has its own counters, which agree because all ranks have equal losses.
 
     Args:
         cfg: the section [train].
@@ -24,11 +24,11 @@ class Health:
 
     def __init__(self, cfg: keys.Train, state: HealthState) -> None:
         self._cfg = cfg
-        # A run that goes on past its end counts from zero; the best validation stays what it was.
+        # With [train] past_stop, a stopped run continues: the counts restart at zero, but the best loss stays.
         self.state = state._replace(losses_above=0, rises=0, stopped="") if cfg.past_stop else state
 
     def after_step(self, step: int, loss: float) -> None:
-        """Note the loss of a step. A loss that is not a number counts as above every limit."""
+        """Record the loss of a step. NaN counts as above every limit."""
         if not self._cfg.stop_loss_above:
             return
         limit, n_steps = self._cfg.stop_loss_above
@@ -38,7 +38,7 @@ class Health:
             self._stop(f"[train] stop_loss_above: the loss was above {limit:g} for {losses_above} steps, up to {step}")
 
     def after_validation(self, step: int, loss: float) -> bool:
-        """Note the validation loss after a step. Returns True if it is the best one so far."""
+        """Record the validation loss after a step. Returns True if this loss is the best so far."""
         n_rises = self._cfg.stop_validation_rises
         if not n_rises:
             return False
@@ -56,5 +56,5 @@ class Health:
         return False
 
     def _stop(self, reason: str) -> None:
-        # If both keys stop the run at the same step, the reason that was found first is kept.
+        # If both keys stop the run at the same step, the first reason is kept.
         self.state = self.state._replace(stopped=self.state.stopped or reason)

@@ -1,8 +1,8 @@
-"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint only know the last start.
+"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint show only the last start.
 
     append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
     starts = read(run_dir)        # oldest first
-    parts(starts)                 # the starts that wrote the steps of metrics.jsonl
+    parts(starts)                 # the starts that wrote the steps in metrics.jsonl
 
 The lines are for people and for `dtmega report`; no run reads them.
 """
@@ -31,20 +31,20 @@ Count = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class Start(BaseModel):
-    """A start of a run.
+    """One start of a run.
 
     Attributes:
-        step: number of the step after which the run goes on; 0 for a new run.
+        step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
         config: the resolved configuration, by section.
-        layout: number of "processes", and size of each axis of the mesh, by name.
+        layout: number of "processes", and size of each mesh axis, by name.
         device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
         parameters: number of parameters of the whole model.
-        steps: number of the step at which the run was to end.
+        steps: number of the run's last step, as planned at this start.
         versions: versions of dtmega, torch and Python, by name.
     """
 
-    model_config = ConfigDict(extra="ignore", strict=True)  # a later version may say more
+    model_config = ConfigDict(extra="ignore", strict=True)  # a later version may write more keys
     step: Count
     time: str
     config: dict[str, dict[str, Any]]
@@ -57,7 +57,7 @@ class Start(BaseModel):
     @field_validator("config")
     @classmethod
     def _is_a_configuration(cls, config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Refuse values that TOML does not have, such as null in a list or 10^30: code that shows them would fail."""
+        """Refuse values that TOML cannot hold, such as null in a list or 10^30, because printing these values fails."""
         for keys in config.values():
             for value in keys.values():
                 if value is not None and not _is_toml(value):
@@ -85,7 +85,7 @@ def append(
     parameters: int,
     steps: int,
 ) -> None:
-    """Add the line of a start, whole or not at all, even if the process or the machine stops meanwhile.
+    """Add the line for a start. If the process or the machine stops meanwhile, the line is complete or absent.
 
     Args:
         run_dir: the run directory.
@@ -114,7 +114,7 @@ def append(
 
 
 def read(run_dir: Path) -> list[Start]:
-    """The starts in a run directory, oldest first, without damaged lines; [] if there is no file."""
+    """The starts of a run, oldest first; [] if the run directory has no `starts.jsonl`. Damaged lines are skipped."""
     try:
         lines = (run_dir / NAME).read_bytes().splitlines()
     except OSError:
@@ -126,15 +126,15 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
     for line in lines:
         try:
             yield Start.model_validate(parse_object(line, NAME))
-        except ValueError:  # pydantic's too
+        except ValueError:  # pydantic's ValidationError is a ValueError too
             continue
 
 
 def parts(starts: Sequence[Start]) -> list[Start]:
-    """The starts whose steps are in metrics.jsonl, by ascending steps.
+    """The starts that wrote the steps in metrics.jsonl, in the order of these steps.
 
-    Each of them wrote the steps from its own to that of the next start. A start at an earlier step cuts the lines of
-    later steps, so starts that wrote only those are left out.
+    Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an earlier
+    step removes the lines of later steps from metrics.jsonl. A start whose lines were all removed is left out.
     """
     found: list[Start] = []
     for start in starts:

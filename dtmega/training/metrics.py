@@ -1,12 +1,13 @@
-"""The report of a step, and where it goes: a progress line, `metrics.jsonl`, TensorBoard, trackers.
+"""Report the steps of a run: in progress lines, in `metrics.jsonl`, in TensorBoard and to trackers.
 
     metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
-    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has it
+    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has this line
     metrics.close()
 
-`metrics.jsonl` is the record: one object per line, whole after any crash, each step once. A number that JSON cannot
-hold (NaN, infinity) is null there, and `reason` says what it was.
+`metrics.jsonl` is the record, with one JSON object per line. A run that resumes after a crash first removes damaged
+lines, and the lines of steps that will be repeated. A number that JSON cannot hold (NaN, infinity) is null in the
+record, and `reason` names the number.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ Item = TypeVar("Item")
 
 
 class Metrics:
-    """The places where a run reports its steps. On a process that does not write, every method does nothing.
+    """Report the steps of a run. If `write` is False, every method does nothing.
 
     Args:
         config: the run's configuration.
-        pieces: the pieces of the whole model, which give the FLOPs of a token.
-        device: the device that this process computes on. MFU assumes that each process has a device like it.
+        pieces: pieces of the whole model, used to compute the FLOPs per token.
+        device: the device that this process computes on. MFU assumes that every process has the same kind of device.
         world_size: number of processes.
-        end: the end of the run (`config.end`).
-        start_step: step after which the run resumes; 0 for a new run. Lines of later steps, left by a run that was
-            killed after its last checkpoint, are cut from metrics.jsonl and hidden in TensorBoard. A new run starts
-            both anew.
+        end: configured end of the run (`config.end`).
+        start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
+            last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
+            TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
         write: True on the one rank that writes.
 
     Attributes:
-        peak_memory: the memory counter of this process, on every rank.
+        peak_memory: memory counter of this process, also on ranks that do not write.
     """
 
     def __init__(
@@ -89,14 +90,15 @@ class Metrics:
         path = run_dir / ("evaluation.jsonl" if config.eval.only else "metrics.jsonl")
         if not config.eval.only:
             keep_until(path, start_step, finished=start_step >= self._total_steps)
-        # Written line by line, so that a killed run loses none.
+        # The file is line-buffered, so that a killed run loses no line.
         self._file = path.open("a", encoding="utf-8", buffering=1)
         atomic.sync_folder(run_dir)
         self._tensorboard = None
         if config.log.tensorboard and not config.eval.only:
             purge_step = start_step + 1 if start_step else 0
-            # The queue has no limit: on a full disk its writer dies, and a full queue would then block the run. The
-            # suffix keeps the files of two starts within one second apart, which are named by the second.
+            # max_queue=0 means a queue without a limit. On a full disk the thread that empties the queue dies, and then
+            # a limited queue would fill up and block the run. File names contain the time in whole seconds, so the
+            # suffix distinguishes two starts within one second.
             try:
                 self._tensorboard = SummaryWriter(
                     str(run_dir / "tensorboard"),
@@ -130,8 +132,8 @@ class Metrics:
     ) -> None:
         """Report a training step.
 
-        In the record, `tokens` counts from the start of the run, `tokens_per_s` is that of all processes together, and
-        `peak_memory_bytes` is that of this process.
+        In the record, `tokens` is counted from the start of the run, `tokens_per_s` is the rate of all processes
+        together, and `peak_memory_bytes` is the peak of this process alone.
 
         Args:
             step: number of the step.
@@ -139,8 +141,8 @@ class Metrics:
             grad_norm: L2 norm of the gradient before clipping.
             lr: learning rate of the step.
             samples: global indices of the step's sequences.
-            step_time_s: time of the step.
-            more: further numbers by their keys in the record, such as `loss_scale` with float16.
+            step_time_s: duration of the step, in seconds.
+            more: further numbers by name, as they appear in the record, such as `loss_scale` with float16.
         """
         if not self.write:
             return
@@ -170,9 +172,9 @@ class Metrics:
             self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {scale}{speed}")
 
     def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range, **more: float) -> None:
-        """Report a step that changed no weight: loss or gradient norm was not finite, or a spike.
+        """Report a step that changed no weights, because the loss or the gradient norm was not finite or was a spike.
 
-        The arguments are those of `step`. `reason` in the record names the number that was not finite.
+        The arguments are the same as for `step`. `reason` in the record names the number that was not finite.
         """
         if not self.write:
             return
@@ -194,7 +196,7 @@ class Metrics:
 
         Args:
             step: number of the step.
-            reason: key of the configuration that wanted this.
+            reason: configuration key that excludes these samples, such as "[train] skip_steps".
             samples: global indices of the step's sequences.
         """
         if not self.write:
@@ -204,11 +206,11 @@ class Metrics:
         self._line(step, f"passed over: {reason} | samples {samples.start} to {samples.stop - 1}")
 
     def evaluating(self, batches: Iterable[Item], split: str, n: int) -> Iterable[Item]:
-        """The batches of an evaluation. On a terminal, a bar of its own counts them, because they can take minutes.
+        """Iterate over the batches of an evaluation. On a terminal, show a second progress bar for these batches.
 
         Args:
             batches: the batches to iterate over.
-            split: name of the split, for the bar.
+            split: name of the split, shown on the bar.
             n: number of batches.
         """
         if not self.write or not self._bar:
@@ -220,25 +222,25 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            loss: the loss.
+            loss: the validation loss.
             name: name of the set in [data] validation; '' for the validation split.
-            more: the means that the loss is the weighted sum of, by name, if there are several.
+            more: means by name, if the loss is a weighted sum of several means.
         """
         self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 
     def test(self, step: int, loss: float, **more: float) -> None:
-        """Report the loss of the finished model on the test split; the arguments are those of `validation`."""
+        """Report the loss of the finished model on the test split. The arguments are the same as for `validation`."""
         self._evaluation("test", step, loss, more)
 
     def sample(self, step: int, text: str) -> None:
-        """Print the text that the model generates after `step` steps, and keep it in sample.json."""
+        """Print a text that the model generated after `step` steps, and write the text to sample.json."""
         if not self.write:
             return
         self.message(f"a sample:\n{text}")
         try:
             with atomic.replaced(self._run_dir / "sample.json") as file:
                 file.write(json.dumps({"step": step, "text": text}) + "\n")
-        # A finished run must not fail for its sample.
+        # A finished run must not fail because of its sample.
         except OSError as error:
             self.message(f"WARNING: sample.json cannot be written: {error}")
 
@@ -247,7 +249,7 @@ class Metrics:
             return
         self._record(step, **{f"{split}_loss": loss}, **{f"{split}_{name}": mean for name, mean in more.items()})
         parts = [f"{name} {mean:.4f}" for name, mean in more.items()]
-        # Only a single loss per token has a perplexity; a weighted sum of several has none.
+        # A perplexity exists only for a single loss per token, not for a weighted sum of several losses.
         self._line(step, " | ".join([f"{split} loss {loss:.4f}", *(parts or [f"ppl {perplexity(loss):.2f}"])]))
 
     def saved(self, step: int, checkpoint: int, stall_s: float, error: str, warning: str = "") -> None:
@@ -256,9 +258,9 @@ class Metrics:
         Args:
             step: number of steps done.
             checkpoint: number of the step that was saved; an asynchronous save ends some steps later.
-            stall_s: seconds during which training stood still for the save.
-            error: reason why there is no such checkpoint; '' if there is one.
-            warning: reason why a power cut may undo the checkpoint; '' as a rule.
+            stall_s: seconds for which the save paused training.
+            error: reason why the save failed; '' if it succeeded.
+            warning: reason why a power cut may undo the checkpoint; '' if a power cut cannot undo it.
         """
         if not self.write:
             return
@@ -270,7 +272,7 @@ class Metrics:
             self._line(step, f"WARNING: a power cut may undo the checkpoint of step {checkpoint}: {warning}")
 
     def sync(self) -> None:
-        """Put the record on the disk. Called before a save: a checkpoint must not outlive the lines of its steps."""
+        """Flush the record to disk. Called before a save, because a resumed run needs the lines of earlier steps."""
         if not self.write:
             return
         try:
@@ -280,7 +282,7 @@ class Metrics:
             self.message(f"WARNING: metrics.jsonl may not survive a power cut: {error}")
 
     def message(self, text: str) -> None:
-        """Print a line on stdout, above the bar if there is one."""
+        """Print a line on stdout, above the progress bar if there is one."""
         if self.write:
             tqdm.write(text)
             sys.stdout.flush()
@@ -291,7 +293,7 @@ class Metrics:
         if self._bar:
             self._bar.close()
         self.sync()
-        with contextlib.suppress(OSError):  # a full disk, as above
+        with contextlib.suppress(OSError):  # the disk may be full
             self._file.close()
         if self._tensorboard:
             with contextlib.suppress(OSError):
@@ -300,22 +302,22 @@ class Metrics:
             self._trackers.close(self._newest >= self._total_steps, CLOSE_S)
 
     def abandon(self) -> None:
-        """Close the trackers in a few seconds, before the watch ends this process. Another thread may call this."""
+        """Close the trackers within ABANDON_S, before the watch ends this process. Any thread may call this method."""
         if self.write and self._trackers:
             self._trackers.close(False, ABANDON_S)
 
     def _record(self, step: int, **values: Any) -> str:
-        """Write a line of metrics.jsonl, and its numbers to TensorBoard and the trackers.
+        """Write a line to metrics.jsonl, and send its numbers to TensorBoard and the trackers.
 
         Returns:
-            The numbers that JSON could not hold, in words; '' if it could hold all of them.
+            A description of the numbers that JSON cannot hold, such as "loss is nan"; '' if there are none.
         """
         odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
         record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        # A full disk. The next line tries again to write this one.
+        # If the disk is full, this line stays in the buffer and is written together with the next line.
         except OSError as error:
             self._line(step, f"WARNING: metrics.jsonl cannot be written: {error}")
         self._newest = step
@@ -334,7 +336,10 @@ class Metrics:
         return sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)
 
     def _eta_s(self, step: int) -> float:
-        """Seconds to the end of the run, if it goes on as since the first step, evaluation and checkpoints included."""
+        """Estimate the seconds to the end of the run, from the mean time per step since this process's first step.
+
+        The mean includes the time spent on evaluations and checkpoints.
+        """
         assert self._first is not None
         first_step, ended = self._first
         per_step = (time.monotonic() - ended) / (step - first_step) if step > first_step else self._recent[-1][1]
@@ -351,7 +356,7 @@ def describe_run(
     step: int,
     end: RunEnd,
 ) -> str:
-    """The first lines of a run: the numbers that follow from the configuration.
+    """The first lines that a run prints: numbers that follow from the configuration.
 
     Args:
         config: the run's configuration.
@@ -360,8 +365,8 @@ def describe_run(
         world_size: number of processes.
         n_tokens: number of tokens in the training split.
         epochs: number of times that the whole run reads the training split.
-        step: step after which the run starts.
-        end: the end of the run.
+        step: number of steps done before this start.
+        end: configured end of the run.
     """
     seq_len = config.data.seq_len
     tokens = end.samples * seq_len
@@ -380,20 +385,21 @@ def describe_run(
 
 
 def several(means: Mapping[str, float]) -> dict[str, float]:
-    """The means that a loss is the weighted sum of, if there are several; a single one is the loss itself."""
+    """The means whose weighted sum is the loss; {} if there is only one mean, which is the loss itself."""
     return dict(means) if len(means) > 1 else {}
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:
-    """Cut from a metrics.jsonl the lines that a resumed run will write again, and lines that are damaged.
+    """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
 
-    The file is replaced in one rename. For a run that starts anew, the whole file is renamed to metrics.1.jsonl,
-    metrics.2.jsonl, ...
+    The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the name
+    metrics.1.jsonl, metrics.2.jsonl, ...
 
     Args:
-        path: the file, which need not exist.
-        step: step after which the run resumes.
-        finished: True if the run has all its steps: then it writes the evaluations of the last step again.
+        path: path of metrics.jsonl, which need not exist.
+        step: number of steps done before this start.
+        finished: True if the run has done all its steps. The run will then repeat the evaluations after the last step,
+            so the lines of these evaluations are removed.
     """
     if not path.exists():
         return
@@ -412,7 +418,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None for a damaged line, which is not a JSON object with a step."""
+    """The record in a line of metrics.jsonl; None if the line is not a JSON object with a valid step."""
     try:
         record = parse_object(line, "a line")
     except ValueError:
@@ -422,5 +428,5 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), the loss cut at 20 as in Megatron-LM's `training.py`."""
+    """exp(loss), with the loss limited to 20 as in Megatron-LM's `training.py`."""
     return math.exp(min(loss, 20.0))

@@ -1,4 +1,4 @@
-"""The time of each operator in a profile, from the events of torch's profiler."""
+"""The time of each operator in a profile, computed from the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass
 class _OperatorTime:
-    """The time of all calls of one operator.
+    """The total time of all calls to one operator.
 
     Attributes:
-        is_range: True for a named range, which is no operator.
+        is_range: True if this is a named range in the trace, not an operator.
         calls: number of calls.
-        nanoseconds: time of the calls.
+        nanoseconds: total time of all calls, in nanoseconds.
     """
 
     is_range: bool = False
@@ -24,7 +24,7 @@ class _OperatorTime:
     nanoseconds: int = 0
 
     def add(self, nanoseconds: int) -> None:
-        """Add a call."""
+        """Add one call."""
         self.calls += 1
         self.nanoseconds += nanoseconds
 
@@ -34,7 +34,9 @@ class _OperatorTime:
 
 
 def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> list[dict[str, Any]]:
-    """The operators, or on a GPU the kernels, that took the most time by themselves.
+    """The operators with the largest self times, or on a GPU the kernels with the largest times.
+
+    An operator's self time excludes the time of the operators that it calls.
 
     Args:
         profile: a profile that has been stopped.
@@ -42,12 +44,13 @@ def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> li
         n: number of operators to return.
 
     Returns:
-        `name`, number of `calls`, and seconds on the host (`self_s`) or on the GPU (`self_device_s`), largest first.
+        One dict per operator, largest first: `name`, number of `calls`, and seconds on the host (`self_s`) or on the
+        GPU (`self_device_s`).
     """
     assert profile.profiler is not None
     results = profile.profiler.kineto_results
     assert results is not None
-    # Not `key_averages()`, which takes 50 microseconds for each event: a step has tens of thousands.
+    # `key_averages()` is too slow: it takes 50 microseconds per event, and a step has tens of thousands of events.
     events = results.events()
     on_device = device.type == "cuda"
     times = _kernel_times(events) if on_device else _self_times(events)
@@ -60,7 +63,7 @@ def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> li
 
 
 def _kernel_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
-    """Name of a kernel -> its time on the device."""
+    """The total time of each kernel on the device, by kernel name."""
     times: dict[str, _OperatorTime] = {}
     for event in events:
         if event.device_type().name == "CUDA" and not event.is_user_annotation():
@@ -69,17 +72,18 @@ def _kernel_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
 
 
 def _self_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
-    """Name of an operator -> its time on the host, without that of the operators which it has called."""
+    """The total self time of each operator on the host, by operator name."""
     of_threads: dict[int, list[Any]] = {}
     for event in events:
-        # An allocation has no duration.
+        # Allocations are events without a duration.
         if event.device_type().name == "CPU" and event.duration_ns() > 0:
             of_threads.setdefault(event.start_thread_id(), []).append(event)
     times: dict[str, _OperatorTime] = {}
     for thread in of_threads.values():
-        # A caller before what it calls: it begins earlier, or at the same time and ends later.
+        # Sort callers before the operators that they call. A caller begins earlier, or begins at the same time and
+        # ends later.
         thread.sort(key=lambda event: (event.start_ns(), -event.duration_ns()))
-        callers: list[tuple[int, str]] = []  # (end, name) of the operators that are going on
+        callers: list[tuple[int, str]] = []  # (end, name) of the operators that are still running
         for event in thread:
             start_ns, duration_ns = event.start_ns(), event.duration_ns()
             while callers and callers[-1][0] <= start_ns:
@@ -88,5 +92,5 @@ def _self_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
                 times[callers[-1][1]].nanoseconds -= duration_ns
             times.setdefault(event.name(), _OperatorTime(event.is_user_annotation())).add(duration_ns)
             callers.append((start_ns + duration_ns, event.name()))
-    # Our own ranges are no operators.
+    # Leave out named ranges, which are not operators.
     return {name: spent for name, spent in times.items() if not spent.is_range}

@@ -1,4 +1,4 @@
-"""The end of a run whose memory does not suffice: one line with the phase, the peak and the keys to turn first."""
+"""Explain an out-of-memory error in one line: the phase, the peak, and the configuration keys to change first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from dtmega.config import Config
 from dtmega.training.device_peaks import PeakMemory
 
-# The allocator of CPUs has no exception of its own; these are words of its messages.
+# torch's CPU allocator raises a plain RuntimeError, whose message contains one of these texts.
 CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """The error of an allocator behind an error, which torch's pipelines wrap in others; None if there is none."""
+    """Find the allocator's error, which torch's pipelines wrap in other exceptions. None if there is none."""
     while error is not None:
         text = str(error)
         of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)
@@ -26,12 +26,12 @@ def find(error: BaseException | None) -> BaseException | None:
 
 
 def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemory) -> str:
-    """The line for the user.
+    """Explain the error to the user in one line.
 
     Args:
         error: the allocator's error.
         cfg: the run's configuration.
-        where: what was being done, such as "in step 3, in forward+backward".
+        where: point in the run at which memory ran out, such as "in step 3, in forward+backward".
         peak_memory: the memory counter of this process.
     """
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -41,7 +41,7 @@ def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemo
 
 
 def keys_to_turn(cfg: Config) -> list[str]:
-    """The keys that save memory, those that cost least first, without those that are turned already."""
+    """Configuration keys that can save memory, cheapest first. Keys that cannot save any more memory are left out."""
     keys = []
     if cfg.batch.micro_batch_size > 1:
         keys.append(f"[batch] micro_batch_size (now {cfg.batch.micro_batch_size})")
@@ -59,15 +59,15 @@ def keys_to_turn(cfg: Config) -> list[str]:
 
 @contextmanager
 def refused(cfg: Config, device: torch.device, doing: str) -> Iterator[None]:
-    """Turn the error of an allocator in this block into a refusal of the configuration.
+    """Turn an out-of-memory error in this block into a ValueError that explains the error.
 
     Args:
         cfg: the run's configuration.
         device: the device that this rank computes on.
-        doing: what the block does, in words.
+        doing: description of the block's work, such as "the model is built".
 
     Raises:
-        ValueError: the memory does not suffice.
+        ValueError: there is not enough memory.
     """
     try:
         yield

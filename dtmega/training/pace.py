@@ -1,7 +1,8 @@
-"""The pace of a run: whether its tokens per second have fallen by half, and which rank is the slow one.
+"""Watch the pace of a run: warn if the tokens per second have fallen by half, and name the slow rank.
 
-All ranks of a step end together, so their step times are equal, and do not tell which rank made the others wait. Each
-rank's own time does (`StepTimes.own_s`). The ranks exchange it at every `[log] interval`, one number each.
+All ranks end a step together, so all step times are equal and do not show which rank made the others wait. The slow
+rank shows up in the time that each rank spends on its own work (`StepTimes.own_s`). The ranks exchange this time, one
+number per rank, every `[log] interval` steps.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch.distributed as dist
 from dtmega.distributed import replica_check
 from dtmega.training.phases import StepTimes
 
-WINDOW = 1000  # number of earlier steps whose median is the pace to compare with
-SLOW = 0.5  # part of that median below which a step is slow
-CONSPICUOUS = 1.2  # a rank is named if its own time is this many times the median of the others'
+WINDOW = 1000  # number of earlier steps whose median pace is the usual pace
+SLOW = 0.5  # fraction of the usual pace below which a step is slow
+CONSPICUOUS = 1.2  # a rank is named if its own time is at least this multiple of the other ranks' median
 
 
 class Pace:
-    """The pace of the steps since this process started. All ranks call its methods alike.
+    """A monitor of the run's pace since this process started. All ranks must call the methods together.
 
     Args:
-        slow_steps: number of slow steps in a row after which the run says so; 0 = never.
+        slow_steps: number of slow steps in a row that lead to a warning; 0 = never warn.
         device: the device that collectives run on.
     """
 
@@ -36,21 +37,21 @@ class Pace:
         self._said = False
 
     def after_step(self, n_tokens: int, times: StepTimes, exchange: bool) -> str:
-        """Note a step.
+        """Record a step.
 
         Args:
             n_tokens: number of tokens that the whole run has read in this step.
-            times: the time of the step on this rank.
-            exchange: True at the steps after which ranks exchange their own times, and a warning may be due.
+            times: times of the step on this rank.
+            exchange: True if the ranks exchange their own times after this step. A warning needs the exchanged times.
 
         Returns:
-            The warning, once; '' otherwise.
+            The warning, which is given only once per process; '' if there is no warning.
         """
         if not self._slow_steps or self._said:
             return ""
         tokens_per_s = n_tokens / times.step_s
         self._own_s.append(times.own_s)
-        # The first step compiles, and says nothing about the pace.
+        # The first step includes compilation, so it says nothing about the pace.
         if len(self._usual) > 1 and tokens_per_s < SLOW * median(self._usual):
             self._slow.append(tokens_per_s)
         else:
@@ -73,10 +74,10 @@ class Pace:
 
 
 def slowest(own_s: list[float]) -> str:
-    """The rank that makes the others wait, in words.
+    """Describe the rank that makes the others wait.
 
     Args:
-        own_s: mean time of a step that each rank has spent on its own work, in seconds.
+        own_s: mean seconds per step that each rank spent on its own work.
     """
     if len(own_s) == 1:
         return "there is one rank only"

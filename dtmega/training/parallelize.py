@@ -1,15 +1,15 @@
-"""THE order in which a model becomes what one rank holds: `parallelize` and `_shard` apply it.
+"""Turn a whole model into the part that one rank holds. `parallelize` and `_shard` take these steps in THIS order:
 
     build      the whole model on the meta device, which costs no memory
     split      keep only this rank's pipeline stages (pp)
-    plan       cut matrices over tp, and put tp's collectives into the modules
-    recompute  wrap blocks so that backward computes them again, tp's collectives included
-    compile    compile each block, recomputing included
-    fsdp       cut what tp left over the data ranks; FSDP's hooks stay outside the compiled blocks
-    memory     allocate only what this rank holds; values are then loaded or drawn
+    plan       shard matrices over tp, and insert tp's collectives into the modules
+    recompute  wrap blocks so that the backward pass recomputes them, including tp's collectives
+    compile    compile each block together with its recomputation
+    fsdp       shard tp's parts further, over the data ranks; FSDP's hooks stay outside the compiled blocks
+    memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
-This file knows no family: families.py says how each model is built and cut. `check` refuses combinations that cannot
-work before anything starts.
+Nothing in this file depends on a model family: families.py says how each model is built and sharded. Before
+anything starts, `check` refuses combinations that cannot work.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.training.recompute import recompute
 
-LARGEST_FITTED = 4  # sequences; larger microbatches are left to those who have measured them
+LARGEST_FITTED = 4  # sequences; users can configure larger microbatches
 
 
 class ShardedModel:
-    """The part of a model that this rank holds: its pipeline stages, cut by tp and fsdp, and a training step on them.
+    """This rank's part of a model: pipeline stages, sharded over tp and fsdp, and the methods to train the stages.
 
     Attributes:
         stages: stage number -> model; {0: the whole model} without a pipeline.
         partial: stage number -> names of the parameters whose gradients must be summed over tp.
-        reshard: True if FSDP frees the gathered weights of a block after its forward and after each backward.
+        reshard: True if FSDP frees a block's gathered weights after the block's forward and after each backward.
         objective: the objective that the model is trained for.
         pipeline: the schedule over all stages; None without a pipeline.
-        tied: parameters of which this rank and other stages hold copies.
-        replicas: gradient sums over dp_replicate, one per stage, where FSDP does not make them.
-        on_reduce: function to call when backward is done, and the gradients' remaining sums over ranks begin.
+        tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
+        replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
+            dp_replicate is 1.
+        on_reduce: function that is called after backward, before the remaining gradients are summed over ranks.
     """
 
     def __init__(
@@ -75,7 +76,10 @@ class ShardedModel:
         self.on_reduce: Callable[[], object] = _do_nothing
 
     def draw(self, seed: int) -> None:
-        """Draw the initial values of all parameters, as a function of seed, name and place in the whole tensor."""
+        """Draw the initial values of all parameters.
+
+        A value depends only on the seed, the parameter's name, and the value's place in the whole tensor.
+        """
         for stage in self.stages.values():
             init_weights(stage, seed)
 
@@ -84,16 +88,17 @@ class ShardedModel:
     ) -> Tensor:
         """Compute the gradients of one step. The loss is the weighted sum of the objective's means over the batch.
 
-        Each mean is a sum over the global batch divided by its count there. So every rank, microbatch and stage adds
-        its part with the same divisor, and the layout does not change the loss.
+        Each mean is a sum over the global batch, divided by a count over the global batch. So every rank, microbatch
+        and stage adds its part with the same divisor, and the layout does not change the loss.
 
         Args:
             microbatches: this rank's rows of the global batch.
             counts: divisors of the sums, counted over the global batch, by name.
-            scale: loss scale of float16, by which all gradients are multiplied; None in other precisions.
+            scale: loss scale for float16, a factor on all gradients; None in other precisions.
 
         Returns:
-            This rank's part of each sum, fp64 [sums] in the objective's order; the `loss` group adds them up.
+            This rank's part of each sum, fp64 [sums] in the objective's order. Adding up these parts over the
+            `loss` group gives the whole sums.
         """
         tally = Tally(self.objective.sums, self.world.device, counts, 1.0 if scale is None else scale)
         if scale is not None:
@@ -104,13 +109,13 @@ class ShardedModel:
         else:
             self._run_microbatches(microbatches, tally)
         self.on_reduce()
-        # First, because the sums below expect a gradient of every trained parameter on every rank.
+        # Fill in zeros first, because the sums below expect a gradient for every trained parameter on every rank.
         self._fill_missing_gradients()
         for replicas in self.replicas:
             replicas.finish()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
-        # After the sums over dp and tp: a copy's gradient is then complete but for the other stages' parts.
+        # Sum tied gradients after the sums over dp and tp: a copy's gradient then lacks only the parts of other stages.
         for tied in self.tied:
             tied.sum_gradients()
         for parameter, mask in self._unseen:
@@ -119,10 +124,11 @@ class ShardedModel:
         return tally.totals
 
     def _run_microbatches(self, microbatches: Sequence[dict[str, Tensor]], tally: Tally) -> None:
-        """Run forward and backward of all microbatches without a pipeline; gradients add up."""
+        """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
         (model,) = self.stages.values()
         for i, microbatch in enumerate(microbatches):
-            # The data ranks exchange gradients once a step: before the last microbatch they only add up locally.
+            # The data ranks exchange gradients once per step, in the last microbatch. Before the last microbatch, each
+            # rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
             sync_gradients(model, last, reshard=self.reshard)
             if last:
@@ -130,7 +136,8 @@ class ShardedModel:
                     replicas.expect()
             with ranges.named("forward", stage=0, microbatch=i):
                 in_loss = tally.add_all(model(**microbatch))
-            # The loss itself is never formed: backward starts at each sum, with the loss's derivative by that sum.
+            # The loss itself is never computed. Backward starts from each sum, with the derivative of the loss with
+            # respect to that sum.
             factors = [torch.full_like(total, factor) for total, factor in in_loss]
             with ranges.named("backward", stage=0, microbatch=i):
                 torch.autograd.backward([total for total, _ in in_loss], factors)
@@ -138,7 +145,7 @@ class ShardedModel:
 
     @functools.cached_property
     def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters with elements that no output depends on, each with a mask of this rank's part (`Model.unseen`)."""
+        """Parameters with elements that affect no output, each with a mask of these elements in this rank's part."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -148,10 +155,10 @@ class ShardedModel:
         return masked
 
     def _fill_missing_gradients(self) -> None:
-        """Set the gradient of parameters that no token of this rank has used to zeros.
+        """Give a zero gradient to each parameter that none of this rank's tokens has used.
 
-        AdamW would skip a parameter without a gradient, so that its decay and moments depended on which tokens and
-        layers a rank has. Frozen parameters stay without a gradient.
+        AdamW would skip a parameter without a gradient. Then the parameter's decay and moments would depend on which
+        tokens and layers a rank has. Frozen parameters stay without a gradient.
         """
         for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -177,7 +184,7 @@ class ShardedModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the whole model.
 
-        A parameter comes once for each of this rank's stages that hold a copy, under the same name.
+        If several of this rank's stages hold copies of a parameter, each copy is yielded, under the same name.
         """
         for model in self.stages.values():
             for name, parameter in model.named_parameters():
@@ -190,21 +197,21 @@ class ShardedModel:
                 yield model.full_name(name), tensor
 
     def weights(self) -> list[Tensor]:
-        """Local parts of parameters, chosen so that over the `shards` group each element comes once."""
+        """The local parts of parameters. Across the ranks of the `shards` group, each model element occurs once."""
         return [local(p.detach()) for p in self._counted_once()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
-        """Local parts of gradients.
+        """The local parts of gradients.
 
         Args:
-            every: all gradients that this rank holds, as clipping needs them; False: chosen like `weights`, so that a
-                norm over the `shards` group counts each element once.
+            every: True for all gradients that this rank holds, as clipping needs them. False for the gradients of the
+                parameters in `weights`, so that a norm over the `shards` group counts each element once.
         """
         parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """Statistics of the whole model for the log: zeros in the last gradient, and the norm of all parameters."""
+        """Statistics of the whole model: the number of zeros in the last gradient, and the norm of all parameters."""
         device = self.world.device
         group = self.world.groups["shards"]
         values: dict[str, float] = {}
@@ -215,26 +222,27 @@ class ShardedModel:
         return values
 
     def _counted_once(self) -> list[nn.Parameter]:
-        """The parameters of this rank that it counts in sums over the `shards` group.
+        """The parameters that this rank counts in sums over the `shards` group.
 
-        Of copies over tp only the first tp rank counts its own, and of copies on several stages only the first stage.
+        If tp ranks hold copies of a parameter, only the first tp rank counts it. If several stages hold copies, only
+        the first of these stages counts it.
         """
         first_tp_rank = self.world.coordinate("tp") == 0
         parameters = [tensor for tensor in self.owned().values() if isinstance(tensor, nn.Parameter)]
         return [p for p in parameters if first_tp_rank or not _replicated_over_tp(p)]
 
     def owned(self) -> dict[str, Tensor]:
-        """The stored tensors of this rank's stages by name, without copies of a parameter that an earlier stage has."""
+        """The stored tensors of this rank's stages, by name. Copies of an earlier stage's parameters are left out."""
         duplicates = set[int]()
         for tied in self.tied:
             duplicates.update(map(id, tied.duplicates))
         return {name: tensor for name, tensor in self.stored_tensors() if id(tensor) not in duplicates}
 
     def check_copies(self) -> None:
-        """Check that the copies of stored tensors on several ranks are equal to the bit.
+        """Check that copies of a stored tensor on different ranks are bit-identical.
 
         Raises:
-            RuntimeError: copies that differ; the message names the tensor and the ranks.
+            RuntimeError: copies differ. The message names the tensor and the ranks.
         """
         tensors = self.owned()
         replica_check.check_equal(tensors, self.world.groups["dp_replicate"], "copies over dp_replicate")
@@ -246,11 +254,11 @@ class ShardedModel:
 
 
 def _do_nothing() -> None:
-    """The `on_reduce` of a model that nobody watches."""
+    """Do nothing: the default of `on_reduce`."""
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
-    """Build this rank's part of the configured model. Its values are not set: load them, or `draw` initial ones."""
+    """Build this rank's part of the configured model. The parameter values are loaded or drawn later."""
     with torch.device("meta"):
         whole = families.build(cfg)
     cut = None
@@ -262,7 +270,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
-    # After `_shard`, which replaces parameters: the sums hook into the ones that stay.
+    # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
     if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
@@ -274,7 +282,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
-    """Copies of the meta model, one per stage number, each with only the pieces of its stage."""
+    """Copy the meta model once per stage number, and keep in each copy only the pieces of its stage."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
         stage.keep(cut.pieces[number])
@@ -282,9 +290,10 @@ def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model
 
 
 def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
-    """The tensors that each stage but the last hands on, on meta.
+    """The tensors that each stage but the last passes to the next stage, on the meta device.
 
-    They need a gradient if any parameter of this stage or of an earlier one is trained; otherwise backward ends before.
+    The tensors need a gradient if any parameter of their stage, or of an earlier stage, is trained. Otherwise backward
+    never reaches the tensors.
     """
     family, parts = families.of(cfg.model), whole.parts()
     trained = False
@@ -303,7 +312,10 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
 
 
 def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) -> list[Tied]:
-    """The parameters that stages of this rank share with other stages. Every rank calls it, since it makes groups."""
+    """The parameters that this rank's stages share with other stages.
+
+    Every rank must call this function, because it makes process groups.
+    """
     rank_of: dict[int, int] = {}
     for rank, numbers in enumerate(cut.ranks):
         rank_of |= dict.fromkeys(numbers, rank)
@@ -326,7 +338,7 @@ def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) 
 
 
 def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
-    """Apply plan, recompute, compile, fsdp and memory to one stage on meta.
+    """Apply the steps plan, recompute, compile, fsdp and memory to one stage on the meta device.
 
     Returns:
         Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).
@@ -335,8 +347,10 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
 
-    # recompute. tp usually frees a region's gathered input and gathers it again in backward. It keeps it in recomputed
-    # blocks, which have just gathered it, and where backward runs in two parts, which only torch's own products can do.
+    # recompute. tp usually frees the gathered input of a region, and gathers the input again in backward. tp keeps the
+    # gathered input in two cases: in recomputed blocks, because the recomputation has gathered the input just before
+    # backward; and if backward runs in two parts, because only torch's own matrix product, which keeps its input, can
+    # run the parts separately.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -345,8 +359,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
 
-    # compile, block by block: one compiled graph serves all of them. Before it, linears of CPUs with matrix tiles get
-    # faster products in bfloat16.
+    # compile, block by block, so that one compiled graph serves all blocks. Before compiling, on a CPU with matrix
+    # tiles, linear layers get faster matrix products in bfloat16.
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
@@ -355,21 +369,21 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
 
-    # fsdp, or masters where a rank holds the whole model and only dtypes differ. After compile, so that FSDP's hooks,
-    # which gather and free weights, stay outside of the graphs.
+    # fsdp; or only master weights, if a rank holds the whole model and only dtypes differ. FSDP comes after compile,
+    # so that its hooks, which gather and free weights, stay outside of the compiled graphs.
     if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 
-    # memory, only now: every tensor has shrunk to this rank's part.
+    # memory. Tensors are allocated only now, after they have shrunk to this rank's part.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
-    """Move the buffers to the computing device; with CPU offload FSDP moves only parameters there by itself."""
+    """Move the buffers to the compute device. With CPU offload, FSDP moves only parameters to that device."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -377,12 +391,12 @@ def _move_buffers(stage: Model, device: torch.device) -> None:
 
 def _replicated_over_tp(tensor: Tensor) -> bool:
     """True if every tp rank has the whole tensor."""
-    # No stored buffer is cut.
+    # Stored buffers are never sharded.
     if not isinstance(tensor, nn.Parameter):
         return True
     if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
         return False
-    # FSDP puts its mesh axes before those that a DTensor had, so tp is the last one.
+    # FSDP puts its mesh axes before the existing axes of a DTensor, so tp is the last axis.
     return tensor.placements[-1] == Replicate()
 
 
@@ -392,10 +406,11 @@ def compiling(cfg: config.Config, device: torch.device) -> bool:
 
 
 def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
-    """The configuration with a microbatch size for this layout, if [batch] micro_batch_size = 0 leaves it open.
+    """Choose a microbatch size for this layout, if [batch] micro_batch_size = 0 leaves it open.
 
-    It is the largest size up to LARGEST_FITTED that divides every rank's share of every step and leaves a pipeline as
-    many microbatches as its schedule needs. If not even 1 does, `check` and the loader say why.
+    The chosen size is the largest size up to LARGEST_FITTED that divides every rank's share of every step and gives a
+    pipeline the number of microbatches that its schedule needs. If not even size 1 fits, the chosen size is 1, and
+    `check` and the loader report the reason.
     """
     if cfg.batch.micro_batch_size:
         return cfg
@@ -415,7 +430,7 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
 
 
 def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
-    """The configuration with this value for [precision] params, which 'auto' leaves open."""
+    """A copy of the configuration with `params` as the value of [precision] params, in place of 'auto'."""
     return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
 
 
@@ -423,8 +438,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """Refuse combinations that cannot work, before anything starts.
 
     Raises:
-        ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other. The
-            message has the reason and the keys to change.
+        ValueError: tp does not divide a size, the pipeline schedule does not fit, or features exclude each other. The
+            message states the reason and the keys to change.
     """
     pp = sizes["pp"]
     family = families.of(cfg.model)

@@ -1,12 +1,12 @@
-"""The phases of a step, one after the other without gaps: what a rank does, and how long each phase takes.
+"""The phases of a step, which follow each other without gaps, and the time that each phase takes.
 
-    phases.begin_step(7)               # the wait for data
+    phases.begin_step(7)               # the step begins with the wait for data
     phases.enter("forward+backward")
     phases.enter("optimizer")
-    times = phases.end_step()          # what follows belongs to no step: evaluation, checkpoint, ...
+    times = phases.end_step()          # later phases belong to no step: evaluation, checkpoint, ...
 
-The watch hears of every phase, so that it can name the phase in which a rank hangs. While a profile is recorded, each
-phase is a named range of the trace inside of a range for the step, and its peak of memory is kept.
+Every phase is reported to the watch, which can then name the phase in which a rank hangs. While a profile is recorded,
+each phase is a named range in the trace, within the range of its step, and the peak memory of the phase is recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DATA = "data"
 COMPUTING = "forward+backward"
 REDUCE = "reduce"
 OPTIMIZER = "optimizer"
-# Phase -> its key in metrics.jsonl. The rest of a step's time is `other_s`.
+# The key of each phase in metrics.jsonl. The rest of a step's time has the key `other_s`.
 KEYS = {DATA: "data_s", COMPUTING: "forward_backward_s", REDUCE: "reduce_s", OPTIMIZER: "optimizer_s"}
 
 
@@ -35,9 +35,9 @@ class StepTimes(NamedTuple):
     """The time of one step on this rank, in seconds.
 
     Attributes:
-        step_s: time from the wait for data until the device is done with the update.
-        phases: key of metrics.jsonl -> time of that phase; with `other_s` they add up to step_s.
-        own_s: time in which this rank did not wait for other ranks.
+        step_s: time from the beginning of the wait for data until the device has finished the update.
+        phases: time of each phase by its key in metrics.jsonl, and `other_s`. These times add up to step_s.
+        own_s: time that this rank spent on its own work, not waiting for other ranks.
     """
 
     step_s: float
@@ -45,17 +45,17 @@ class StepTimes(NamedTuple):
     own_s: float
 
     def in_words(self, what: str) -> str:
-        """A line with these times, after `what`."""
+        """Format the times as one line that begins with `what`."""
         parts = [f"{key.removesuffix('_s')} {seconds:.3g} s" for key, seconds in self.phases.items()]
         return " | ".join([what, f"{self.step_s:.3g} s (own work {self.own_s:.3g} s)", *parts])
 
 
 class Phases:
-    """The phases of a run on this rank.
+    """Timer of a run's phases on this rank, which also reports each phase to the watch and the profiler.
 
-    On a CPU a phase ends when its last operation returns. A GPU runs its work later than the host queues it. There,
-    phases are timed by events on the device, which are read at the end of a step, when the host waits for the device
-    anyway.
+    On a CPU, a phase ends when its last operation returns. A GPU runs an operation later than the host queues it, so
+    on a GPU, phases are timed by events on the device. These events are read at the end of a step, when the host waits
+    for the device anyway.
 
     Args:
         watch: the watchdog of this rank.
@@ -64,14 +64,14 @@ class Phases:
         step: number of steps that the run has done.
 
     Attributes:
-        name: the present phase.
+        name: name of the current phase.
     """
 
     def __init__(self, watch: Watch, profiler: Profiler, device: torch.device, step: int) -> None:
         self.name = "start"
         self._watch, self._profiler, self._device, self._step = watch, profiler, device, step
-        self._began = time.perf_counter()  # of the present phase, on the host
-        # (phase, beginning) of each phase of the present step; None after a step.
+        self._began = time.perf_counter()  # start of the current phase, on the host's clock
+        # (name, start) of each phase of the current step; None between two steps.
         self._marks: list[tuple[str, float | torch.cuda.Event]] | None = None
         self._thread_time = ThreadTime()
         self._busy_after_data_s = 0.0
@@ -79,7 +79,7 @@ class Phases:
         self._phase_range: AbstractContextManager[object] = nullcontext()
 
     def request_profile(self, n_steps: int) -> None:
-        """Profile the next `n_steps` steps, on the ranks that are to be profiled."""
+        """Profile the next `n_steps` steps, if `[profile] ranks` contains this rank."""
         self._profiler.request(self._step + 1, n_steps)
 
     def dump_memory_history(self) -> str:
@@ -87,11 +87,11 @@ class Phases:
         return self._profiler.dump_memory_history()
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, with the wait for its data."""
+        """Begin a step with its first phase, the wait for data."""
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         if self._profiler.due(step):
-            # Writing a trace can take long: a report about a hang should say what this rank does.
+            # Writing a trace can take long. With this beat, the watch can report what this rank is doing.
             self._watch.beat(step, "profile")
             self._profiler.switch(step)
         self._step_range = ranges.named(f"step {step}")
@@ -101,7 +101,7 @@ class Phases:
         self._begin_phase(DATA)
 
     def enter(self, name: str) -> None:
-        """Begin the next phase of this step, or of what follows it.
+        """Begin the next phase, within a step or after it.
 
         Args:
             name: name of the phase, without spaces.
@@ -112,7 +112,7 @@ class Phases:
         self._begin_phase(name)
 
     def end_step(self) -> StepTimes:
-        """End the step: the phase "report" begins. On a GPU the host has waited for the device before."""
+        """End the step, and begin the phase "report". On a GPU, the host must already have waited for the device."""
         assert self._marks is not None
         busy_s = self._thread_time.busy_s() - self._busy_after_data_s
         marks = [*self._marks, ("", self._now())]
@@ -128,8 +128,8 @@ class Phases:
         phases["other_s"] = other_s
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
-            # The host does not wait when the device does, so its clock says nothing here. If the device waits for other
-            # ranks within forward and backward, that counts as its own time.
+            # The host does not wait when the device waits, so the host's busy time says nothing here. So the time
+            # that the device spends waiting for other ranks during forward and backward counts as own time.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)
@@ -138,7 +138,7 @@ class Phases:
         return StepTimes(sum(phases.values()), phases, own_s)
 
     def close(self) -> None:
-        """End the last phase, and write the profile that is still open."""
+        """End the last phase, and write the profile if one is still being recorded."""
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         self._profiler.close(self._step)
@@ -154,14 +154,14 @@ class Phases:
         self._watch.beat(self._step, name)
 
     def _end_phase(self) -> None:
-        # The time of a phase within a step is known at the end of the step, on a GPU not before.
+        # Within a step, `end_step` adds the times of the phases, because on a GPU the times are not known earlier.
         if self._marks is None:
             self._profiler.add(self.name, time.perf_counter() - self._began)
         self._profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)
 
     def _now(self) -> float | torch.cuda.Event:
-        """This moment, on the clock of the device."""
+        """The current time on the device's clock: seconds on a CPU, an event on a GPU."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

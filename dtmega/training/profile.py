@@ -1,12 +1,13 @@
-"""Profiles of chosen steps: a trace by `torch.profiler` for Perfetto, and its summary for `dtmega report`.
+"""Profiles of chosen steps: a `torch.profiler` trace for Perfetto, and a summary of the trace for `dtmega report`.
 
     profiles/step-00000010-rank-00000.json.gz          the trace
-    profiles/step-00000010-rank-00000.summary.json     seconds and peak memory of each phase, the largest operators
+    profiles/step-00000010-rank-00000.summary.json     seconds and peak memory of each phase, slowest operators
     profiles/step-00000010-rank-00000.memory.pickle    allocations on a GPU, for https://pytorch.org/memory_viz
 
-The file names have the first step of the window. A window is `[profile] steps`, or is asked for while the run goes on,
-by a file `profile-now` in the run directory. It ends when the step after its last one begins, so that it also shows
-what follows a step: evaluation, checkpoint, output.
+A profile covers a window of consecutive steps, and the step in the file names is the first step of the window. A window
+is either configured (`[profile] steps`) or requested during the run, by a file `profile-now` in the run directory. A
+window ends when the step after its last step begins, so the profile also shows the work after a step: evaluation,
+checkpoint, output.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU kee
 
 
 def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:
-    """Refuse a profile that no rank could record.
+    """Raise an error if the configured profile cannot be recorded.
 
     Raises:
-        ValueError: a rank that does not exist, or the memory history of a CPU.
+        ValueError: [profile] ranks names a rank that does not exist, or a memory history is requested on a CPU.
     """
     if max(cfg.ranks) >= world_size:
         raise ValueError(
@@ -50,7 +51,7 @@ def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> N
 
 
 class Profiler:
-    """The profiler of this rank. A rank outside of `[profile] ranks` never records.
+    """The profiler of this rank. A rank that is not in `[profile] ranks` never records.
 
     Args:
         cfg: the section [profile].
@@ -58,7 +59,7 @@ class Profiler:
         rank: number of this rank.
         device: the device that this rank computes on.
         peak_memory: the memory counter of this process.
-        say: function that prints a line for people.
+        say: function that prints a line for the user.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=N_ALLOCATIONS)
 
     def request(self, first: int, n_steps: int) -> None:
-        """Profile `n_steps` steps from step `first` on."""
+        """Profile `n_steps` steps, beginning with step `first`."""
         self._requested = range(first, first + n_steps)
 
     def due(self, step: int) -> bool:
@@ -87,24 +88,24 @@ class Profiler:
         return self._wants(step) != (self._window is not None)
 
     def switch(self, step: int) -> None:
-        """Begin a window with this step, or end the present one before it."""
+        """Begin a window with this step, or end the current window before this step."""
         if self._window is not None:
             self.close(step - 1)
         else:
             self._window = _Window(self._cfg, step, self._device, self._peak_memory)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add to the time of a phase in the present window."""
+        """Add seconds to the time of a phase in the current window."""
         if self._window is not None:
             self._window.add(phase, seconds)
 
     def end_of_phase(self, phase: str) -> None:
-        """Note the peak of memory of a phase that ends in the present window."""
+        """Record the peak memory of a phase that ends in the current window."""
         if self._window is not None:
             self._window.note_peak(phase)
 
     def close(self, last: int) -> None:
-        """End the present window, if there is one, and write its files. If they cannot be written, print a warning.
+        """End the current window, if there is one, and write its files. If a file cannot be written, print a warning.
 
         Args:
             last: number of the last step in the window.
@@ -117,7 +118,7 @@ class Profiler:
         try:
             atomic.make_folder(self._folder)
             window.write(self._folder, name, self._rank, last)
-        # torch raises RuntimeError for a trace that cannot be written.
+        # torch raises RuntimeError if a trace cannot be written.
         except (OSError, RuntimeError) as error:
             self._say(f"WARNING: no profile of step {window.first}: {error}")
             return
@@ -125,7 +126,7 @@ class Profiler:
         self._say(f"profile of {steps}: {self._folder / name}.json.gz (open it with https://ui.perfetto.dev)")
 
     def dump_memory_history(self) -> str:
-        """Write the recorded allocations of a GPU, after it has run out of memory. Returns the path, or ''."""
+        """Write the recorded allocations of a GPU that has run out of memory. Returns the path, or '' on failure."""
         if not self._cfg.memory_history:
             return ""
         path = self._folder / f"out-of-memory-rank-{self._rank:05d}.memory.pickle"
@@ -140,7 +141,7 @@ class Profiler:
 
 
 class _Window:
-    """The recording of consecutive steps.
+    """The recording of a window of consecutive steps.
 
     Args:
         cfg: the section [profile].
@@ -164,16 +165,16 @@ class _Window:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # Without this, torch's library prints lines of its own on stderr.
+        # Without this variable, Kineto, the library that torch profiles with, prints lines of its own on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = torch.profiler.profile(
             activities=activities,
             with_stack=cfg.with_stack,
             profile_memory=cfg.with_memory,
-            # One window is all that this object records. Without this, torch 2.11 warns that it forgets older windows.
+            # This object records one window only. Without this option, torch 2.11 warns that it drops older windows.
             acc_events=True,
         )
-        # The first start in a process takes about a second. It comes before the window begins, so it is not measured.
+        # The first start of a profiler in a process takes about a second, which the window's clock does not count.
         self._profile.start()
         self._started = time.perf_counter()
 
@@ -189,11 +190,11 @@ class _Window:
             self._peaks_bytes[phase] = peak_bytes
 
     def write(self, folder: Path, name: str, rank: int, last: int) -> None:
-        """Stop recording, and write trace and summary, each whole or not at all.
+        """Stop recording, and write the trace and the summary. Each file is written completely or not at all.
 
         Args:
-            folder: folder of the files.
-            name: beginning of their names.
+            folder: folder for the files.
+            name: common prefix of the file names.
             rank: number of this rank.
             last: number of the last step in the window.
 
@@ -203,7 +204,7 @@ class _Window:
         seconds = time.perf_counter() - self._started
         self._profile.stop()
         trace = f"{name}.json.gz"
-        # torch compresses by the suffix.
+        # torch compresses the trace, because the name ends in ".gz".
         unfinished = folder / f".tmp-{trace}"
         self._profile.export_chrome_trace(str(unfinished))
         unfinished.replace(folder / trace)
@@ -229,9 +230,10 @@ class _Window:
 
 
 def take_request(run_dir: Path, step: int) -> int:
-    """Take the request for a profile that somebody has put into the run directory. Rank 0 calls this after a step.
+    """Take a user's request for a profile from the run directory. Called on rank 0 after a step.
 
-    The file is renamed to `profile-taken-00000012`, by the step after which it was taken, so that it counts once.
+    The request is a file `profile-now`. The file is renamed to `profile-taken-00000012`, where 12 is the step that has
+    just ended, so that the request is taken only once.
 
     Args:
         run_dir: the run directory.
@@ -247,7 +249,7 @@ def take_request(run_dir: Path, step: int) -> int:
         with path.open("rb") as file:
             text = file.read(20).decode("ascii", "replace").strip()
         path.replace(run_dir / f"profile-taken-{step:08d}")
-    # It cannot be renamed, and would start one profile after the other.
+    # Ignore a file that cannot be renamed, because the file would otherwise start a new profile after every step.
     except OSError:
         return 0
     n_steps = int(text) if text.isdecimal() and text.isascii() else 1

@@ -1,13 +1,14 @@
-"""The log of one rank: a text file with all that the rank does and prints, for `[log] ranks = "all"`.
+"""The log of one rank: a text file with everything that the rank does and prints, if `[log] ranks = "all"`.
 
     log = RankLog(Path("runs/bloom/logs"), rank, sizes, device)
-    with log:                            # what is printed from here on also goes to logs/rank-00012.txt
-        log.line("step 10 | loss 4.2")   # only to the file
+    with log:                            # inside, all printed lines also go to logs/rank-00012.txt
+        log.line("step 10 | loss 4.2")   # this line goes only to the file
 
     2026-11-24T08:15:30.123Z start: rank 12 of 16, pp 1 of 2, dp_shard 4 of 8, on cuda:4, process 4711 on node7
     2026-11-24T08:15:48.005Z step 10 | loss 4.2
 
-A line begins with its time (UTC); ranks and places are counted from 0. The next start appends to the file.
+Each line begins with its time (UTC). Ranks, and their places along the mesh axes, are counted from 0. The next start of
+the run appends to the file.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ FOLDER = "logs"
 
 
 class RankLog:
-    """The log of this rank. Within a `with` block it has all lines that this process prints on stdout and stderr.
+    """The log of this rank. In a `with` block, all lines that this process prints on stdout and stderr are logged.
 
-    A line is written when it is complete, without a buffer, so a process that is killed loses none. A disk that cannot
-    take a line is one warning. Several threads may print at once. What C++ libraries and `faulthandler` print goes
-    directly to the descriptor of stderr, and is not in the log.
+    Each line is written as soon as it is complete, without a buffer, so a killed process loses no line. If lines
+    cannot be written, one warning is printed. Several threads may print at once. C++ libraries and `faulthandler` print
+    directly to the file descriptor of stderr, so their output is not in the log.
 
     Args:
-        folder: folder for the logs of all ranks; None: this rank keeps no log, and all methods do nothing.
+        folder: folder for the logs of all ranks; None if this rank keeps no log. All methods then do nothing.
         rank: number of this rank.
         sizes: size of each axis of the mesh, by name.
         device: the device that this rank computes on.
@@ -53,12 +54,12 @@ class RankLog:
         self._fd: int | None = None
         self._lock = threading.RLock()  # a signal handler may print while its thread holds the lock
         self._copying = ExitStack()
-        self._after_break = False  # the file may end in half a line: of a process that was killed, or of a full disk
-        self._missing = ""  # the reason why lines are missing before the next one
+        self._after_break = False  # True if the file may end in half a line, after a kill or on a full disk
+        self._missing = ""  # reason why lines are missing before the next line; '' if none are missing
         self._warned = False
 
     def __enter__(self) -> RankLog:
-        """Open the log, and begin it with a line about this process.
+        """Open the log, and write a first line about this process.
 
         Raises:
             ValueError: the file cannot be written.
@@ -78,18 +79,18 @@ class RankLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the log. An error that ends the block is written with its traceback, which is printed only later."""
+        """Close the log. If an error ends the block, log the traceback first: Python prints it only after the block."""
         if error is not None:
             self.line("".join(traceback.format_exception(kind, error, trace)))
         self._copying.close()
         with self._lock:
             fd, self._fd = self._fd, None
         if fd is not None:
-            with suppress(OSError):  # a full disk, over a network
+            with suppress(OSError):  # a network file system may report a full disk only here
                 os.close(fd)
 
     def line(self, text: str) -> None:
-        """Write one or more lines into the log only. Empty lines are left out."""
+        """Write one or more lines to the log, without printing them. Empty lines are left out."""
         lines = [console.printable(line) for line in text.split("\n") if line.strip()]
         with self._lock:
             warning = self._append(lines) if lines and self._fd is not None else ""
@@ -97,7 +98,7 @@ class RankLog:
             console.say(warning)
 
     def write_stacks(self) -> None:
-        """Write where each thread of this process is. These lines come from `faulthandler`, and have no times."""
+        """Write the stack of each thread in this process. `faulthandler` writes these lines without times."""
         with self._lock:
             if self._fd is not None:
                 self.line("the threads of this process:")

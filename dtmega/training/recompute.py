@@ -1,6 +1,7 @@
-"""Recomputing (activation checkpointing): backward computes blocks again instead of keeping their activations.
+"""Recomputation (activation checkpointing): recompute activations in the backward pass instead of keeping them.
 
-Full, or selective (Korthikanti et al., arXiv:2205.05198): then matrix products and attention are kept.
+Recomputation is full or selective. Selective recomputation (Korthikanti et al., arXiv:2205.05198) keeps the results of
+matrix products and attention.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dtmega.models.model import Model
 from dtmega.ops.cpu.attention import OPERATOR
 from dtmega.ops.cpu.linear import BIASED_PRODUCT
 
-# The operations whose results selective recompute keeps: matrix products and attention.
+# The operations whose results selective recomputation keeps: matrix products and attention.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -33,14 +34,16 @@ EXPENSIVE = {
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Make backward compute blocks again: all of their operations, or in selective mode all but the EXPENSIVE ones.
+    """Make the backward pass recompute blocks: all operations, or in selective mode all except EXPENSIVE ones.
 
-    The method is Megatron's --activations-checkpoint-method: `block` recomputes the first `layers` blocks of the stage;
-    `uniform` recomputes all, in units of `layers`, and keeps only the input of each unit. Only forward methods are
-    replaced, so parameters keep their names. Dropout needs no saved generator state, because its masks are keyed.
+    `how.method` is Megatron's --activations-checkpoint-method. `block` recomputes the first `layers` blocks of the
+    stage. `uniform` recomputes all blocks, in units of `layers` blocks, and keeps only the input of each unit.
+
+    Only forward methods are replaced, so parameters keep their names. Dropout needs no saved generator state, because
+    its masks are hashes of seed, name and index (`ops/keyed.py`).
 
     Returns:
-        The blocks that backward computes again.
+        The blocks that the backward pass recomputes.
     """
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -50,7 +53,7 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     if how.mode == "selective":
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
-    # One function for all blocks: if each had a separate one, torch.compile would compile every block anew.
+    # All blocks share this function. If each block had its own function, torch.compile would compile each block anew.
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
 

@@ -1,7 +1,7 @@
-"""The start of a run, step by step; `dtmega/train.py` takes the steps in order, on all ranks together.
+"""The steps that start a run. `dtmega/train.py` calls these functions in order, on all ranks together.
 
-What a rank can refuse is refused before there is a process group. A step ends when all ranks have come to its end
-(`dtmega/distributed/agreement.py`), so none goes on alone after another has refused.
+Errors that a rank can find by itself are reported before the process group is made. A step ends only when all ranks
+have reached its end (`dtmega/distributed/agreement.py`), so no rank continues alone after another rank has failed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from dtmega.training.rank_log import RankLog
 
 
 class Settings(NamedTuple):
-    """The configuration of a run, and what follows from it before anything is opened.
+    """The configuration of a run, and values derived from the configuration before the data is opened.
 
     Attributes:
-        saved_cfg: the configuration that config.toml and checkpoints store, where values left open stay open.
-        cfg: the same configuration with all values chosen for this layout and machine.
+        saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open stay open.
+        cfg: the same configuration, with all open values chosen for this layout and machine.
         device: this rank's device.
         sizes: size of each axis of the mesh, by name.
-        pieces: the model's pieces, counted.
-        digest: digest of the directory that [model] path names; '' if there is none.
-        auto_dtype: True if the configuration left the dtype of the parameters open.
+        pieces: the model's pieces, with their parameter counts and FLOPs.
+        digest: digest of the directory that [model] path names; '' if the model has no directory.
+        auto_dtype: True if the configuration left the parameters' dtype open.
     """
 
     saved_cfg: Config
@@ -69,12 +69,12 @@ class Settings(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The place that the weights of a run come from.
+    """The source of a run's weights.
 
     Attributes:
         candidates: checkpoints to resume from, the newest first; empty for a new run.
-        init: weights that a new run starts with; None if it draws its own or resumes.
-        damage: a line for each checkpoint that is damaged.
+        init: weights that a new run starts with; None if the run draws its weights or resumes.
+        damage: messages about damaged checkpoints, one line each.
     """
 
     candidates: list[Checkpoint]
@@ -83,7 +83,7 @@ class Origin(NamedTuple):
 
 
 def read_configuration(argv: list[str], startup: Startup) -> Settings:
-    """Read the configuration, and refuse what cannot run on this mesh and device."""
+    """Read the configuration, and refuse it if it cannot run on this mesh and device."""
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))
         device = mesh.pick_device(saved_cfg.run.device)
@@ -101,11 +101,11 @@ def read_configuration(argv: list[str], startup: Startup) -> Settings:
 
 
 def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]:
-    """Open the text, and this rank's batches of it; their workers are not started."""
+    """Open the text and this rank's training batches. The workers that load the batches are not started yet."""
     cfg = settings.cfg
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
-        # Paths of checkpoints that the user names are checked here, before any folder is made.
+        # Checkpoint paths that the user names are checked at this point, before any folder is made.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
             found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
@@ -130,7 +130,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
 def claim_run_directory(
     settings: Settings, text: Text, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> found.CandidatePaths:
-    """Claim the folders of the run on rank 0, and tell all ranks which checkpoints are there."""
+    """Claim the run's folders on rank 0, and send all ranks the paths of checkpoints to resume from."""
     cfg = settings.cfg
     with startup.step("run directory") as step:
         if startup.rank == 0:
@@ -138,7 +138,7 @@ def claim_run_directory(
             claims = found.claims(cfg)
             run_dir_claim = next(claims)
             closing.callback(run_dir_claim.close)
-            # exit.json is written after the other claims are closed and before this one is.
+            # exit.json is written after all other claims are released, and before the run directory is released.
             closing.enter_context(exit_status.recorded_in(run_dir, partial(resume.newest_of_run, run_dir)))
             for claim in claims:
                 closing.callback(claim.close)
@@ -152,7 +152,7 @@ def claim_run_directory(
 
 
 def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> RankLog:
-    """Open the log of this rank, which from here on has all that the rank prints."""
+    """Open this rank's log. From here on, everything that the rank prints is logged."""
     cfg = settings.cfg
     folder = Path(cfg.run.dir, rank_log.FOLDER) if cfg.log.ranks == "all" else None
     with startup.step("rank logs"):
@@ -160,11 +160,11 @@ def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> R
 
 
 def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
-    """Open the checkpoints that rank 0 has found, and settle the precision that the configuration leaves open."""
+    """Open the checkpoints that rank 0 has found, and choose the parameters' dtype if it is left open."""
     with startup.step("checkpoints") as step:
         candidates = found.open_candidates(settings.cfg, paths)
         if startup.rank == 0:
-            # Rank 0 decides for all: the ranks' processors may differ.
+            # Rank 0 chooses the dtype for all ranks, because their processors may differ.
             step.send = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
         init = None if candidates else families.of(settings.cfg.model).weights(settings.cfg.model)
         step.must_match = found.manifest_digests([*candidates, init])
@@ -184,7 +184,7 @@ def join_processes(settings: Settings, startup: Startup) -> World:
 
 
 def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    """Build this rank's part of the model, without values, and its optimizer."""
+    """Build this rank's part of the model, and the optimizer for this part. Parameters have no values yet."""
     with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
         model = parallelize(cfg, world)
         return model, optim.build_optimizer(model.named_parameters(), cfg.optim)
@@ -198,10 +198,10 @@ def fill(
     startup: Startup,
     closing: ExitStack,
 ) -> tuple[Checkpoints, State | None]:
-    """Give the weights their values: from the newest checkpoint, from other weights, or drawn.
+    """Set the weights: load the newest checkpoint, load weights from elsewhere, or draw initial values.
 
     Returns:
-        The writer of the run's checkpoints; and the state of the checkpoint that was loaded, None for a new run.
+        The writer of the run's checkpoints, and the state of the checkpoint that was loaded (None for a new run).
     """
     cfg = settings.cfg
     with startup.step("checkpoint"), out_of_memory.refused(cfg, settings.device, "the weights get their values"):
@@ -218,15 +218,17 @@ def fill(
 def write_files(
     settings: Settings, world: World, checkpoints: Checkpoints, loaded: State | None, at: Progress, end: RunEnd
 ) -> None:
-    """Write config.toml and a line of starts.jsonl; move checkpoints that this start leaves behind out of the way.
+    """Write config.toml and a line in starts.jsonl, and clear away checkpoints that this start does not continue.
+
+    Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt left are deleted.
 
     Args:
-        settings: the run's configuration and what follows from it.
-        world: this process among the others; one rank writes for all.
+        settings: the run's configuration and the values derived from it.
+        world: the processes and the mesh. One rank writes for all ranks.
         checkpoints: writer of the run's checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
-        at: the run's progress.
-        end: the place where the run ends.
+        at: progress of the run at this start.
+        end: configured end of the run.
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
     resume.set_aside_newer(cfg, at.step)
@@ -247,7 +249,7 @@ def write_files(
 
 
 def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) -> Metrics:
-    """Open the record of the steps, which rank 0 writes."""
+    """Open the step reports, which only rank 0 writes."""
     return Metrics(
         settings.cfg,
         settings.pieces,
@@ -260,7 +262,7 @@ def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) ->
 
 
 def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metrics, at: Progress) -> Phases:
-    """The phases of this rank, told to the watch and to the profiler."""
+    """Make this rank's phase timer, which also reports each phase to the watch and the profiler."""
     cfg = settings.cfg
     profiler = Profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
     return Phases(watch, profiler, world.device, at.step)
@@ -269,15 +271,15 @@ def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metric
 def announcement(
     settings: Settings, text: Text, world: World, origin: Origin, loaded: State | None, end: RunEnd
 ) -> str:
-    """The lines that people read first: model, data, layout, changes since the checkpoint, what to know.
+    """The first lines that a run prints: model, data, layout, changes since the checkpoint, and notes.
 
     Args:
-        settings: the run's configuration and what follows from it.
+        settings: the run's configuration and the values derived from it.
         text: the run's data.
-        world: this process among the others.
-        origin: the place that the weights come from, with a line for each damaged checkpoint.
+        world: the processes and the mesh.
+        origin: the source of the weights, with messages about damaged checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
-        end: the place where the run ends.
+        end: configured end of the run.
     """
     cfg, device = settings.cfg, settings.device
     at = loaded.progress if loaded else resume.START

@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch, which the training loop repeats, and whose time is the time of a step."""
+"""One optimizer step on one global batch. The training loop repeats this step and reports how long each step took."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from dtmega.training.rank_log import RankLog
 
 
 class Run(NamedTuple):
-    """A run as its training loop and evaluation use it.
+    """The objects that the training loop and the evaluation of a run use.
 
     Attributes:
-        saved_cfg: the configuration that config.toml and checkpoints store. Values left open, such as the size of a
-            microbatch, stay open in it, because another layout may need others.
-        cfg: the same configuration with all values chosen for this layout and machine.
-        world: this process among the others.
+        saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open, such as
+            the microbatch size, stay open here, because another layout may need other values.
+        cfg: the same configuration, with all open values chosen for this layout and machine.
+        world: the processes, the mesh and its groups.
         text: the data: splits, samples and tokenizer.
         model: this rank's part of the model.
-        optimizer: the optimizer of that part.
-        batches: this rank's part of the training batches, from the run's place on.
-        spikes: recent losses and gradient norms, to find spikes.
+        optimizer: the optimizer of this part of the model.
+        batches: this rank's part of the training batches, from the run's current position on.
+        spikes: recent losses and gradient norms, used to detect spikes.
         checkpoints: writer of the run's checkpoints.
-        metrics: output for people and files.
-        watch: guard that ends a run that hangs, and hears signals.
-        phases: the phases of a step, for the watch, the times and the profile.
-        health: counts of high losses, which may end the run.
-        pace: tokens per second of the last steps, and each rank's own time.
-        log: text file of this rank, for [log] ranks.
+        metrics: reports about the steps, printed and written to files.
+        watch: watchdog that receives signals and ends a run that hangs.
+        phases: phase timer, which also reports each phase to the watch and the profiler.
+        health: counters of high losses; too many high losses end the run.
+        pace: monitor of the tokens per second, and of each rank's own time.
+        log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
-        digest: digest of the directory that the model is read from; '' if it is not read from one.
-        loss_scale: dynamic loss scale of float16; None in other precisions.
+        digest: digest of the directory that the model is read from; '' if there is no such directory.
+        loss_scale: dynamic loss scale for float16; None in other precisions.
     """
 
     saved_cfg: Config
@@ -78,15 +78,15 @@ class Run(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a step, the same on all ranks.
+    """The result of a step, equal on all ranks.
 
     Attributes:
-        loss: the weighted sum of the means.
+        loss: weighted sum of the means.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
-        skipped: True if the weights were left unchanged, because loss or gradient is not finite or a spike.
-        means: mean over the global batch of each sum of the objective, by name.
-        loss_scale: scale that float16's gradients were computed with; None in other precisions.
-        overflowed: True if the step was skipped because a gradient is not finite in float16.
+        skipped: True if the weights were left unchanged, because loss or gradient norm is not finite or is a spike.
+        means: mean of each of the objective's sums over the global batch, by name.
+        loss_scale: loss scale that was used for float16 gradients; None in other precisions.
+        overflowed: True if the step was skipped because a float16 gradient is not finite.
     """
 
     loss: float
@@ -100,26 +100,26 @@ class StepResult(NamedTuple):
 def train_step(run: Run, batch: StepBatch) -> StepResult:
     """Take one optimizer step on one global batch.
 
-    The loss is made of sums over the global batch divided by counts over the global batch, so that neither microbatches
-    nor the layout can change it.
+    The loss is computed from sums and counts over the global batch, so neither the microbatch size nor the layout
+    changes it.
     """
     cfg, world, model = run.cfg, run.world, run.model
     run.phases.enter("counts")
     sums = model.objective.sums
-    # Before forward: every gradient is divided by the global count already where it arises.
+    # The counts are needed before forward, because backward computes gradients that are already divided by the counts.
     counts = divisors(count(world, model.objective, batch))
     run.optimizer.zero_grad()
     scale = None if run.loss_scale is None else run.loss_scale.scale
     run.phases.enter(phases.COMPUTING)
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
-    # The norm counts each element of the model once; clipping scales every copy.
+    # The norm counts each element of the model once; clipping scales every copy of an element.
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None:
         optim.unscale(gradients, scale)
     totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
     means = means_of(sums, totals, counts)
     loss = loss_of(sums, means)
-    # An infinity or NaN on any rank makes this norm infinite or NaN on all of them, so they all decide alike.
+    # An infinity or NaN on any rank makes this norm infinite or NaN on all ranks, so all ranks decide alike.
     grad_norm = math.sqrt(squared_norm)
     overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
     if run.loss_scale is not None:
@@ -129,7 +129,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()
-    # On a GPU the update has only been launched: wait, so that the time of the step includes it.
+    # On a GPU the update has only been launched. Wait for the update, so that the step time includes it.
     mesh.synchronize(world.device)
     return StepResult(loss, grad_norm, skip, means, scale, overflowed)
 
@@ -137,15 +137,15 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
 def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:
     """Add up the totals over the `loss` group and the squared norms over the `shards` group.
 
-    All ranks exchange both in one message, so that the host waits for a device once. Each adds the same numbers in the
-    order of ranks and gets the same bits.
+    The ranks exchange both in one message, so that the host waits for the device only once. Every rank adds the same
+    numbers in rank order, so the results are bit-identical on all ranks.
 
     Args:
-        totals: fp64 [sums], this rank's part.
-        squared_norm: fp64 scalar, squared norm of the gradients that this rank counts.
+        totals: this rank's part of the sums, fp64 [sums].
+        squared_norm: squared norm of the gradients that this rank counts, fp64 scalar.
 
     Returns:
-        Totals and squared norm of the whole, on the host.
+        The totals of the global batch, and the squared norm of the whole gradient; both on the host.
     """
     everyone = dist.group.WORLD
     assert everyone is not None
@@ -157,7 +157,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """The counts that divide the objective's sums, over the global batch, by name; they may be 0."""
+    """Count the divisors of the objective's sums over the global batch, by name. A count may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():
@@ -168,7 +168,7 @@ def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, flo
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:
-    """Check that ranks that compute a microbatch together read the same one.
+    """Check that the ranks that compute a microbatch together (tp and pp) have read the same microbatch.
 
     Raises:
         RuntimeError: the batches of tp or pp ranks differ.
@@ -187,7 +187,7 @@ def signalled(run: Run) -> bool:
 
 
 def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Copies of the microbatches on the device."""
+    """Copy the microbatches to the device."""
     copies = []
     for microbatch in microbatches:
         copies.append({name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()})

@@ -1,15 +1,15 @@
-"""Trackers, in which people look at their runs: wandb, mlflow and trackio, as `[log] trackers` names them.
+"""Experiment trackers: wandb, mlflow and trackio. `[log] trackers` names the trackers that a run uses.
 
     trackers = Trackers(config, new=True)
     trackers.record(step, {"loss": 2.5})  # returns at once
     trackers.close(finished=True, within_s=CLOSE_S)
 
-Each tracker has a thread of its own, which imports the library during the first steps, opens the run, and sends the
-rows that wait. If a tracker fails or is slow, one line on stderr says so; training neither waits for it nor ends for
-that reason.
+Each tracker has its own thread, which imports the library during the first steps, opens the run, and sends the queued
+rows. If a tracker fails or is slow, one line on stderr says so. Training does not wait for a tracker, and does not end
+if a tracker fails.
 
-`trackers.json` in the run directory keeps the id of the run at each tracker, and the last step that was sent. So a
-resumed run is the same run at the tracker, and steps that are repeated after a resume are sent only once.
+`trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. So a
+resumed run continues the same run at the tracker, and steps that are repeated after a resume are sent only once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from dtmega.files import atomic, console, optional_imports
 from dtmega.files.untrusted_json import read_object
 
 FILE = "trackers.json"
-WAITING = 10_000  # rows that may wait for one tracker; more are lost
-PAUSE_S = 1.0  # time between two looks for rows
+WAITING = 10_000  # maximum number of rows in the queue of one tracker; further rows are lost
+PAUSE_S = 1.0  # time between two checks for new rows
 CLOSE_S = 10.0  # time for all trackers together to close, at the end of the run
-ABANDON_S = 5.0  # the same time if the process is ended in the middle of the run
+ABANDON_S = 5.0  # time for all trackers together to close, if the watch ends the process in the middle of the run
 # Limits of one request to mlflow (mlflow/utils/validation.py).
 MLFLOW_METRICS = 1000
 MLFLOW_PARAMS = 100
 MLFLOW_VALUE = 6000  # characters
 
 MASK = "***"
-# Names of keys whose values are secret. The names "tokens" and "tokenizer" do not match.
+# Names of keys that have secret values. The names "tokens" and "tokenizer" do not match.
 SECRET = re.compile(
     r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
 )
@@ -51,11 +51,11 @@ URL_QUERY = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^?#\s]+\?)[^\s]+")
 
 
 class Row(NamedTuple):
-    """The finite numbers of one line of metrics.jsonl.
+    """The finite numbers from one line of metrics.jsonl.
 
     Attributes:
         step: number of the step.
-        values: the numbers, by their keys.
+        values: the numbers, by key.
         time_s: time at which the line was written, in seconds since 1970.
     """
 
@@ -65,10 +65,10 @@ class Row(NamedTuple):
 
 
 class Tracker(Protocol):
-    """A run that is open at one tracker. After any exception of its methods, the tracker is not used any more.
+    """An open run at one tracker. After a method has raised an exception, the tracker is no longer used.
 
     Attributes:
-        id: the tracker's id of the run, by which a later start finds it again.
+        id: the tracker's id for the run. A later start uses the id to continue the same run.
     """
 
     id: str
@@ -79,13 +79,13 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """A run of wandb, https://docs.wandb.ai. If nobody is logged in, it is an offline run in the run directory."""
+    """A wandb run (https://docs.wandb.ai). Without a login, the run is offline and is kept in the run directory."""
 
     def __init__(self, config: Config, known: str) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._wandb = import_module("wandb")
         self.id = known or uuid.uuid4().hex[:8]
-        # Without a key, the online mode would wait for somebody to type one.
+        # Without an API key, the online mode would wait for the user to type a key.
         mode = os.environ.get("WANDB_MODE") or ("online" if self._wandb.login(prompt=False) else "offline")
         self._run = self._wandb.init(
             project=config.log.project,
@@ -106,13 +106,13 @@ class Wandb:
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
-        self._wandb.teardown()  # ends wandb's own process, which would live as long as this one
+        self._wandb.teardown()  # ends wandb's own process, which would live as long as this process
 
 
 class Mlflow:
-    """A run of mlflow, https://mlflow.org, at MLFLOW_TRACKING_URI or in `mlruns/` of the run directory.
+    """An mlflow run (https://mlflow.org), at MLFLOW_TRACKING_URI or in `mlruns/` of the run directory.
 
-    It uses mlflow's client. The fluent interface would keep the run in a global variable of the process.
+    This class uses mlflow's client, because mlflow's fluent interface keeps the run in a global variable.
     """
 
     def __init__(self, config: Config, known: str) -> None:
@@ -152,13 +152,13 @@ class Mlflow:
 
 
 class Trackio:
-    """A run of trackio, https://github.com/gradio-app/trackio, in its own folder (TRACKIO_DIR)."""
+    """A trackio run (https://github.com/gradio-app/trackio), in trackio's own folder (TRACKIO_DIR)."""
 
     def __init__(self, config: Config, known: str) -> None:
         trackio = import_module("trackio")
         for module in (trackio, import_module("trackio.run"), import_module("trackio.utils")):
-            vars(module)["print"] = _nothing  # it prints six lines at each start, and has no switch for them
-        # Trackio finds a run again by its name alone, so the name must be unique.
+            vars(module)["print"] = _nothing  # trackio prints six lines at each start, and no option turns them off
+        # Trackio identifies a run by its name alone, so the name must be unique.
         name = Path(config.run.dir).name
         self.id = known or f"{name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(
@@ -192,7 +192,7 @@ def masked(value: Any) -> Any:
 
 
 def _nothing(*words: object, **options: object) -> None:
-    """Print nothing."""
+    """Print nothing: a replacement for `print`."""
 
 
 TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
@@ -209,11 +209,11 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of one run, on the one process that writes.
+    """All trackers of one run, used only by the process that writes.
 
     Args:
         config: the run's configuration.
-        new: True if the run starts at step 0, so that each tracker gets a new run too.
+        new: True if the run starts at step 0. Each tracker then also opens a new run.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
@@ -221,17 +221,17 @@ class Trackers:
         self._sinks = [Sink(name, config, kept) for name in config.log.trackers]
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the finite numbers of one line of metrics.jsonl to each tracker; returns at once."""
+        """Queue the finite numbers from one line of metrics.jsonl for each tracker. Returns at once."""
         row = Row(step, dict(values), time.time())
         for sink in self._sinks:
             sink.take(row)
 
     def close(self, finished: bool, within_s: float) -> None:
-        """Send the rows that wait, and close the run at each tracker. Any thread may call this.
+        """Send the queued rows, and close the run at each tracker. Any thread may call this method.
 
         Args:
             finished: True if the run has done all its steps.
-            within_s: time for all trackers together, in seconds.
+            within_s: time limit for all trackers together, in seconds.
         """
         deadline = time.monotonic() + within_s
         for sink in self._sinks:
@@ -242,11 +242,11 @@ class Trackers:
 
 
 class Kept:
-    """`trackers.json`: for each tracker the id of the run there, and the newest step that was sent.
+    """The content of `trackers.json`: for each tracker, the id of the run and the newest step that was sent.
 
     Args:
         path: path of the file.
-        new: True to ignore what an earlier run has left in the file.
+        new: True to ignore the ids and steps that an earlier run has left in the file.
     """
 
     def __init__(self, path: Path, new: bool) -> None:
@@ -274,7 +274,7 @@ class Kept:
     def keep(self, name: str, run_id: str, newest: int) -> None:
         with self._lock:
             self._known[name] = {"id": run_id, "newest": newest}
-            # If the disk is full, a later start may send these steps again.
+            # If the disk is full, the file keeps an older step, and a later start may send some steps again.
             with suppress(OSError), atomic.replaced(self._path) as file:
                 json.dump(self._known, file, indent=1)
 
@@ -290,12 +290,12 @@ class Sink:
         self._lost = 0
         self._ending = threading.Event()
         self._finished = False
-        # A daemon, so that the process can exit while a library hangs.
+        # The thread is a daemon, so that the process can exit while a library hangs.
         self._thread = threading.Thread(target=self._feed, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def take(self, row: Row) -> None:
-        """Queue a row. It is lost if the tracker has failed, or if WAITING rows are queued already."""
+        """Queue a row. The row is lost if the tracker has failed, or if WAITING rows are already queued."""
         if not self._thread.is_alive():
             return
         try:
@@ -306,12 +306,12 @@ class Sink:
                 console.say(f"{self.name} is {WAITING} lines behind: it gets no more until it has caught up")
 
     def finish(self, finished: bool) -> None:
-        """Ask the thread to send what waits, to close the run, and to end."""
+        """Ask the thread to send the queued rows, close the run, and end."""
         self._finished = finished
         self._ending.set()
 
     def joined(self, deadline: float) -> bool:
-        """Wait for the thread until `deadline`, a time of `time.monotonic`. Returns False if it has not ended."""
+        """Wait for the thread to end, until `deadline` (in `time.monotonic` time). Returns True if it has ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -330,7 +330,7 @@ class Sink:
                     break
                 self._ending.wait(PAUSE_S)
             tracker.close(self._finished)
-        # Libraries, and the networks that they use, may raise anything.
+        # The libraries, and the networks that they use, may raise any exception.
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             console.say(f"{self.name} tracks no longer: {reason[0]}")

@@ -13,7 +13,7 @@ import tomli
 from dtmega import config
 from dtmega.config import SIMILAR_KEYS, Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers, schema
 from dtmega.config.synonyms import SECTIONS, SYNONYMS
-from dtmega.interop.megatron import flags
+from dtmega.interop.megatron.launch import flags
 from tests import keys
 
 TABLE = keys.read()

@@ -1,13 +1,15 @@
-"""The subcommands of `dtmega`, one module each: `commands/NAME.py`, with `_` in place of each `-`. Each module has:
+"""The subcommands of `dtmega`, one module per subcommand: `commands/NAME.py`, with `_` for each `-`. A module has:
 
     __doc__                 a line about the command; the lines below it are the examples that `--help` shows
     add_arguments(parser)   adds the command's options
     command(args) -> int    runs the command and returns the exit code; errors are raised
+    TAKES_FLAGS             (optional) options whose value may begin with a dash
 
-`__main__.py` prints an error in one line. A module is imported only if its command is named. At its top, a module
-imports only what its options need, so that `--help` and refusals of options do not wait for torch.
+`__main__.py` prints an error in one line. A command's module is imported only if the command line names that command.
+At its top, a module imports only the code that its options need, so that `--help` and errors about options do not wait
+for torch.
 
-    arguments.py      types of options, and refusals in one line
+    arguments.py      option types, and one-line error messages
     conversation.py   conversations of `dtmega generate --interactive`
     endings.py        message and exit code of an error that ends a command
     used.py           the trained model that a command uses: options, and a function that loads it
@@ -20,11 +22,11 @@ import importlib
 from types import ModuleType
 
 from dtmega import __version__
-from dtmega.cli.commands.arguments import Parser
+from dtmega.cli.commands.arguments import Parser, with_joined_values
 
-# Name of a command -> its line in `--help`.
+# Command name -> the command's line in `--help`.
 COMMANDS = {
-    # `train` is here for the list of commands only: its options are the keys of config/, and __main__.py starts it.
+    # `train` is here only for the list of commands: config/ has its options, and __main__.py starts it.
     "train": "train a model; `dtmega train --help` lists every key of a run",
     "tokenize": "turn text files into a corpus for training (.bin/.idx)",
     "merge": "join several corpora (.bin/.idx) into one",
@@ -48,12 +50,12 @@ FIRST = """Try:
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of the command with this name."""
+    """Import the module of a command."""
     return importlib.import_module(f"dtmega.cli.commands.{name.replace('-', '_')}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse a command line into `command` and its options. A wrong option ends the process with exit code 2."""
+    """Parse a command line: `command` and its options. A wrong option ends the process with exit code 2."""
     form = argparse.RawDescriptionHelpFormatter
     about = "Train BLOOM, GPT, Llama, BERT, T5 and Hugging Face models, on one CPU or many GPUs."
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
@@ -63,12 +65,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
         # Only the named command's module is imported.
         if argv[:1] == [name] != ["train"]:
-            module_of(name).add_arguments(subparser)
+            module = module_of(name)
+            module.add_arguments(subparser)
+            argv = with_joined_values(argv, getattr(module, "TAKES_FLAGS", ()))
             subparser.epilog = "\n  ".join(["examples:", *examples(name)])
     return parser.parse_args(argv)
 
 
 def examples(name: str) -> list[str]:
-    """The command lines in the docstring of a command's module."""
+    """The example command lines in the docstring of a command's module."""
     lines = (module_of(name).__doc__ or "").splitlines()[1:]
     return [line for line in lines if line]

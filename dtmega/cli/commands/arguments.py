@@ -1,6 +1,6 @@
-"""Types of the options of `dtmega COMMAND`, and refusals in one line that name the option.
+"""Option types for `dtmega COMMAND`, and one-line error messages that name the option.
 
-A type checks its bounds, so that the commands need not check them again.
+An option type checks its bounds, so that commands need not check the bounds again.
 """
 
 from __future__ import annotations
@@ -9,21 +9,35 @@ import argparse
 import codecs
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dtmega.data.preparing.text_files import BLANK_LINES
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line. argparse itself would print ten lines of usage before that line."""
+    """A parser with one-line error messages. argparse itself would print ten lines of usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A command line with `--option value` as `--option=value`.
+
+    argparse would take a value that begins with a dash, as in `--allow-missing --swiglu`, for another option.
+    """
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] in options:
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """The type of an option for whole numbers from `low` to `high`; None means no upper bound."""
+    """Make the option type for whole numbers from `low` to `high`; None means no upper bound."""
     expected = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
 
     def read(text: str) -> int:
@@ -39,7 +53,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """A temperature: 0, or a number between bounds within which fp32 logits divided by it do not overflow."""
+    """Parse a temperature: 0, or 1e-6 to 1e6, so that dividing fp32 logits by the temperature cannot overflow."""
     try:
         value = float(text)
     except ValueError:
@@ -50,7 +64,7 @@ def temperature(text: str) -> float:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """The type of an option for numbers above `low` and up to `high`."""
+    """Make the option type for numbers above `low` and up to `high`."""
 
     def read(text: str) -> float:
         try:
@@ -65,7 +79,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def prefix(text: str) -> str:
-    """The prefix of a corpus, `PREFIX.bin` and `PREFIX.idx`. The name of either file is accepted too.
+    """Parse the prefix of a corpus's files, `PREFIX.bin` and `PREFIX.idx`. Either file's name is also accepted.
 
     Raises:
         argparse.ArgumentTypeError: the text names a folder.
@@ -79,7 +93,7 @@ def prefix(text: str) -> str:
 
 
 def encoding(text: str) -> str:
-    """Python's name of a text encoding; '' for UTF-8."""
+    """Parse the name of a text encoding into Python's name for that encoding; '' for UTF-8."""
     try:
         name = codecs.lookup(text).name
         # Fails for codecs that do not encode text, such as base64.
@@ -92,7 +106,7 @@ def encoding(text: str) -> str:
 
 
 def places_to_cut(text: str) -> str | int:
-    """The places to cut a text into documents: BLANK_LINES, or the number of tokens of each document."""
+    """Parse the rule for cutting a text into documents: BLANK_LINES, or the number of tokens per document."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

@@ -1,6 +1,6 @@
 """Conversations of `dtmega generate --interactive`: lines of stdin, each answered by the model.
 
-The first process reads, runs the chat template and prints. All processes compute the answer.
+The first process reads stdin, runs the chat template and prints. All processes compute the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Conversation:
     Args:
         trained: the model.
         chat: chat template of the model's tokenizer.
-        options: fields of `Sampling`, and `tokens`, the largest number of tokens in an answer.
+        options: fields of `Sampling`, and `tokens`, the maximum number of tokens in an answer.
     """
 
     def __init__(self, trained: TrainedModel, chat: Chat, options: Mapping[str, Any]) -> None:
@@ -37,11 +37,12 @@ class Conversation:
         self._messages: list[Message] = []
 
     def __call__(self, text: str) -> str:
-        """The model's answer to a message."""
+        """Return the model's answer to a message."""
         from dtmega.models.generate import generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        # Run the template on the first process only. If all ran it, only some of them might exceed its time limit.
+        # Run the template on the first process only. If every process ran the template, some processes
+        # might exceed the time limit while others did not.
         ids = _from_first(lambda: self._chat.ids(messages))
         answer_ids = generate(self._trained.model, ids, self._n_tokens, self._sampling)
         answer = self._trained.tokenizer.decode(answer_ids)
@@ -50,17 +51,17 @@ class Conversation:
 
 
 def talk(answer: Callable[[str], str]) -> None:
-    """Print the answer to each line of stdin, or the reason why a line cannot be answered."""
+    """Print the answer to each line of stdin, or the reason why there is no answer."""
     if isinstance(sys.stdin, TextIOWrapper):
-        # Bytes that are not UTF-8 become lone surrogates, which `_utf8` refuses line by line. If --prompt - has read
-        # stdin, the setting cannot be changed, and nothing is left to read.
+        # Bytes that are not UTF-8 become lone surrogates, which `_utf8` refuses line by line. If `--prompt -` has
+        # already read stdin, the error handling cannot be changed, but then nothing is left to read.
         with suppress(UnsupportedOperation):
             sys.stdin.reconfigure(errors="surrogateescape")
     while line := _from_first(_read_line):
         text = line.rstrip("\n")
         if not text:
             continue
-        # All processes answer the same line, so an error is raised on all of them or on none.
+        # All processes answer the same line, so either all processes raise an error, or none does.
         try:
             print_on_first(answer(_utf8(text)))
         except ValueError as error:
@@ -78,7 +79,7 @@ def _utf8(text: str) -> str:
     """Return the text unchanged if it came from valid UTF-8.
 
     Raises:
-        ValueError: the text came from bytes that are not UTF-8; the message names the first of them.
+        ValueError: the text came from bytes that are not UTF-8; the message names the first bad byte.
     """
     try:
         text.encode()
@@ -92,7 +93,7 @@ def _from_first(read: Callable[[], T]) -> T:
     """Call a function on the first process, and return its result on all processes.
 
     Raises:
-        ValueError: the function raised it on the first process. All processes raise it.
+        ValueError: the function raised ValueError on the first process; then all processes raise it.
     """
     from dtmega import mesh
 

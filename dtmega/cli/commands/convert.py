@@ -1,4 +1,4 @@
-"""`dtmega convert`: weights converted between the formats of dtmega, Hugging Face and Megatron.
+"""`dtmega convert`: converts weights between the formats of dtmega, Hugging Face and Megatron.
 
 dtmega convert --from dtmega runs/bloom --to hf export/bloom --dtype bfloat16
 dtmega convert --from hf bloom-560m --to dtmega weights/bloom-560m
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average-copies",
         action="store_true",
-        help="from megatron: average the copies of a tensor that differ between tensor-parallel ranks; else refused",
+        help="from megatron: average copies of a tensor that differ between tensor-parallel ranks, instead of refusing",
     )
     parser.add_argument("--prefix", default="", help="from dcp: prefix of the parameters' names, such as 'model.'")
     parser.add_argument(

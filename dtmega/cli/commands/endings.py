@@ -1,6 +1,6 @@
-"""Message and exit code of an error that ends a command.
+"""The message and exit code for an error that ends a command.
 
-The code is 2 for errors that the user can correct, 1 for failures of the machine (a full disk), 3 for a damaged
+The exit code is 2 for errors that the user can correct, 1 for machine failures (such as a full disk), 3 for a damaged
 checkpoint, and 130 for Ctrl-C.
 """
 
@@ -14,8 +14,8 @@ from dtmega.distributed import exit_codes
 
 BROKEN = 1
 INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
-# Errors of a path that does not exist, is a file instead of a folder (or the reverse), or belongs to somebody else.
-# All other errors of the system are failures of the machine.
+# Errors about a path that does not exist, is a file instead of a folder (or vice versa), or belongs to somebody else.
+# All other operating system errors are machine failures.
 WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -23,7 +23,7 @@ WRONG_PATH = {
 
 
 class NothingWritten(Exception):
-    """An error that ended a command before any output file had its final name.
+    """An error that ended a command before any output file got its final name.
 
     Attributes:
         error: the original error.
@@ -35,7 +35,7 @@ class NothingWritten(Exception):
 
 
 def explained(error: BaseException) -> tuple[str, int]:
-    """The message that explains an error, in one line, and the exit code."""
+    """A one-line message that explains an error, and the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, OSError):
@@ -46,11 +46,11 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 
 def write_output(write: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
-    """Write the output of a command, and print a summary.
+    """Write a command's output, and print a summary.
 
     Args:
         write: function that writes the output and returns the summary.
-        args: options of the command.
+        args: the command's options.
 
     Returns:
         The exit code.

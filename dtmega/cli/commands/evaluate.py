@@ -1,4 +1,4 @@
-"""`dtmega evaluate`: a run's scores on tasks of lm-evaluation-harness.
+"""`dtmega evaluate`: scores a run on lm-evaluation-harness tasks.
 
 dtmega evaluate runs/bloom --tasks lambada_openai,hellaswag
 dtmega evaluate runs/bloom --tasks mine --include-path tasks/ --step 200
@@ -17,7 +17,7 @@ from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_o
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic, optional_imports
 
-LONGEST_NAME = 100  # maximum length of the list of tasks in a file name
+LONGEST_NAME = 100  # maximum length of the task list in a file name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def file_name(step: int, tasks: list[str]) -> str:
-    """The file name for the scores of a step on these tasks.
+    """The file name for a step's scores on these tasks.
 
     A second evaluation of the same step on the same tasks replaces the file.
     """
@@ -88,5 +88,5 @@ def file_name(step: int, tasks: list[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON lacks: a NumPy number into a Python number, anything else into text."""
+    """Convert a value that JSON cannot hold: a NumPy number into a Python number, anything else into text."""
     return value.item() if hasattr(value, "item") else str(value)

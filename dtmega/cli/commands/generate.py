@@ -1,4 +1,4 @@
-"""`dtmega generate`: samples from the model in a run's checkpoint: continuations of prompts, or a conversation.
+"""`dtmega generate`: samples from the model in a run's checkpoint, as continuations of prompts or as a conversation.
 
 dtmega generate runs/bloom --prompt "def " --prompt "class "
 dtmega generate runs/bloom --step 200 --prompt - < prompt.txt
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtmega.data.tokenizers.chat import Chat
     from dtmega.inference.trained import TrainedModel
 
-# Options that only some families of models read. A family refuses the options that it does not read.
+# Options that only some model families read. A family refuses any option that it does not read.
 SAMPLE_OPTIONS = ("tokens", "temperature", "top_k", "top_p", "seed")
 SEPARATOR = "---"  # line between the samples of two prompts
 STDIN = "-"
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
     )
     parser.add_argument(
-        "--run", metavar="PATH", help="the same as RUN (not under torchrun, which has an option of this name)"
+        "--run", metavar="PATH", help="the same as RUN; not under torchrun, which takes it for an option of its own"
     )
     add_checkpoint_options(parser)
     parser.add_argument(
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interactive",
         action="store_true",
-        help="read a prompt from each line of stdin; a conversation if the tokenizer has a chat template",
+        help="answer each line of stdin; if the tokenizer has a chat template, the lines are a conversation",
     )
-    # Each family has its own defaults, and refuses what it does not read (`Show.options`).
+    # Each family has its own defaults, and refuses options that it does not read (`Show.options`).
     parser.add_argument("--tokens", type=integer(1), help="tokens to generate at most (default 128)")
     parser.add_argument("--temperature", type=temperature, help="0 = always the most probable token (default 0.8)")
     parser.add_argument(
@@ -116,7 +116,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     """Check that the options name one run, and a prompt or a conversation.
 
     Raises:
-        ValueError: no run is named or two are, or there is no prompt.
+        ValueError: no run or two runs are named, or there is no prompt.
     """
     if (args.path is None) == (args.run is None):
         raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
@@ -125,10 +125,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedModel) -> None:
-    """Check that models of this family read the options that were given.
+    """Check that the model's family reads each of the given options.
 
     Raises:
-        ValueError: one of the options means nothing to the model.
+        ValueError: an option has no meaning for the model.
     """
     for name in sample_options.keys() - {*trained.show.options}:
         option = f"--{name.replace('_', '-')}"
@@ -136,7 +136,7 @@ def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedMod
 
 
 def _start_chat(trained: TrainedModel, rank: int) -> Chat | None:
-    """The tokenizer's chat template; None if there is none, or the model does not continue texts.
+    """The tokenizer's chat template; None if the tokenizer has no template, or the model does not continue texts.
 
     Rank 0 starts the process that runs the template.
 
@@ -155,10 +155,10 @@ def _start_chat(trained: TrainedModel, rank: int) -> Chat | None:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts of --prompt, then those of --prompts.
+    """The prompts given with --prompt, followed by the prompts in the file given with --prompts.
 
     Raises:
-        ValueError: the file of --prompts is not UTF-8, or has no prompt.
+        ValueError: the --prompts file is not UTF-8, or has no prompt.
         OSError: the file cannot be read.
     """
     prompts = [sys.stdin.read() if prompt == STDIN else prompt for prompt in args.prompt or []]
@@ -168,7 +168,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _lines(file: str) -> list[str]:
-    """The lines of a file, or of stdin, without empty ones.
+    """The non-empty lines of a file, or of stdin.
 
     Raises:
         ValueError: the text is not UTF-8, or all lines are empty.
@@ -188,12 +188,12 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
     """Print a sample for each prompt, `batch_size` prompts at a time.
 
     Args:
-        sample: function from the prompts of a batch to their samples.
+        sample: function that turns a batch of prompts into their samples.
         prompts: all prompts.
-        batch_size: number of prompts that are computed together.
+        batch_size: number of prompts to compute together.
 
     Raises:
-        ValueError: a prompt cannot be continued; the message gives the numbers of the prompts in its batch.
+        ValueError: a prompt cannot be continued; the message gives the range of prompt numbers in the failed batch.
     """
     before = ""
     for first in range(0, len(prompts), batch_size):
@@ -208,5 +208,5 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
 
 
 def _numbers(first: int, batch: Sequence[str]) -> str:
-    """The beginning of an error message, "prompts 9 to 16: ", if the batch has several prompts, else ""."""
+    """The start of an error message, such as "prompts 9 to 16: ", if the batch has several prompts, else ""."""
     return f"prompts {first + 1} to {first + len(batch)}: " if len(batch) > 1 else ""

@@ -1,4 +1,4 @@
-"""`dtmega groups`: the ranks of every process group of a mesh, listed as Megatron lists them.
+"""`dtmega groups`: lists the ranks of every process group of a mesh, in the same way as Megatron.
 
 dtmega groups --world 8 --mesh.tp 2 --mesh.pp 2
 """

@@ -1,4 +1,4 @@
-"""`dtmega inspect`: content of a checkpoint, a check of its digests, and comparison of two checkpoints.
+"""`dtmega inspect`: shows a checkpoint's content and verifies its digests, or compares two checkpoints.
 
 dtmega inspect runs/bloom
 dtmega inspect runs/bloom runs/other --quick
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "other", nargs="?", help="a second checkpoint: print the differences, with exit code 1 if there are any"
     )
-    parser.add_argument("--quick", action="store_true", help="skip reading the tensors, so do not verify their digests")
+    parser.add_argument("--quick", action="store_true", help="do not read the tensors, nor verify their digests")
 
 
 def command(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`dtmega merge`: several corpora joined into one.
+"""`dtmega merge`: joins several corpora into one.
 
 dtmega merge --input 'data/part-*' --output data/mine
 """

@@ -1,4 +1,4 @@
-"""`dtmega report`: one HTML page about a run, or a comparison of several runs.
+"""`dtmega report`: draws a run, or a comparison of several runs, as one HTML page.
 
 dtmega report runs/bloom
 dtmega report runs/bloom runs/faster --output both.html --png

@@ -1,4 +1,4 @@
-"""`dtmega tokenize`: text files turned into a corpus in Megatron's format, `.bin/.idx`.
+"""`dtmega tokenize`: turns text files into a corpus in Megatron's format, `.bin/.idx`.
 
 dtmega tokenize --input texts --tokenizer stdlib-8k --output data/mine
 dtmega tokenize --input play.txt --split-documents blank-lines --tokenizer gpt2 --output data/play
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         required=True,
         metavar="SPEC",
-        help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, a name of tiktoken (gpt2), or a file",
+        help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, a tiktoken name (gpt2), or a file",
     )
     parser.add_argument(
         "--output", required=True, type=prefix, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"

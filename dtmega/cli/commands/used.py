@@ -1,4 +1,4 @@
-"""The trained model that a command uses: options that choose its checkpoint and mesh, and a function that loads it."""
+"""The trained model that a command uses: options to choose checkpoint and mesh, and a function to load the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.ann
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a checkpoint of a run, and the mesh for several processes."""
+    """Add the options that choose a run's checkpoint, and the mesh for several processes."""
     parser.add_argument(
         "--step", type=integer(0), metavar="N", help="use the checkpoint of step N (default: the newest)"
     )
@@ -29,13 +29,13 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def startup_of(program: str) -> Startup:
-    """The `Startup` of a command. It prints a refusal in one line.
+    """Make a command's `Startup`, which prints any error in one line.
 
     Args:
-        program: name of the command, printed at the beginning of that line.
+        program: the command's name, printed at the beginning of the error line.
 
     Raises:
-        Refused: an error of `Startup`.
+        Refused: environment variables set by the launcher are wrong; the reason has been printed.
     """
     from dtmega.distributed.agreement import Startup
 
@@ -43,15 +43,15 @@ def startup_of(program: str) -> Startup:
 
 
 def open_run(path: str, args: argparse.Namespace, startup: Startup) -> TrainedModel:
-    """Read the model of a run, from the checkpoint and on the mesh that the options name. All processes call this.
+    """Load a run's model from the chosen checkpoint onto the chosen mesh. All processes call this function.
 
     Args:
         path: a run directory, or the folder of one checkpoint.
-        args: parsed options of `add_checkpoint_options`.
-        startup: startup of the processes.
+        args: parsed command line, with the options of `add_checkpoint_options`.
+        startup: startup of all processes.
 
     Raises:
-        Refused: the model cannot be read. Every process raises this, after the reason has been printed.
+        Refused: the model cannot be loaded. Every process raises this error, after the reason has been printed.
     """
     from dtmega.inference.trained import open_trained
 

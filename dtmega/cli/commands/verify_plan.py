@@ -1,4 +1,4 @@
-"""`dtmega verify-plan`: a check of the tensor-parallel plan of a Hugging Face model.
+"""`dtmega verify-plan`: checks the tensor-parallel plan of a Hugging Face model.
 
 dtmega verify-plan DIR --tp 2
 """

@@ -1,12 +1,12 @@
-"""The text files of an export: a model card, and files copied from the directory that the weights came from.
+"""An export's text files: a model card, and files copied from the source directory of the weights.
 
     README.md           a model card with data, steps, losses and licence; for weights that were only converted, the
-                        README.md of the directory that they came from
-    README-source.md    that directory's README.md, if README.md is a model card
-    LICENSE, NOTICE     unchanged copies of that directory's files
+                        README.md of the source directory
+    README-source.md    the source directory's README.md, if README.md is a model card
+    LICENSE, NOTICE     unchanged copies of the source directory's files
 
-A card is meant to be published. It therefore shows names from outside shortened and as inert text, and only the last
-part of a path.
+A card is meant to be published. Names from outside are therefore shortened and shown as inert text, and only the last
+part of a path is shown.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ CARD = "README.md"
 SOURCE_CARD = "README-source.md"
 TERMS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
 MAX_TEXT_BYTES = 2**20  # a larger README or licence is left out
-MAX_CHARACTERS = 200  # a longer name or value is cut
-MAX_ITEMS = 20  # largest number of corpora, or of losses, in the card
+MAX_CHARACTERS = 200  # a longer name or value is truncated
+MAX_ITEMS = 20  # maximum number of corpora, and of losses, in the card
 FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?)^---[ \t\r]*$", re.DOTALL | re.MULTILINE)
 LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,64})[\"']?[ \t\r]*$", re.MULTILINE)
 # Keys of metrics.jsonl: loss, val_loss, test_loss, and val_NAME_loss for a further validation set.
 LOSS = re.compile(r"loss|test_loss|val_(?:(.+)_)?loss")
-SPLITS = {"loss": "training", "val": "validation", "test": "test"}  # first part of such a key -> split
+SPLITS = {"loss": "training", "val": "validation", "test": "test"}  # first part of a loss key -> split
 
 
 class Row(NamedTuple):
     """A row of the card's table.
 
     Attributes:
-        title: name of the fact.
-        text: the fact in Markdown. Text from outside has been made inert with `code`.
+        title: name of the fact, such as "tokenizer".
+        text: the fact in Markdown, with text from outside made inert by `code`.
     """
 
     title: str
@@ -50,11 +50,11 @@ class Row(NamedTuple):
 
 
 def rows_of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple[Row, ...]:
-    """Rows about the training that led to a checkpoint of dtmega, with the losses of its run.
+    """Rows about the training behind a dtmega checkpoint, including the run's losses.
 
     Args:
         state: the checkpoint's state.
-        data: the [data] section of the training.
+        data: the training run's [data] section.
         path: path of the checkpoint or of the run directory, as the user gave it.
     """
     rows = [Row("written from", f"{code(Path(path).name)}, {counted(state.progress.step, 'step')}")]
@@ -73,10 +73,10 @@ def rows_of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> 
 
 
 def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
-    """The row about the length of a training.
+    """The row about the length of the training.
 
     Args:
-        seq_len: number of tokens in a sequence; 0 if it is not known.
+        seq_len: number of tokens in a sequence; 0 if unknown.
     """
     samples = counted(progress.samples, "sequence")
     if seq_len:
@@ -85,13 +85,13 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:
-    """File name -> content of the text files that an export has beside its weights.
+    """File name -> content, for the text files that an export has beside the weights.
 
-    `generation_config.json` and `tokenizer.json` of the directory are among them. The exporter compares them, to see
-    whether the export has the directory's own tokenizer.
+    The result includes `generation_config.json` and `tokenizer.json` of the directory, because the exporter compares
+    these two files to find out whether the export has the directory's own tokenizer.
 
     Args:
-        directory: Hugging Face directory that the weights came from; None if it is not known.
+        directory: Hugging Face directory that the weights came from; None if unknown.
         rows: facts about the training; empty for weights that were only converted.
         name: name of the export.
     """
@@ -114,11 +114,11 @@ def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str
 
 
 def _card(name: str, licence: str, rows: Sequence[Row]) -> str:
-    """The text of a model card: front matter for model hubs, and a table.
+    """The text of a model card: front matter for model hubs, followed by a table.
 
     Args:
         name: name of the export.
-        licence: identifier of the licence; '' if it is not known.
+        licence: identifier of the licence; '' if unknown.
     """
     front_matter = ["---", "library_name: transformers", "---"]
     if licence:
@@ -142,18 +142,18 @@ def _card(name: str, licence: str, rows: Sequence[Row]) -> str:
 
 
 def code(written: Any) -> str:
-    """Text from outside as Markdown code for a table cell: inert, on one line and cut short."""
+    """Format text from outside as Markdown code for a table cell: inert, on one line, and truncated."""
     shown = printable(str(written)[:MAX_CHARACTERS]).replace("`", "'").replace("|", "¦")
     return f"`{shown}`" if shown.strip() else "(empty)"
 
 
 def heading(written: str) -> str:
-    """Text from outside as a heading, without characters that have a meaning in Markdown."""
+    """Format text from outside as a heading, without characters that have a meaning in Markdown."""
     return re.sub(r"[^\w .,+-]", "_", printable(written[:MAX_CHARACTERS]))
 
 
 def _texts_of(directory: Path) -> dict[str, bytes]:
-    """File name -> content of the files in a directory that an export copies or compares.
+    """File name -> content, for the files in a directory that an export copies or compares.
 
     READMEs and licences larger than MAX_TEXT_BYTES are left out.
     """
@@ -166,7 +166,7 @@ def _texts_of(directory: Path) -> dict[str, bytes]:
 
 
 def _licence(readme: bytes) -> str:
-    """The identifier of the licence in a model card's front matter; '' if there is none, or it is not a plain word."""
+    """The licence identifier in a model card's front matter; '' if missing, or if it is not a plain word."""
     front_matter = FRONT_MATTER.match(readme.decode("utf-8", "replace"))
     licence = LICENCE.search(front_matter[1]) if front_matter else None
     return licence[1] if licence else ""
@@ -180,7 +180,7 @@ def _corpora(data: Data) -> list[str]:
 
 
 def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """The most important keys of a run's recipe with their values. Keys that its checkpoint lacks are left out."""
+    """The main keys of a run's recipe, with their values. Keys missing from the configuration are left out."""
     keys = ("optim.name", "optim.lr", "optim.schedule", "batch.global_batch_size", "precision.params", "run.seed")
     texts: list[str] = []
     for name in keys:
@@ -191,7 +191,7 @@ def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record of the run directory that the user named or that contains the checkpoint; None if there is none."""
+    """The record in the run directory that the user named or that contains the checkpoint; None if not found."""
     for directory in (Path(path), Path(checkpoint.path).parent.parent):
         if (directory / "metrics.jsonl").is_file():
             return record.read(directory / "metrics.jsonl")
@@ -199,10 +199,10 @@ def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
 
 
 def _losses(run_record: record.Record, last_step: int) -> list[Row]:
-    """The last value of each loss up to the checkpoint's step.
+    """Rows with the last value of each loss up to the checkpoint's step.
 
     Args:
-        last_step: the checkpoint's step; the run may have gone on after it.
+        last_step: the checkpoint's step; the run may have gone on after this step.
     """
     rows: list[Row] = []
     for key, series in run_record.series.items():
@@ -218,7 +218,7 @@ def _losses(run_record: record.Record, last_step: int) -> list[Row]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first MAX_ITEMS names, and the number of further names."""
+    """Join the first MAX_ITEMS names, and add the number of further names."""
     all_names = list(names)
     more = f" and {len(all_names) - MAX_ITEMS} more" if len(all_names) > MAX_ITEMS else ""
     return ", ".join(all_names[:MAX_ITEMS]) + more

@@ -2,17 +2,19 @@
 
     --from hf DIR         a Hugging Face folder with safetensors
     --from dtmega PATH    a checkpoint, or a run directory (its newest checkpoint)
-    --from dcp DIR        a folder of plain torch.distributed.checkpoint, read without running its pickles
+    --from dcp DIR        a folder written by plain torch.distributed.checkpoint, read without running its pickles
     --from megatron DIR   a checkpoint of Megatron-LM, Megatron-DeepSpeed or megatron-core, also read
                           without running its pickles
-    --to dtmega DIR       a checkpoint of weights alone, for [model] init_from. From Megatron also a config.toml, and a
-                          checkpoint that a run can resume from, if Adam's moments are complete
+    --to dtmega DIR       a checkpoint that holds only weights, for [model] init_from. When converting from Megatron,
+                          also writes a config.toml and, if Adam's moments are complete, a checkpoint that a run can
+                          resume from
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
     --to megatron DIR     weights for Megatron-LM: for its models of today on any number of ranks (--format core), or
                           for its earlier ones on --tp times --pp ranks (--format legacy)
 
-A run of a Hugging Face model becomes a directory like the one that the model came from. --original names that directory
-if it has moved since. Tensors are converted one by one, so the model need not fit in memory.
+With --to hf, a run of a Hugging Face model is written in the layout of the model's original directory. If this
+directory has moved, --original names its new place. Tensors are converted one by one, so the model need not fit in
+memory.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ MEGATRON_FORMATS = {"core": "megatron-core", LEGACY: "megatron"}
 
 
 def convert(args: argparse.Namespace, startup: Startup) -> None:
-    """Convert the weights that `--from` names, and write them as `--to` says.
+    """Convert the weights that `--from` names into the target that `--to` names.
 
     Args:
         args: arguments of `python -m dtmega convert`.
@@ -53,7 +55,8 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
 
     Raises:
         Refused: the format is unknown, the source is missing or damaged, the weights belong to a different model, the
-            model's directory has changed, or writing failed. Every rank raises this, after the reason was printed.
+            model's directory has changed, or writing failed. Every rank raises this error, after the reason has been
+            printed.
     """
     source = _open(args, startup)
     family = families.of(source.model)
@@ -70,8 +73,8 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
         for note in source.notes:
             print(note)
     with startup.step("output"):
-        # A rank that has nothing to write waits at the end of this step. A heartbeat before each tensor tells it that
-        # this rank is still writing.
+        # A rank that has nothing to write waits at the end of this step. A heartbeat before each tensor tells the
+        # waiting rank that this rank is still writing.
         stored = Renamed(source.weights, {name: name for name in expected}, startup.heartbeat)
         unchanged = families.stored_buffers(model)
         weights = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
@@ -92,7 +95,7 @@ def _write(
     """Write the target. All ranks write a Hugging Face folder together; rank 0 alone writes any other target.
 
     Args:
-        model: the [model] section, with the present path of the model's directory.
+        model: the [model] section, with the current path of the model's directory.
         weights: the tensors to write, in the target's dtype.
     """
     target, path = args.target
@@ -148,7 +151,7 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
     target = args.target[0]
     source = None
     # A run may save a newer checkpoint at any moment, so rank 0 alone looks for the newest one. The other ranks open
-    # the path that it has found.
+    # the path that rank 0 has found.
     with startup.step("search of the source") as search:
         if kind not in READERS or target not in TARGETS:
             raise ValueError(
@@ -173,11 +176,11 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
 
 
 def _model_section(args: argparse.Namespace, source: ConversionSource, family: Family) -> config.Model:
-    """The source's [model] section. If `--original` is given, its directory replaces the one in the section.
+    """The source's [model] section. If `--original` is given, that directory replaces the section's directory.
 
     Raises:
-        ValueError: `--original` is given for a model without a directory, the directory is not the one that the run
-            was trained with, or the model's sizes do not fit the weights.
+        ValueError: `--original` is given for a model without a directory, the run was trained with a different
+            directory, or the model's sizes do not fit the weights.
     """
     if args.original and not family.directory:
         raise ValueError(
@@ -195,7 +198,7 @@ def _model_section(args: argparse.Namespace, source: ConversionSource, family: F
 def _left_out(
     args: argparse.Namespace, source: ConversionSource, model: config.Model, expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Names of the stored tensors that the model does not have.
+    """The names of stored tensors that the model does not have.
 
     Args:
         expected: name -> shape of the model's tensors.
@@ -211,7 +214,7 @@ def _left_out(
                 f"{', '.join(left_out[:5])}, ... (--config, --prefix)"
             )
         stored = source.weights.tensors[name][1]
-        # A Hugging Face folder has no rows of padding.
+        # A Hugging Face folder has no padding rows.
         is_unpadded = stored[:1] == (model.vocab_size,)
         if stored[1:] != shape[1:] or (stored != shape and not is_unpadded):
             raise ValueError(f"{args.source[1]}: '{name}' is {list(stored)}, the model's is {list(shape)} (--config)")
@@ -220,7 +223,7 @@ def _left_out(
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    """The dtype that `--dtype` names; None if it is not given and each tensor keeps its own.
+    """The dtype that `--dtype` names; None if the option is not given, so that each tensor keeps its own dtype.
 
     Raises:
         ValueError: weights cannot have this dtype.
@@ -234,7 +237,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state. Reading its moments fails if they hold NaN or infinity that the user has not allowed."""
+    """The training state. Reading a moment with NaN or infinity raises an error, unless the user has allowed it."""
     if training is None:
         return None
     moments = {

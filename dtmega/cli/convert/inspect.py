@@ -1,4 +1,4 @@
-"""`python -m dtmega inspect CKPT [OTHER]`: facts about a checkpoint, a check of its digests, and comparison of two."""
+"""`python -m dtmega inspect CKPT [OTHER]`: facts about a checkpoint, a check of its digests, a comparison of two."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.distributed import exit_codes
 from dtmega.files.console import counted, printable
 
-SHOWN = 10  # number of differing tensors that are listed; further ones are only counted
+SHOWN = 10  # maximum number of differing tensors to list; the rest are only counted
 
 
 def show(path: str, other: str | None, verify: bool) -> int:
-    """Print the facts about a checkpoint, or the differences between two.
+    """Print facts about a checkpoint, or the differences between two checkpoints.
 
     Args:
         path: path of a checkpoint or of a run directory (its newest checkpoint).
-        other: path of a second checkpoint to compare with; None to describe the first one alone.
+        other: path of a second checkpoint to compare with; None to describe only the first checkpoint.
         verify: True to read the whole checkpoint and compare all digests.
 
     Returns:
@@ -47,7 +47,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
-    """The facts about a checkpoint, one line each."""
+    """Facts about a checkpoint, one per line."""
     manifest, state = checkpoint.manifest, state_of(checkpoint)
     weights = {name: entry for name, entry in manifest.tensors.items() if name.startswith("model/")}
     others = {name: entry for name, entry in manifest.tensors.items() if name not in weights}
@@ -68,7 +68,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """The differences in `State` and in the tensors, one line each. Tensors are compared by value, not by layout."""
+    """The differences in `State` and in the tensors, one per line. Tensors are compared by value, not by layout."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):
@@ -81,12 +81,12 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:
-    """The line about a tensor that differs between two checkpoints; '' if the tensor is the same in both."""
+    """A line about a tensor that differs between two checkpoints; '' if the tensor is the same in both."""
     entry_a, entry_b = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
     if entry_a is None or entry_b is None or entry_a.shape != entry_b.shape or entry_a.dtype != entry_b.dtype:
         return f"{name}: {_kind(entry_a)} | {_kind(entry_b)}"
-    # If chunks and digests are equal, nothing has to be read. If they differ, the values may still be equal, because a
-    # different layout stores a tensor in different chunks.
+    # If chunks and digests are equal, nothing has to be read. If chunks or digests differ, the values may still be
+    # equal, because a different layout stores a tensor in different chunks.
     if _digests(entry_a) == _digests(entry_b):
         return ""
     tensor_a, tensor_b = a.read(name), b.read(name)
@@ -98,7 +98,7 @@ def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:
 
 
 def _digests(entry: Entry) -> list[tuple[Any, ...]]:
-    """The place and digests of each chunk of a tensor."""
+    """The position, size and digests of each chunk of a tensor."""
     return [(chunk.offsets, chunk.sizes, chunk.digests) for chunk in entry.chunks]
 
 
@@ -111,7 +111,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _kind(entry: Entry | None) -> str:
-    """The dtype and shape of a tensor as text."""
+    """A tensor's dtype and shape, as text."""
     if entry is None:
         return "not there"
     return f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"

@@ -20,20 +20,20 @@ from dtmega.interop.torch_files.dcp import DCPFolder
 
 
 class ConversionSource(NamedTuple):
-    """The weights that `--from` names, and everything that is known about them.
+    """The weights that `--from` names, and everything known about these weights.
 
     Attributes:
-        path: path of the checkpoint or directory that was found, for the other ranks to open.
+        path: path of the checkpoint or directory that was found; the other ranks open the same path.
         weights: the tensors, under dtmega's names.
         model: the [model] section.
-        tokenizer: path of a tokenizer.json, or a tokenizer spec; '' if there is none, or only the one in the directory
-            that the model was read from.
-        digest: digest of the directory that the model was read from; '' if it is not known.
-        data: the [data] section of the training; all defaults if it is not known.
-        training: training state, so that a run can resume from the written checkpoint; None for weights alone.
-        toml: text of a configuration to write beside a checkpoint; '' if there is none.
-        directory: Hugging Face directory that the weights come from; None if it is not known, or is the one that the
-            model was read from.
+        tokenizer: path of a tokenizer.json, or a tokenizer spec; '' if there is no tokenizer, or only the tokenizer in
+            the directory that the model was read from.
+        digest: digest of the directory that the model was read from; '' if unknown.
+        data: the training run's [data] section; all defaults if unknown.
+        training: training state, so that a run can resume from the written checkpoint; None if there are only weights.
+        toml: TOML text of a configuration to write beside a checkpoint; '' to write no configuration.
+        directory: Hugging Face directory that the weights come from; None if unknown, or if the model was read from
+            that directory.
         rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines to print for the user.
     """
@@ -92,7 +92,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     configured = _model(args.config) if args.config else None
     contents = folder.open_folder(Path(name), configured, average=args.average_copies)
     where = str(contents.path)
-    # The stored tensors include rows of padding, so they are read with the model that counts those rows as ids.
+    # The stored tensors include padding rows, so read the tensors with a model that counts padding rows as ids.
     padded = vocabulary.with_padded_vocabulary(contents, configured)
     their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:
@@ -125,7 +125,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
 
 
 def _model(name: str) -> config.Model:
-    """The [model] section of a configuration."""
+    """The [model] section of the configuration that `--config` names."""
     return config.load(["--config", name]).model
 
 

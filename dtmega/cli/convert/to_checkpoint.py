@@ -1,4 +1,4 @@
-"""Write a checkpoint of dtmega from converted weights, with another program's training state if there is any."""
+"""Write a dtmega checkpoint from converted weights, with another program's training state if there is one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Training(NamedTuple):
     """The training state of another program's run.
 
     Attributes:
-        moments: kind of moment, "exp_avg" or "exp_avg_sq" -> source of Adam's moments under dtmega's names.
-        progress: numbers of steps and samples that the run had done.
+        moments: kind of Adam's moments ("exp_avg" or "exp_avg_sq") -> source of the moments, under dtmega's names.
+        progress: counts of steps and samples that the run had done.
         updates: number of updates that Adam has made.
-        loss_scale: state of float16's loss scale; None if there is none.
-        sections: known sections of the run's configuration, by name.
+        loss_scale: state of float16's loss scale; None if the run had no loss scale.
+        sections: known sections of the run's configuration, keyed by section name.
     """
 
     moments: Mapping[str, Source]
@@ -44,18 +44,18 @@ def write(
     training: Training | None = None,
     toml: str = "",
 ) -> None:
-    """Write a checkpoint completely, or not at all.
+    """Write a checkpoint, either completely or not at all.
 
     Args:
         path: path or URL of the checkpoint.
         source: weights under dtmega's names.
         model: the [model] section.
-        digest: digest of the directory that the model is read from; '' if there is none.
-        training: state that a run resumes from; None writes weights alone.
-        toml: text of a configuration to write beside the weights; '' for none.
+        digest: digest of the directory that the model is read from; '' if there is no directory.
+        training: state that a run resumes from; None to write only weights.
+        toml: TOML text of a configuration to write beside the weights; '' to write no configuration.
 
     Raises:
-        ValueError: the checkpoint exists already.
+        ValueError: the checkpoint already exists.
     """
     tensors = {f"model/{name}": (source, name) for name in source.tensors}
     sections = {"model": model.model_dump()}
@@ -63,8 +63,8 @@ def write(
     if training is not None:
         for kind, moments in training.moments.items():
             tensors |= {f"optimizer/{kind}/{name}": (moments, name) for name in source.tensors}
-        # Nothing in the other program's files identifies its data. The identity says so, and a run that resumes from
-        # here has to allow changed data.
+        # Nothing in the other program's files identifies the data. The identity records this fact, and a run that
+        # resumes from the checkpoint must allow changed data.
         state = State.of(
             {**training.sections, **sections},
             progress=training.progress,
@@ -76,8 +76,8 @@ def write(
     files, folder = split_path(path)
     if folder in files.folders():
         raise ValueError(f"{path} exists already (--to)")
-    # A folder on a disk gets its name when it is complete. Remote storage cannot rename: there the folder counts as a
-    # checkpoint once it has its manifest, which is written after the tensors.
+    # A folder on a disk gets its final name when it is complete. Remote storage cannot rename, so there a folder counts
+    # as a checkpoint once it has a manifest, which is written after the tensors.
     temporary = f".tmp-{folder}" if isinstance(files, Disk) else folder
     try:
         files.make(temporary)
@@ -90,19 +90,19 @@ def write(
             files.rename(temporary, folder)
             files.sync("")
     except BaseException:
-        # If deleting fails as well, the remains only take up room. The first error is the one to report.
+        # If deleting fails as well, the leftovers only take up space. The first error is the one to report.
         with contextlib.suppress(Exception):
             files.remove(temporary)
         raise
 
 
 def _fill(files: Disk | Remote, folder: str, tensors: Mapping[str, tuple[Source, str]], state: State) -> None:
-    """Write every tensor, one by one, and then the manifest.
+    """Write the tensors one by one, then the manifest.
 
     Args:
         folder: name of the folder within `files`.
-        tensors: name in the checkpoint -> source of the tensor, and its name there.
-        state: state of the run, for the manifest.
+        tensors: name in the checkpoint -> (source of the tensor, name in the source).
+        state: the run's state, to record in the manifest.
     """
     name = "data-00000.bin"
     entries: dict[str, Entry] = {}

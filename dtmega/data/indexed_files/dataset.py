@@ -1,7 +1,7 @@
 """Megatron's token files: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence is.
 
-The files are memory-mapped. Both layouts of the .idx are read (`idx_file.py`); MMIDIDX is written, byte for byte as
-Megatron writes it.
+The files are memory-mapped. Both layouts of the .idx can be read (`idx_file.py`). Only the MMIDIDX layout is written,
+byte for byte as Megatron writes it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from dtmega.data.indexed_files.idx_file import DTYPE_OF_CODE, HEADER, MAGIC, rea
 from dtmega.files.atomic import sync_folder
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
 
-CHUNK = 1 << 20  # entries checked at a time, which bounds the memory needed to open a file of any size
+CHUNK = 1 << 20  # entries checked at a time, to bound the memory needed to open a file
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron stores ids below `vocab_size` in (`DType.optimal_dtype`)."""
+    """The dtype in which Megatron stores ids below `vocab_size` (`DType.optimal_dtype`)."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
     """A `.bin/.idx` pair, memory-mapped and checked when opened.
 
-    Only the prefix is pickled; a worker process maps the files for itself.
+    Pickling keeps only the arguments; a worker process maps the files itself.
 
     Args:
         prefix: path of the two files without their suffixes.
-        by_sequence: True if the caller reads sequences and never documents. Then the document index is not checked,
-            because files that Megatron has merged have no usable one.
+        by_sequence: True if the caller reads sequences and never documents. The document index is then not checked,
+            because files that Megatron has merged have no usable document index.
 
     Attributes:
         dtype: dtype of the tokens.
-        sizes: int32 or int64 [n], tokens per sequence.
-        pointers: int64 [n], start of each sequence in .bin, in the unit of the file: bytes, or tokens (TNTIDX).
-        document_index: int64 [documents + 1]; document d is sequences document_index[d] to document_index[d + 1] - 1.
+        sizes: number of tokens in each sequence, int32 or int64 [n].
+        pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or in tokens (TNTIDX).
+        document_index: first sequence of each document, then the number of sequences, int64 [documents + 1].
         n_tokens: number of tokens, which may be 0.
-        tokens: [n_tokens] of `dtype`, the whole .bin.
+        tokens: all tokens of .bin, [n_tokens] of `dtype`.
 
     Raises:
-        ValueError: a file is missing, damaged or of another format, or the two do not belong together.
+        ValueError: a file is missing, damaged or in another format, or the two files do not belong together.
     """
 
     def __init__(self, prefix: str | Path, *, by_sequence: bool = False) -> None:
@@ -74,10 +74,10 @@ class IndexedDataset:
         self.tokens: NDArray[Any] = data.view(self.dtype)
 
     def _check_sequences(self, path: str) -> int:
-        """Check that the sequences lie one after the other from the first byte on; return the number of their tokens.
+        """Check that the sequences follow each other without a gap from the first byte on; return their token count.
 
         Raises:
-            ValueError: a negative size, or a sequence that does not start where the one before it ends.
+            ValueError: a size is negative, or a sequence does not start where the sequence before it ends.
         """
         unit = "byte" if self._per_token > 1 else "token"
         end = 0
@@ -123,10 +123,10 @@ class IndexedDataset:
         Args:
             i: number of the sequence.
             offset: first token of the range, counted from the start of the sequence.
-            length: number of tokens; None takes all to the end of the sequence.
+            length: number of tokens; None for all tokens up to the end of the sequence.
 
         Raises:
-            IndexError: there is no such sequence, or the range is not inside it.
+            IndexError: there is no sequence i, or the range is not inside the sequence.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"{self.prefix}: sequence {i} of {len(self)}")
@@ -138,18 +138,24 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
-        """Place of each document's first token in .bin, [d] -> [d]; for one past the last document, the end of .bin."""
+        """Place of each document's first token in .bin, [d] -> [d].
+
+        One past the last document is a valid number too: its place is the end of .bin.
+        """
         return self.tokens_before(self.document_index[documents])
 
     def tokens_before(self, sequences: NDArray[Any]) -> NDArray[np.int64]:
-        """Number of tokens in .bin before each of these sequences, in any shape; all tokens for one past the last."""
+        """Number of tokens in .bin before each sequence; `sequences` may have any shape.
+
+        One past the last sequence is a valid number too: all tokens of .bin are before it.
+        """
         starts = np.full(sequences.shape, self.n_tokens)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self._per_token
         return starts
 
     def sequence_of(self, token: int) -> int:
-        """Number of the sequence that contains a token, which is given by its place in .bin."""
+        """Number of the sequence that contains the token at this place in .bin."""
         return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,11 +166,11 @@ def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:
     """The bytes of a file, memory-mapped.
 
     Raises:
-        ValueError: the file cannot be read, or is a pointer of Git LFS.
+        ValueError: the file cannot be read, or is a Git LFS pointer.
     """
     path = f"{prefix}{suffix}"
     try:
-        # numpy refuses to map an empty file, which the .bin of a data set without tokens is.
+        # numpy refuses to map an empty file, and the .bin of a data set without tokens is empty.
         content = np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}{dangling(path)} ({_advice(prefix)})") from None
@@ -173,7 +179,7 @@ def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:
 
 
 def _advice(prefix: str) -> str:
-    """The end of the message about a missing file: what [data] path expects."""
+    """The last part of the message about a missing file, which explains how to set [data] path."""
     if prefix.endswith((".bin", ".idx")):
         return f"[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: {prefix[:-4]}"
     if "," in prefix or prefix.startswith("["):
@@ -184,10 +190,10 @@ def _advice(prefix: str) -> str:
 
 
 def check_free(prefix: str, overwrite: bool) -> None:
-    """Refuse to replace token files, unless `overwrite` allows it.
+    """Check that no token files would be replaced, unless `overwrite` is True.
 
     Raises:
-        ValueError: a file of that prefix exists.
+        ValueError: a file with that prefix exists, and `overwrite` is False.
     """
     for path in (f"{prefix}.bin", f"{prefix}.idx"):
         if os.path.lexists(path) and not overwrite:
@@ -201,16 +207,16 @@ class IndexedWriter:
             writer.add([5, 7, 2])  # a document
             writer.add([8, 6, 4, 9, 2], sizes=[3, 2])  # a document of two sentences
 
-    After an exception inside the block the earlier files of that PREFIX are as before. A crash may leave
-    `PREFIX.*.tmp` files behind. Two processes that write the same PREFIX at the same time have to use a lock.
+    An exception inside the block leaves earlier files with that PREFIX unchanged. A crash may leave `PREFIX.*.tmp`
+    files behind. Two processes that write the same PREFIX at the same time have to use a lock.
 
     Args:
         prefix: path of the two files without their suffixes.
         dtype: integer dtype of the tokens, see `token_dtype`.
 
     Attributes:
-        about: the content of PREFIX.meta.json (`record.py`), to be set before the block ends. If it is empty, no such
-            file is written, and that of an earlier write is deleted.
+        about: content of PREFIX.meta.json (`record.py`), to be set before the block ends. If the content is empty, no
+            PREFIX.meta.json is written, and the one from an earlier write is deleted.
         n_tokens: number of tokens added so far.
 
     Raises:
@@ -247,11 +253,12 @@ class IndexedWriter:
         """Append one document.
 
         Args:
-            tokens: integers [length], 0 <= length < 2**31.
-            sizes: tokens of each of the document's sequences, which add up to length; None makes it one sequence.
+            tokens: ids of the document, integers [length] with 0 <= length < 2**31.
+            sizes: numbers of tokens in the document's sequences, which add up to length; None makes the document one
+                sequence.
 
         Raises:
-            ValueError: the tokens are not integers, too many, or do not fit the dtype.
+            ValueError: the tokens are not integers, are too many, or do not fit the dtype.
         """
         ids = np.asarray(tokens) if len(tokens) else np.zeros(0, self.dtype)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= 2**31:
@@ -270,7 +277,7 @@ class IndexedWriter:
         self.n_tokens += len(ids)
 
     def add_all(self, dataset: IndexedDataset) -> None:
-        """Append all documents of a data set, which has the same dtype and either layout of .idx."""
+        """Append all documents of a data set with the same dtype; the data set's .idx may have either layout."""
         assert dataset.dtype == self.dtype, (dataset.dtype, self.dtype)
         for start in range(0, dataset.n_tokens, CHUNK):
             self._bin.write(dataset.tokens[start : start + CHUNK].tobytes())
@@ -318,7 +325,7 @@ class IndexedWriter:
         folder = Path(self.prefix).parent
         idx = Path(f"{self.prefix}.idx")
         about = Path(f"{self.prefix}.meta.json")
-        # Whatever crash interrupts this, an .idx must never stand next to a .bin or .meta.json of another write. So the
+        # Even after a crash in between, an .idx must never stand next to a .bin or .meta.json of another write. So the
         # old index is deleted first, the new one is renamed last, and the folder is synced to disk between the steps.
         idx.unlink(missing_ok=True)
         sync_folder(folder)

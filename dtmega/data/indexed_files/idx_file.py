@@ -44,10 +44,10 @@ class Index(NamedTuple):
 
     Attributes:
         dtype: dtype of the tokens in .bin.
-        sizes: int32 or int64 [n], tokens per sequence.
-        pointers: int64 [n], start of each sequence in .bin, in bytes (MMIDIDX) or tokens (TNTIDX).
-        per_token: units of `pointers` per token: the bytes of a token, or 1.
-        document_index: int64 [d], first sequence of each document, then n.
+        sizes: number of tokens in each sequence, int32 or int64 [n].
+        pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or tokens (TNTIDX).
+        per_token: number of units of `pointers` per token: the size of a token in bytes (MMIDIDX), or 1 (TNTIDX).
+        document_index: first sequence of each document, then n, int64 [d].
     """
 
     dtype: np.dtype[Any]
@@ -58,14 +58,16 @@ class Index(NamedTuple):
 
 
 def read_index(path: str, index: NDArray[np.uint8]) -> Index:
-    """The arrays of an .idx file of either layout. Their values are not checked here; `IndexedDataset` does that.
+    """Read the arrays of an .idx file of either layout.
+
+    `IndexedDataset` checks the arrays' values; this function does not.
 
     Args:
         path: the file's name, for messages.
         index: the file's bytes.
 
     Raises:
-        ValueError: the header cannot be used, or the file's length does not fit it.
+        ValueError: the header is invalid, or the file's length does not match the header.
     """
     start = index[: LEGACY_HEADER.size].tobytes()
     return _legacy(path, index, start) if start.startswith(LEGACY_MAGIC) else _mmap(path, index, start)
@@ -116,7 +118,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
         )
     if n_sizes != n:
         raise ValueError(f"{path}: expected one size for each of {n} sequences, as rows of tokens have, got {n_sizes}")
-    # The first array, where each sequence's shape starts, says nothing new: each shape is one size.
+    # Skip the first array, which says where each sequence's shape starts: each shape is a single size.
     numbers = index[LEGACY_HEADER.size :].view("<i8")
     _, pointers, sizes, documents = np.split(numbers, np.cumsum([n + 1, n + 1, n]))
     end = pointers[n - 1] + sizes[n - 1] if n else 0
@@ -126,7 +128,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
 
 
 def _dtype(path: str, version: int, code: int, codes: dict[int, np.dtype[Any]]) -> np.dtype[Any]:
-    """The dtype of a code in a header, after a check of the header's version."""
+    """Check a header's version, and return the dtype for its code."""
     if version != 1:
         raise ValueError(f"{path}: expected version 1, got {version}")
     if code not in codes:

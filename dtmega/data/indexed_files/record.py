@@ -2,8 +2,8 @@
 
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
 
-It exists because ids of a wrong vocabulary, if they are small enough, train without any sign of trouble. Megatron
-writes no such record.
+The record exists because training on token ids of the wrong vocabulary shows no sign of trouble if the ids are small
+enough. Megatron writes no record of this kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
 class Record(BaseModel):
-    """The content of a PREFIX.meta.json: the settings with which a text was tokenised.
+    """The content of a PREFIX.meta.json: how a text was tokenised.
 
     Attributes:
         tokenizer: the tokenizer's spec, for people to read.
@@ -30,7 +30,8 @@ class Record(BaseModel):
         append_eod: True if each document ends with `eod_id`.
         sentences: True if each sequence is a sentence, and a document has any number of sentences; False if each
             sequence is a whole document.
-        documents, tokens: counts of the `.bin`. They show whether this record belongs to the `.bin` next to it.
+        documents, tokens: numbers of documents and tokens in the `.bin`, to check that this record belongs to the
+            `.bin` next to it.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -44,7 +45,7 @@ class Record(BaseModel):
 
 
 def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = False, sentences: bool = False) -> str:
-    """The content of PREFIX.meta.json, for a writer that has all its documents."""
+    """The content of PREFIX.meta.json, for a writer that already has all documents."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,
@@ -58,7 +59,7 @@ def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = F
 
 
 def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
-    """Check that a data set was made with this tokenizer; False if it has no record and cannot be checked.
+    """Check that a data set was made with this tokenizer. Returns False if there is no record to check.
 
     Raises:
         ValueError: the record is damaged, names another tokenizer, or says that documents have no end-of-document
@@ -84,17 +85,19 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
 
 
 def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
-    """Refuse a text split into sentences if documents are expected, and the reverse.
+    """Check that a text is split into sentences if sentences are expected, and is not split if documents are expected.
 
-    Without a record, a text with more sequences than documents counts as split into sentences. Where documents are
-    expected, such a text is accepted all the same, because Megatron's merged files look like that.
+    A text without a record counts as split into sentences if it has more sequences than documents. If documents are
+    expected, a text without a record is always accepted, because files that Megatron has merged also have more
+    sequences than documents.
 
     Args:
         dataset: the text.
         expected: True if the objective reads sentences.
 
     Raises:
-        ValueError: the text has the other form; the message names the option of `tokenize` to change.
+        ValueError: the text is split although documents are expected, or the reverse; the message names the option of
+            `tokenize` to change.
     """
     record = record_of(dataset)
     n_documents = len(dataset.document_index) - 1
@@ -127,13 +130,13 @@ def record_of(dataset: IndexedDataset) -> Record | None:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ValueError(f"{path}: {key}: {first['msg']} (without this file, nothing is checked)") from None
-    # Somebody may have replaced the .bin and left the record of the one before.
+    # Somebody may have replaced the .bin and left the record of the old .bin in place.
     belongs = (record.documents, record.tokens) == (len(dataset.document_index) - 1, dataset.n_tokens)
     return record if belongs else None
 
 
 def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:
-    """A line for the user about data sets without a record, which are assumed to be in `tokenizer`."""
+    """A line for the user about data sets without a record, which are assumed to be made with `tokenizer`."""
     more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
     return (
         f"{prefixes[0]}.bin{more}: no record of the tokenizer (Megatron writes none), taken to be in '{tokenizer.name}'"

@@ -1,11 +1,11 @@
-"""A file of arrays in the cache directory: one process of a node makes it, and all processes map it.
+"""A file of arrays in the cache directory. One process of a node makes the file, and all processes map the file.
 
     made = SharedFile(path, made_from=index_state(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
     made.read_or_make()
     np.memmap(path, ...)
 
-The file ends with a digest of its content and of the inputs it was made from. A damaged file, or one whose inputs have
-changed, is replaced. Users may delete anything in the cache directory at any time.
+The file ends with a digest of its content and of the inputs it was made from. The file is replaced if it is damaged or
+the inputs have changed. Users may delete anything in the cache directory at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIGEST_BYTES = 16
 
 
 def index_state(dataset: IndexedDataset) -> str:
-    """Path, size and time of a data set's index. If one of them differs, it may be another data set."""
+    """Path, size and modification time of a data set's index; any change means that the data set may have changed."""
     index = index_path(dataset)
     stat = os.stat(index)
     return f"{index} {stat.st_size} {stat.st_mtime_ns}"
@@ -44,7 +44,7 @@ class SharedFile:
 
     Args:
         path: path of the file.
-        made_from: all inputs of the content, in words. If they change, the file is replaced.
+        made_from: text that names all inputs of the content; the file is replaced if this text changes.
         pieces: function that yields the arrays of the content, one after the other.
         about: a line for the user, printed by the process that makes the file.
     """
@@ -54,24 +54,24 @@ class SharedFile:
         self._made_from = made_from.encode()
 
     def read_or_make(self) -> bool:
-        """Make the file unless it is there and intact; True if this process made it.
+        """Make the file unless an intact one is there. Returns True if this process made the file.
 
         Raises:
-            OSError: the disk is full, or the directory cannot be written.
+            OSError: the disk is full, or the directory is not writable.
         """
         if self._is_intact():
             return False
         with self._lock():
-            if self._is_intact():  # another process may have made it while this one waited
+            if self._is_intact():  # another process may have made the file while this process waited
                 return False
             self._make()
             return True
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Hold a lock, if possible, so that the node does not make the file twice.
+        """Hold a lock, if possible, so that only one process of the node makes the file.
 
-        Going on without the lock does no harm: a file is written under another name and then renamed.
+        Working without the lock does no harm, because the file is written under another name and then renamed.
         """
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # the lock file may belong to another user
@@ -80,7 +80,7 @@ class SharedFile:
 
     def _is_intact(self) -> bool:
         """True if the file is complete and undamaged, and was made from the same inputs."""
-        # Read, not mapped, because pages that a process maps and touches count as its memory.
+        # The file is read, not mapped, because mapped pages that a process touches count as its memory.
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             n_bytes = os.fstat(file.fileno()).st_size - DIGEST_BYTES
             digest = xxhash.xxh3_128(self._made_from)

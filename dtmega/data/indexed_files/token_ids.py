@@ -1,4 +1,4 @@
-"""A check that all ids of a file are inside a vocabulary. The file is scanned once; its range of ids is cached."""
+"""Check that all ids of a file are inside a vocabulary. The file is scanned once, and its range of ids is cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     """Check that every id of a data set is in [0, vocab_size).
 
     Raises:
-        ValueError: an id is outside, or the tokens are not integers.
+        ValueError: an id is outside this range, or the tokens are not integers.
     """
     path = f"{dataset.prefix}.bin"
     if dataset.dtype.kind == "f":
@@ -28,7 +28,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     low, high = _token_range(dataset, path)
     if low >= 0 and high < vocab_size:
         return
-    # Some id is outside. Find the first one, for the message.
+    # Find the first id outside the range, for the message.
     for start in range(0, dataset.n_tokens, CHUNK):
         ids = dataset.tokens[start : start + CHUNK].astype(np.int64)
         outside = (ids < 0) | (ids >= vocab_size)
@@ -43,7 +43,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
-    """The smallest and the largest id of a data set that has tokens, from the cache directory if they are known."""
+    """The smallest and the largest id of a data set, kept in the cache directory. The data set must have tokens."""
     real, stat = os.path.realpath(path), os.stat(path)
     state = {"path": real, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "dtype": dataset.dtype.str}
     cache = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
@@ -58,7 +58,7 @@ def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
         lows.append(int(ids.min()))
         highs.append(int(ids.max()))
     low, high = min(lows), max(highs)
-    # If the disk is full, nothing is cached, and the next run has to scan the file too.
+    # If the disk is full, nothing is cached, and the next run has to scan the file again.
     with contextlib.suppress(OSError):
         temp = cache.with_suffix(f".{os.getpid()}.tmp")
         temp.write_text(json.dumps({"state": state, "low": low, "high": high}))

@@ -2,16 +2,17 @@
 
     choices = greedy(np.array([0.7, 0.2, 0.1]), 1000)  # the corpus of each sample
 
-Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, where w_j is its weight and c_j the number
-of samples taken from it so far (`build_blending_indices` in the compiled `helpers.cpp` of Megatron-LM,
-Megatron-DeepSpeed and megatron-core).
+Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, where w_j is the weight of corpus j, and
+c_j the number of samples taken from corpus j so far (`build_blending_indices` in the compiled `helpers.cpp` of
+Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
-This rule has to be computed sample by sample, which is slow in numpy. So the run is cut into up to a few thousand
-stretches, which are computed side by side, each from a guess of the counts at its beginning. If the stretch before it
-ends with other counts, a stretch is repaired: it is computed from the true counts, until its counts are those of the
-last pass. That takes only a few samples, because the sum of the absolute differences between two sets of counts never
-grows: where the two choose different corpora, both differences shrink. In the end each stretch begins with the counts
-at the end of the one before it. So the result equals Megatron's, rounding included, whatever was guessed.
+The rule works sample by sample, which is slow in numpy. So the run is cut into at most STRETCHES stretches, and all
+stretches are computed side by side, each from guessed counts at its beginning. A stretch is repaired if the previous
+stretch ends with different counts: its samples are computed again from the different counts, until the new counts equal
+the counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two
+sets of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each
+stretch begins with the counts at the end of the previous stretch. So the result equals Megatron's for any guess,
+including rounding.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.data.sampling.samples import AnySamples
 
 FORMAT = 1  # increase it when a change makes the same weights choose different corpora
-LONG = 1 << 20  # samples from which choices are kept in a file
-STRETCHES = 4096  # most stretches side by side
-MIN_STRETCH = 256  # fewest samples in a stretch
-COUNT_EVERY = 4096  # samples between two running counts
-COMPARE_EVERY = 8  # samples between two comparisons while a stretch is repaired
+LONG = 1 << 20  # choices for at least this many samples are kept in a file
+STRETCHES = 4096  # maximum number of stretches computed side by side
+MIN_STRETCH = 256  # minimum number of samples in a stretch
+COUNT_EVERY = 4096  # number of samples between two running counts
+COMPARE_EVERY = 8  # number of samples between two comparisons while a stretch is repaired
 
 
 class MegatronBlend:
@@ -41,7 +42,7 @@ class MegatronBlend:
 
     Args:
         parts: the samples of each corpus.
-        weights: shares of the corpora, normalised as Megatron does it.
+        weights: share of each corpus, normalised as in Megatron.
         n: number of samples.
 
     Raises:
@@ -72,11 +73,11 @@ class MegatronBlend:
         return self.parts[corpus][sample]
 
     def locate(self, g: int) -> tuple[int, int]:
-        """The corpus that sample g comes from, and the number of samples that it has given before."""
+        """The corpus that sample g comes from, and the number of earlier samples that come from the same corpus."""
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])
-        # From the last running count on, count the choices one by one.
+        # Count the choices since the last running count one by one.
         start = g // COUNT_EVERY * COUNT_EVERY
         before = np.count_nonzero(self._choices[start:g] == corpus)
         return corpus, int(self._counts[g // COUNT_EVERY, corpus]) + int(before)
@@ -86,10 +87,12 @@ class MegatronBlend:
 
 
 def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
-    """Samples taken from each corpus before samples 0, COUNT_EVERY, 2 COUNT_EVERY, ..., and after the last one.
+    """Count the samples taken from each corpus before sample 0, sample COUNT_EVERY, sample 2 COUNT_EVERY, and so on.
+
+    The last row holds the counts after the last sample.
 
     Returns:
-        int64 [ceil(n / COUNT_EVERY) + 1, corpora].
+        Running counts, int64 [ceil(n / COUNT_EVERY) + 1, corpora].
     """
     rows = [np.zeros(n_corpora, np.int64)]
     for i in range(0, len(choices), COUNT_EVERY):
@@ -98,7 +101,7 @@ def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
 
 
 def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """The result of `greedy`. A long one is made once per node, in a file that all processes there map."""
+    """The result of `greedy`. One process of a node stores a long result in a file that all processes map."""
     if n >= LONG and len(weights) > 1:
         try:
             return _from_file(weights, n)
@@ -108,10 +111,10 @@ def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
 
 
 def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """The choices in the cache directory, memory-mapped; made if they are not there.
+    """Memory-map the choices from the cache directory; make the file first if it is missing.
 
     Raises:
-        OSError, ValueError: no cache directory, or no room in it.
+        OSError, ValueError: there is no cache directory, or no room in it.
     """
     made_from = f"{weights.tolist()} {n} {FORMAT}"
     path = cache_dir() / f"megatron-blend-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.bin"
@@ -127,7 +130,7 @@ def greedy(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     """The corpus of each sample, uint8 or uint16 [n].
 
     Args:
-        weights: fp64 [corpora], shares that add up to 1.
+        weights: share of each corpus, fp64 [corpora]; the shares add up to 1.
         n: number of samples.
     """
     n_stretches = max(1, min(STRETCHES, n // MIN_STRETCH))
@@ -138,7 +141,8 @@ def greedy(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     begins = _guess_counts(weights, firsts)
     ends = begins.copy()
     _compute(weights, firsts, ends, choices)
-    # A repair may change the end of a stretch and so the beginning of the next, until all fit together.
+    # A repair may change the counts at the end of a stretch, and so the counts at the beginning of the next stretch.
+    # Repeat until all stretches fit together.
     while True:
         wrong = 1 + np.flatnonzero((begins[1:] != ends[:-1]).any(1))
         if not len(wrong):
@@ -154,14 +158,14 @@ def _dtype(n_corpora: int) -> np.dtype[Any]:
 
 
 def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Counts near the true ones at the beginning of each stretch, fp64 [stretches, corpora].
+    """Guess the counts at the beginning of each stretch, fp64 [stretches, corpora].
 
-    Shares are rounded down, and the corpora with the largest remainders get one more, so that each row adds up to the
-    number of samples before the stretch, as true counts do.
+    Shares are rounded down, and the corpora with the largest remainders get one more sample. So each row adds up to the
+    number of samples before the stretch, as the true counts do.
 
     Args:
-        weights: fp64 [corpora].
-        firsts: int64 [stretches], first sample of each stretch.
+        weights: share of each corpus, fp64 [corpora].
+        firsts: first sample of each stretch, int64 [stretches].
     """
     shares = firsts[:, None] * weights
     counts = np.floor(shares)
@@ -171,14 +175,14 @@ def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> ND
 
 
 def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The corpus that each of some samples comes from, int64 [stretches].
+    """Choose the corpus of one sample in each stretch, int64 [stretches].
 
     Args:
-        weights: fp64 [corpora].
-        at: int64 [stretches], numbers of the samples.
-        counts: fp64 [stretches, corpora], samples taken from each corpus before.
+        weights: share of each corpus, fp64 [corpora].
+        at: number of the sample in each stretch, int64 [stretches].
+        counts: number of samples taken from each corpus before that sample, fp64 [stretches, corpora].
     """
-    # The operations are those of Megatron's C++, in its order, because a tie may hang on the rounding.
+    # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.
     errors = np.maximum(at, 1).astype(np.float64)[:, None] * weights
     errors -= counts
     return errors.argmax(1)
@@ -190,10 +194,10 @@ def _compute(
     """Compute the choices of all stretches, side by side.
 
     Args:
-        weights: fp64 [corpora].
-        firsts: int64 [stretches], first sample of each stretch.
-        counts: fp64 [stretches, corpora], counts at the beginning of the stretches; on return, at their ends.
-        choices: [length, stretches], filled with the corpus of each sample.
+        weights: share of each corpus, fp64 [corpora].
+        firsts: first sample of each stretch, int64 [stretches].
+        counts: counts at the beginning of the stretches, fp64 [stretches, corpora]; on return, counts at their ends.
+        choices: array to fill with the corpus of each sample, [length, stretches].
     """
     stretches = np.arange(len(firsts))
     for i, row in enumerate(choices):
@@ -210,16 +214,16 @@ def _repair(
     differences: NDArray[np.float64],
     choices: NDArray[Any],
 ) -> None:
-    """Compute some stretches once more, from other counts, until the new counts equal those of the last pass.
+    """Compute some stretches again from new counts, until the new counts equal the counts of the last pass.
 
     Args:
-        weights: fp64 [corpora].
-        firsts: int64 [stretches], first sample of each stretch.
-        stretches: int64 [wrong], the stretches to repair.
-        counts: fp64 [wrong, corpora], their new counts at the beginning; changed in place.
-        differences: fp64 [wrong, corpora], new counts minus those of the last pass, at the beginning of the stretches;
-            on return, at their ends.
-        choices: [length, stretches], the corpus of each sample; corrected in place.
+        weights: share of each corpus, fp64 [corpora].
+        firsts: first sample of each stretch, int64 [stretches].
+        stretches: numbers of the stretches to repair, int64 [wrong].
+        counts: new counts at the beginning of the stretches to repair, fp64 [wrong, corpora]; changed in place.
+        differences: new counts minus the counts of the last pass at the beginning of the stretches, fp64 [wrong,
+            corpora]; on return, the differences at their ends.
+        choices: corpus of each sample, [length, stretches]; corrected in place.
     """
     differing = np.arange(len(stretches))  # stretches whose new counts still differ
     for i, row in enumerate(choices):

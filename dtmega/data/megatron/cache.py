@@ -1,8 +1,9 @@
-"""Indices that Megatron has cached next to its data, as .npy files. If there are some for a run, they decide its order.
+"""Find the indices that Megatron has cached next to its data, as .npy files. A run uses the cached indices, if any.
 
-Megatron-LM and Megatron-DeepSpeed name the files by their settings, such as
-PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts them into
-PREFIX/cache/GPTDataset_indices, next to a description of the settings. The files' names begin with its md5.
+Megatron-LM and Megatron-DeepSpeed put the settings into the file names, such as
+PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts the files into
+PREFIX/cache/GPTDataset_indices, next to a description of the settings. The file names begin with the md5 of this
+description.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dtmega.data.indexed_files.dataset import CHUNK
 from dtmega.data.megatron.index import Indices, OrderSettings
 from dtmega.files.untrusted_json import read_object
 
-MAX_BYTES = 1 << 20  # of a description file
-# The ends of the files' names: in Megatron-LM and Megatron-DeepSpeed, and in megatron-core.
+MAX_BYTES = 1 << 20  # limit for a description file
+# Endings of the file names: NAMED in Megatron-LM and Megatron-DeepSpeed, DESCRIBED in megatron-core.
 NAMED = ("doc_idx", "sample_idx", "shuffle_idx")
 DESCRIBED = ("document_index", "sample_index", "shuffle_index")
 
@@ -30,8 +31,8 @@ class FoundIndices(NamedTuple):
     """The result of a search for cached indices.
 
     Attributes:
-        indices: the cached indices; None if there are none with these settings.
-        note: a line for the user about the caches that are there; '' if there are none.
+        indices: the cached indices; None if no cache has these settings.
+        note: a line for the user about the caches that were found; '' if no cache was found.
     """
 
     indices: Indices | None
@@ -44,9 +45,10 @@ class OrderName(NamedTuple):
     Attributes:
         name: name of the split or mixture that the part belongs to.
         split: "train", "valid" or "test".
-        matrix: (start, end) of each split as fractions of the corpus, None for an empty split; None in all if the
-            splits read different corpora.
-        is_described: the caches are megatron-core's, with description files; else the settings are in the files' names.
+        matrix: range (start, end) of each split in fractions of the corpus; None for an empty split. The whole matrix
+            is None if the splits read different corpora.
+        is_described: True for megatron-core's caches, which have description files; False for caches with the settings
+            in their file names.
     """
 
     name: str
@@ -66,7 +68,7 @@ class OrderName(NamedTuple):
 
 
 def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
-    """The cache of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
+    """Find the cached indices of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
 
     Raises:
         ValueError: there is a cache, but it is damaged or belongs to other data.
@@ -77,7 +79,8 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
     missing = [path for path in paths if not Path(path).is_file()]
     if not missing:
         return FoundIndices(_load(paths, settings), f"the order of '{name}' is that of {wanted}_*.npy")
-    # The order will be computed. If there are caches with other settings, name one: a wrong setting may be a mistake.
+    # The order will be computed. If there are caches with other settings, tell the user about one of these caches,
+    # because a setting may be wrong by mistake.
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return FoundIndices(None, "")
@@ -89,17 +92,17 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
 def described_caches(
     settings: OrderSettings, split: str, matrix: Sequence[tuple[float, float] | None] | None
 ) -> FoundIndices:
-    """The cache of megatron-core for a split.
+    """Find the cached indices of megatron-core for a split.
 
     Args:
         settings: settings that determine the order.
         split: "train", "valid" or "test".
-        matrix: as in `OrderName`.
+        matrix: ranges of the splits, as in `OrderName`.
 
     Raises:
         ValueError: there is a cache, but it is damaged or belongs to other data.
     """
-    # megatron-core cannot read a range of a corpus, except as a split, so it has no caches for one.
+    # megatron-core reads a range of a corpus only as a split, so it has no caches for any other range.
     if matrix is None and settings.sequences != (0, len(settings.dataset)):
         return FoundIndices(None, "")
     folder = Path(settings.dataset.prefix, "cache", "GPTDataset_indices")
@@ -126,14 +129,14 @@ def described_caches(
 
 
 def _load(paths: list[str], settings: OrderSettings) -> Indices:
-    """The indices in these files, memory-mapped and checked.
+    """Memory-map the index files and check the indices.
 
     Args:
-        paths: files of the doc, the sample and the shuffle index.
-        settings: the corpus part that they must belong to.
+        paths: paths of the doc, the sample and the shuffle index.
+        settings: settings of the corpus part that the indices must belong to.
 
     Raises:
-        ValueError: a file holds no index, or the three belong to different orders or to another part of the data.
+        ValueError: a file holds no index, or the three indices belong to different orders or to other data.
     """
     indices = Indices(*(_array(path) for path in paths))
     documents, samples, shuffle = indices
@@ -152,7 +155,7 @@ def _load(paths: list[str], settings: OrderSettings) -> Indices:
 
 
 def _array(path: str) -> NDArray[Any]:
-    """The array of integers in an .npy file, memory-mapped.
+    """Memory-map the array of integers in an .npy file.
 
     Raises:
         ValueError: the file is damaged or holds something else.
@@ -169,7 +172,7 @@ def _array(path: str) -> NDArray[Any]:
 
 
 def _check(path: str, values: NDArray[Any], start: int, stop: int, what: str) -> None:
-    """Refuse values outside start to stop - 1; `what` names the expected values in the message."""
+    """Check that all values are from start to stop - 1; `what` names the expected values in the message."""
     for i in range(0, len(values), CHUNK):
         piece = values[i : i + CHUNK]
         if piece.min() < start or piece.max() >= stop:

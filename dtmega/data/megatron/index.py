@@ -1,16 +1,16 @@
-"""Megatron's doc, sample and shuffle index of a corpus, exactly: the order in which its GPTDataset reads samples.
+"""Megatron's doc, sample and shuffle index of a corpus: exactly the order in which Megatron's GPTDataset reads samples.
 
     indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
-    indices.shuffle[g]  # number, in the stream, of sample g
+    indices.shuffle[g]  # number of sample g in the stream
 
-The sequences of the .idx, for as many epochs as the samples need, are shuffled together and laid end to end. In this
-stream, sample k is tokens k S to k S + S, both included. The samples are shuffled too. If the last epoch would give
-less than a share (`cutoff`) of its samples, its sequences and samples are shuffled separately from the earlier ones.
+The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and laid end to end. In
+this stream, sample k consists of the tokens k S to k S + S, both included. The samples are shuffled too. If less than
+a share (`cutoff`) of the last epoch's samples is needed, that epoch's sequences and samples are shuffled separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
-`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. Here the place of token k S is looked up
-for many k at once.
+`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. This file looks up token k S, where
+sample k begins, for many k at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
 FORMAT = 1  # increase it when a change makes the same settings give different indices
-LONG = 1 << 20  # entries from which indices are kept in a file; fewer are made in 0.1 s
-SEQUENCES_AT_ONCE = 1 << 17  # sequences processed at a time, which bounds the memory
+LONG = 1 << 20  # indices with at least this many entries are kept in a file; smaller indices take 0.1 s
+SEQUENCES_AT_ONCE = 1 << 17  # number of sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
 UINT32 = np.iinfo(np.uint32).max
 N_RUNS = 64  # a digest reads this many runs of entries of each index ...
@@ -42,11 +42,12 @@ class OrderSettings(NamedTuple):
 
     Attributes:
         dataset: the corpus.
-        sequences: (start, stop) of the part to read, in the .idx.
+        sequences: range (start, stop) of the .idx's sequences to read.
         samples: minimum number of samples.
-        seq_len: S, tokens that a model reads; a sample has one more.
-        seed: Megatron's `--seed`.
-        cutoff: smallest share of an epoch's samples with which the last epoch is still shuffled with the others.
+        seq_len: S, number of tokens that a model reads; a sample has one token more.
+        seed: value of Megatron's `--seed`.
+        cutoff: share of an epoch's samples. If the order needs less than this share of the last epoch, that epoch is
+            shuffled separately.
     """
 
     dataset: IndexedDataset
@@ -68,8 +69,8 @@ class Epochs(NamedTuple):
 
     Attributes:
         n: number of epochs.
-        samples: number of samples that fit in their tokens.
-        first: number of samples that are shuffled together: all, or those that begin before the last epoch.
+        samples: number of samples in these epochs.
+        first: number of samples that are shuffled together: all samples, or only the samples before the last epoch.
     """
 
     n: int
@@ -86,10 +87,11 @@ class Indices(NamedTuple):
     """Megatron's three arrays.
 
     Attributes:
-        documents: int32 [epochs x sequences], the sequences in the order of the stream ("doc_idx").
-        samples: int32 or int64 [samples + 1, 2], where each sample of the stream begins: an entry of `documents`, and a
-            token in that sequence ("sample_idx").
-        shuffle: uint32 or int64 [samples], the sample of the stream that is read as sample g ("shuffle_idx").
+        documents: numbers of the sequences in stream order, int32 [epochs x sequences] ("doc_idx").
+        samples: beginning of each sample of the stream, int32 or int64 [samples + 1, 2]: an index into `documents`, and
+            a token's offset in that sequence ("sample_idx").
+        shuffle: numbers of the stream's samples in reading order, uint32 or int64 [samples]: sample g is stream sample
+            shuffle[g] ("shuffle_idx").
     """
 
     documents: NDArray[Any]
@@ -97,7 +99,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """16 hex digits made of the arrays' shapes and of runs of entries spread over them, whatever their dtypes."""
+        """Hash the arrays' shapes, and runs of entries spread over each array, to 16 hex digits. Ignore dtypes."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())
@@ -108,7 +110,7 @@ class Indices(NamedTuple):
 
 
 def epochs_of(settings: OrderSettings) -> Epochs:
-    """The epochs that the samples need, of a corpus that has tokens."""
+    """Compute the epochs that the samples need. The corpus must have tokens."""
     tokens, length = settings.epoch_tokens, settings.seq_len
     # The smallest n for which (n tokens - 1) // S >= samples; 1 is subtracted because a sample has S + 1 tokens.
     n = max(1, -(-(settings.samples * length + 1) // tokens))
@@ -122,7 +124,7 @@ def epochs_of(settings: OrderSettings) -> Epochs:
 
 
 def index_of(settings: OrderSettings) -> Indices:
-    """The indices of a corpus. Long ones are made once per node, in a file that all processes there map.
+    """The indices of a corpus. One process of a node stores long indices in a file that all processes map.
 
     Raises:
         ValueError: the sequences have no tokens.
@@ -141,10 +143,12 @@ def index_of(settings: OrderSettings) -> Indices:
 
 
 def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indices:
-    """The indices in the cache directory, memory-mapped; made if they are not there. The file has one after the other.
+    """Memory-map the indices from the cache directory; make the file first if it is missing.
+
+    The file holds the three arrays one after the other.
 
     Raises:
-        OSError, ValueError: no cache directory, or no room in it.
+        OSError, ValueError: there is no cache directory, or no room in it.
     """
     version = f"{settings[1:]} {FORMAT}"
     name = hashlib.sha256(f"{index_path(settings.dataset)}/{version}".encode()).hexdigest()[:16]
@@ -161,8 +165,8 @@ def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indic
 
 
 def _pieces(settings: OrderSettings, epochs: Epochs) -> Iterator[NDArray[Any]]:
-    """The doc index, the sample index in pieces, and the shuffle index, in the order of Megatron's random draws."""
-    # Megatron's own generator. NEP 19 froze its stream for ever.
+    """Yield the doc index, the sample index in pieces, and the shuffle index, in the order of Megatron's draws."""
+    # Megatron uses the same generator. NEP 19 guarantees that the stream of RandomState never changes.
     random = np.random.RandomState(settings.seed)
     documents = _document_index(settings, epochs, random)
     yield documents
@@ -186,24 +190,28 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 
 
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
-    """The sample index in pieces of [m, 2]: the entry that holds token k S of the stream, and its place there."""
+    """Yield the sample index in pieces [m, 2].
+
+    Row k holds two numbers for token k S of the stream: its entry of the doc index, and its offset in that entry's
+    sequence.
+    """
     dtype = _sample_dtype(settings, len(documents))
     sizes = settings.dataset.sizes
     tokens = 0  # tokens of the stream up to the end of the entries processed so far
-    k = 0  # sample of the stream to go on with
+    k = 0  # next sample of the stream
     for first in range(0, len(documents), SEQUENCES_AT_ONCE):
         lengths = sizes[documents[first : first + SEQUENCES_AT_ONCE]].astype(np.int64)
         ends = tokens + np.cumsum(lengths)
         tokens = int(ends[-1])
         stop = min(epochs.samples + 1, -(-tokens // settings.seq_len))
-        # A few long sequences can hold very many samples, so these are made in chunks too.
+        # A few long sequences can hold very many samples, so the samples are made in chunks too.
         for start in range(k, stop, CHUNK):
             places = np.arange(start, min(start + CHUNK, stop)) * settings.seq_len
             entries = np.searchsorted(ends, places, "right")
             offsets = places - (ends[entries] - lengths[entries])
             piece = np.stack([first + entries, offsets], 1).astype(dtype)
             if start == 0:
-                piece[0] = 0  # Megatron's index begins with the first entry even if that has no tokens
+                piece[0] = 0  # Megatron's index begins with the first entry even if this entry has no tokens
             yield piece
         k = max(k, stop)
 

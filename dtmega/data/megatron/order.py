@@ -3,13 +3,13 @@
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))
 
-Training reads sample g as entry g of the order, whatever the layout. The three forks of Megatron differ in how they
-round the parts of a split, in how many samples they ask each corpus of a blend for, and in when the last epoch is
-shuffled separately. Each order depends on the number of samples that the run was started for, so a run that is to
-continue must be given the same number.
+Training reads entry g of the order as its sample g, whatever the parallel layout. The three forks of Megatron differ in
+how they round the parts of a split, in how many samples they request from each corpus of a blend, and in when they
+shuffle the last epoch separately. Each order depends on the number of samples that the run was started for, so the run
+must be continued with the same number.
 
-Only models of the next token can follow such an order, because it comes from numpy's generator. Megatron's BERT and T5
-draw from a generator in compiled code while they cut documents.
+Only next-token models can follow Megatron's order, because it comes from numpy's generator. Megatron's BERT and T5 draw
+from a generator in compiled code while they cut documents.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MOST_CORPORA = 254  # in a blend of Megatron-LM or Megatron-DeepSpeed, which num
 
 
 class Fork(NamedTuple):
-    """One of the three forks of Megatron, as far as its order of samples differs.
+    """One of Megatron's three forks: the rules that affect the order of samples.
 
     Attributes:
-        cutoff: see `OrderSettings`.
+        cutoff: share of an epoch's samples below which the last epoch is shuffled separately (`OrderSettings`).
         split: function from a number of sequences and the splits' weights to a (start, stop) range for each split.
         shares: function from the weights of a blend to shares that add up to 1.
-        n_asked: function from the blend's number of samples and a corpus's share to the number that the corpus is asked
-            for, a little more than it will give.
+        n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
+            must provide, which is a little more than the blend will use.
         is_core: True for megatron-core, which has caches with descriptions, numbers corpora in two bytes, and does not
             allow a split without sequences.
     """
@@ -54,16 +54,16 @@ class Fork(NamedTuple):
 
     @property
     def rule(self) -> SplitRule:
-        """The fork's rule for splits, which deals out sequences, not documents."""
+        """The fork's split rule, which counts sequences instead of documents."""
         return SplitRule(len, self.split)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
-    """Shares of the weights, divided by a sum from left to right.
+    """The weights divided by their sum, which is added up from left to right.
 
     Source: `get_datasets_weights_and_num_samples` in `megatron/data/dataset_utils.py`.
     """
-    # A loop, as in Megatron: from Python 3.12 on, `sum` rounds floats less, and the last bit could differ.
+    # Use a loop, as Megatron does: from Python 3.12 on, `sum` rounds floats less, and the last bit could differ.
     total = 0.0
     for weight in weights:
         total += weight
@@ -82,7 +82,7 @@ def _core_shares(weights: Sequence[float]) -> list[float]:
 
 
 def _core_ends(weights: Sequence[float]) -> list[float]:
-    """The bounds of the splits as fractions, from 0 to 1."""
+    """The bounds of the splits as fractions of the corpus, from 0 to 1."""
     return [0, *accumulate(_core_shares(weights))]
 
 
@@ -95,7 +95,7 @@ def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
-    """(start, end) of each split as fractions, None for an empty one, in the form of a cache's description.
+    """The (start, end) of each split as fractions, as in a cache's description; None for an empty split.
 
     Source: `convert_split_vector_to_split_matrix` of megatron-core.
     """
@@ -103,12 +103,12 @@ def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
 
 
 def _n_asked(n: int, share: float) -> int:
-    """Number of samples that a corpus is asked for: 0.5 % more than its share of n."""
+    """The number of samples that a corpus must provide: 0.5 % more than its share of n."""
     return math.ceil(n * share * 1.005)
 
 
 def _core_n_asked(n: int, share: float) -> int:
-    """The same number in megatron-core, which rounds twice."""
+    """The result of `_n_asked` as megatron-core computes it: rounded up twice."""
     return math.ceil(math.ceil(n * share) * (1 + 0.005))
 
 
@@ -146,13 +146,13 @@ class MegatronSamples:
         """Tokens [S + 1] of sample g, 0 <= g < len.
 
         Raises:
-            IndexError: there is no such sample.
+            IndexError: g is out of range.
             ValueError: the index is damaged.
         """
         if not 0 <= g < len(self):
             raise IndexError(f"sample {g} of the {len(self)} that Megatron's order of '{self.order_name.name}' has")
         documents, samples, shuffle = self.indices
-        # Sample k of the stream goes from where it begins to where the next one begins, both tokens included.
+        # Sample k of the stream reaches from its first token to the first token of the next sample, both included.
         k = int(shuffle[g])
         (first, start), (last, end) = samples[k : k + 2].tolist()
         pieces = [self.dataset.get(sequence) for sequence in documents[first : last + 1].tolist()]
@@ -172,11 +172,11 @@ class MegatronSamples:
 
 
 def wanted_samples(cfg: Config) -> dict[str, int]:
-    """The number of samples that Megatron asks "train", "valid" and "test" for (`megatron/training.py`).
+    """The number of samples that Megatron requests for "train", "valid" and "test" (`megatron/training.py`).
 
     Raises:
         ValueError: the configuration does not say how many samples the run was started for, or it reads more samples
-            than that.
+            than the run was started for.
     """
     size = cfg.batch.global_batch_size
     train = cfg.data.order_samples or cfg.train.samples
@@ -192,7 +192,7 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
             f"this run reads {cfg.end(0, 0).samples} samples ([train] steps, samples, tokens), and the order is one of "
             f"{train} ([data] order_samples): Megatron's order of a longer run is another from its first sample on"
         )
-    # Megatron asks for the evaluations of the whole run, of `train` samples, even if this configuration stops earlier.
+    # Megatron counts the evaluations of the whole run of `train` samples, even if this configuration stops earlier.
     whole_run = cfg.model_copy(
         update={"train": cfg.train.model_copy(update={"steps": 0, "samples": train, "tokens": 0})}
     )
@@ -210,7 +210,7 @@ def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
 
     Args:
         cfg: the run's configuration.
-        splits: parts of corpora by split; a further validation set counts as "valid".
+        splits: name of a split -> parts of corpora. An additional validation set is treated as "valid".
 
     Raises:
         ValueError: Megatron could not start with these data either, or a cache is damaged.
@@ -227,13 +227,13 @@ def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
 
 
 class _Builder:
-    """A builder of the samples of one split, in Megatron's order.
+    """A builder that puts the samples of one split in Megatron's order.
 
     Args:
         cfg: the run's configuration.
         split: name of the split.
-        role: name that Megatron has for such a split: "train", "valid" or "test".
-        n: number of samples that Megatron asks of the split.
+        role: Megatron's name for the split: "train", "valid" or "test".
+        n: number of samples that Megatron requests from the split.
 
     Attributes:
         notes: lines for the user.
@@ -251,7 +251,7 @@ class _Builder:
         self.notes: list[str] = []
 
     def samples(self, parts: Sequence[CorpusPart]) -> AnySamples | None:
-        """The samples of the split's parts; None if a split has no sequences and Megatron allows that.
+        """The samples of the split's parts; None if the split has no sequences and Megatron allows empty splits.
 
         Raises:
             ValueError: Megatron could not start with these parts either, or a cache is damaged.
@@ -292,12 +292,12 @@ class _Builder:
         samples: list[MegatronSamples] = []
         for part, share in zip(parts, shares, strict=True):
             samples.append(self._single(part, self._fork.n_asked(self._n, share)))
-        # All three forks normalise the shares once more when they blend, by numpy's sum.
+        # All three forks normalise the shares once more when they blend, with numpy's sum.
         return MegatronBlend(samples, _core_shares(shares), self._n)
 
 
 def digest_of_order(samples: AnySamples) -> str:
-    """16 hex digits that tell one order from another, so that a resumed run can check that it follows the same one."""
+    """Hash an order to 16 hex digits. A resumed run compares digests to check that its order is the same."""
     parts = samples.parts if isinstance(samples, MegatronBlend) else [samples]
     digest = xxhash.xxh3_64()
     for part in parts:

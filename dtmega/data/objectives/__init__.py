@@ -1,1 +1,1 @@
-"""Training objectives: the samples of a text, the tensors made of them, and the sums that a loss is made of."""
+"""Training objectives: their samples, the tensors made from the samples, and the sums that make up the loss."""

@@ -1,4 +1,4 @@
-"""Training objectives. Each decides how a text is cut into samples, what a batch of them holds, and what is summed."""
+"""Training objectives. An objective defines how text is cut into samples, the tensors of a batch, and the loss."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ class Objective(Protocol):
     """A training objective.
 
     Attributes:
-        sums: the numbers that a model returns when it is given labels, on whichever pipeline stages.
-        aim: what a model learns to predict, in words for messages: "next tokens".
-        reads: keys of [data] that this objective reads and others may not; its samples depend on them.
-        sentences: True if it reads texts that are split into sentences, one sequence of the data set for each.
-        not_in_megatrons_order: the reason why [data] order cannot be one of Megatron's, or '' if it can.
-        prompt_is_prefix: the tokens of a prompt all see each other, like those of a prefix in training; else each token
-            sees only the tokens before it.
-        order: version of the samples. Raise it if a change makes sample g of the same data, keys and seed another one;
-            runs that began with the old samples are then refused.
+        sums: sums that a model returns if it is given labels; each sum may come from any pipeline stage.
+        aim: description of the targets that a model learns to predict, for messages, such as "next tokens".
+        reads: keys of [data] that this objective reads but some other objectives ignore; the samples depend on these
+            keys.
+        sentences: True if the objective reads texts that are split into sentences, one per sequence of the data set.
+        not_in_megatrons_order: reason why the objective cannot follow one of Megatron's orders ([data] order); '' if it
+            can.
+        prompt_is_prefix: True if the tokens of a prompt all see each other, like the tokens of a prefix in training;
+            False if each token sees only the tokens before it.
+        order: version number of the samples. Raise this number if a change alters sample g for the same data, keys and
+            seed; runs that began with the old samples are then refused.
     """
 
     @property
@@ -63,25 +65,29 @@ class Objective(Protocol):
     def order(self) -> int: ...
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        """A microbatch's part of each count that sums are divided by; names and order are the same in all of them."""
+        """A microbatch's contribution to each count that divides a sum, by count name.
+
+        The names and their order are the same for all microbatches.
+        """
         ...
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
         """Check that the tokenizer has the special tokens, and that the lengths in [data] have room for a sample.
 
         Raises:
-            ValueError: they have not; the message names the missing token or the equation, and the key.
+            ValueError: a token is missing, or a length is too small; the message names the key, and the token or the
+                equation that fails.
         """
         ...
 
     def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
-        """Number of ids that the samples add after the tokenizer's last one."""
+        """Number of ids that the samples add after the tokenizer's last id."""
         ...
 
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
     ) -> AnySamples:
-        """The samples of documents (start, stop) of one corpus in a split.
+        """The samples made from documents (start, stop) of one corpus, for one split.
 
         Raises:
             ValueError: the documents are too small for a single sample.
@@ -89,7 +95,7 @@ class Objective(Protocol):
         ...
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
-        """The rows of this objective's samples, of one corpus or of a blend."""
+        """The rows of this objective's samples, which come from one corpus or from a blend."""
         ...
 
 
@@ -123,7 +129,7 @@ class NextToken:
 
 
 class Prefix(NextToken):
-    """Cross-entropy of the next token after a given prefix, as a mean over those tokens, optionally weighted."""
+    """Cross-entropy of the tokens after a given prefix, averaged over these tokens, optionally with weights."""
 
     aim = "next tokens after a prefix"
     reads = (*NextToken.reads, "objective", "reweight_positions")
@@ -147,7 +153,10 @@ class Prefix(NextToken):
 
 
 class Masked:
-    """BERT's objective: masked tokens, averaged over them, and the order of two segments, averaged over sequences."""
+    """BERT's objective: the loss of predicting masked tokens, plus the loss of predicting the order of two segments.
+
+    The first loss is averaged over the masked tokens, the second over the sequences.
+    """
 
     sums = (
         Sum("lm", "tokens"),
@@ -182,7 +191,7 @@ class Masked:
 
 
 class Spans:
-    """T5's objective: hidden spans that never touch, as a mean over the decoder's targets."""
+    """T5's objective: the loss of predicting hidden spans, averaged over the decoder's targets. Spans never touch."""
 
     sums = (Sum("lm", "tokens"),)
     aim = "hidden spans"
@@ -213,7 +222,10 @@ class Spans:
 
 
 class SeparateSpans(Spans):
-    """The objective of Megatron's T5: hidden n-grams of words in a text of sentences. Two that touch stay two spans."""
+    """The objective of Megatron's T5: predict hidden n-grams of words in a text that is split into sentences.
+
+    Two n-grams that touch stay separate spans.
+    """
 
     aim = "hidden n-grams"
     reads = ("objective", "decoder_seq_len", "short_seq_prob", "mask_prob", "max_span", "sentinels")
@@ -222,7 +234,7 @@ class SeparateSpans(Spans):
     order = 1
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        # The number of spans differs from sample to sample; the average one has to fit.
+        # The number of spans differs from sample to sample. Check that the average number fits.
         n_tokens = max(1, data.seq_len - N_SPECIAL)
         n_hidden, n_spans = expected(n_tokens, data.mask_prob, data.max_span)
         check_room(data, n_tokens, n_hidden, n_spans, "max_span")
@@ -246,7 +258,7 @@ def specials(tokenizer: Tokenizer) -> Specials:
     """The ids of the special tokens in BERT's samples.
 
     Raises:
-        ValueError: the vocabulary lacks one of them.
+        ValueError: the vocabulary lacks one of these tokens.
     """
     ids = {
         "[CLS]": tokenizer.cls_id,
@@ -272,10 +284,10 @@ OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE
 
 
 def check_keys(data: Data, objective: Objective) -> None:
-    """Refuse a key of [data] that is set but belongs to other objectives only.
+    """Refuse [data] keys that only other objectives read.
 
     Raises:
-        ValueError: there is such a key.
+        ValueError: a key that only other objectives read is set.
     """
     keys = chain.from_iterable(other.reads for other in OBJECTIVES)
     foreign = {*keys} - {*objective.reads}
@@ -288,10 +300,10 @@ def check_keys(data: Data, objective: Objective) -> None:
 
 
 def _continuing(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """The ids of tokens inside a word, [n]."""
+    """The ids of tokens that continue a word, [n]."""
     return np.array(sorted(tokenizer.continuing_ids), np.int64)
 
 
 def _labelled(microbatch: Mapping[str, Tensor]) -> int:
-    """Number of tokens of a microbatch that have a label."""
+    """Number of tokens with a label in a microbatch."""
     return int((microbatch["labels"] != IGNORED).sum())

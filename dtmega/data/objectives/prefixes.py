@@ -5,7 +5,7 @@
         d e f    each attends to itself and all tokens before it; the label is the next token
 
 Sources: Megatron-DeepSpeed's `pretrain_prefix_lm.py` and `get_prefix_indices`, with `--loss-on-targets-only`. Without
-that flag, tokens of a prefix would have to predict tokens that they see.
+that flag, the tokens of a prefix would have to predict tokens that they can already see.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from dtmega.ops import keyed
 
 
 class PrefixSample(NamedTuple):
-    """The tokens of a sample [S + 1], and 64 bits that key the lengths of its prefixes."""
+    """A sample: its tokens [S + 1], and a 64-bit key that determines the lengths of its prefixes."""
 
     tokens: NDArray[Any]
     key: int
 
 
 class PrefixSamples(Samples):
-    """The samples of `Samples`, each with its own key."""
+    """Samples as in `Samples`, each with a key of its own."""
 
     def __getitem__(self, g: int) -> PrefixSample:
         return PrefixSample(self.tokens(g), keyed.key64(f"{self._stream}/{g}/prefix"))
 
 
 def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """The tokens that are in the prefix of their document, bool [B, S].
+    """Mask of the tokens that are in the prefix of their document, bool [B, S].
 
-    The length of a prefix is uniform from 0 to all of the document except its last token. A document that continues
-    after the sample's end has no last token here, so its prefix may be all of its tokens.
+    The length of a prefix is drawn uniformly, from 0 to the document's length minus 1. If a document continues after
+    the sample's end, the prefix may cover all of the document's tokens in the sample, because the document's last token
+    is not in the sample.
 
     Args:
-        ends: bool [B, S], true at the last token of each document; at the sample's last token if the sample counts as
-            one document.
-        keys: uint64 [B], keys of the samples.
+        ends: mask of document ends, bool [B, S]: true at the last token of each document, or only at the sample's last
+            token if the whole sample counts as one document.
+        keys: keys of the samples, uint64 [B].
     """
     n_tokens = ends.shape[1]
     place = np.arange(n_tokens)
@@ -50,7 +51,7 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
     starts_here[:, 1:] = ends[:, :-1]
     document = starts_here.cumsum(axis=1) - 1
     start = np.maximum.accumulate(np.where(starts_here, place, 0), axis=1)
-    # The nearest end at or after each place, found from right to left; S if there is none.
+    # The nearest end at or after each place, found from right to left; S if no document ends there.
     reversed_ends = np.where(ends, place, n_tokens)[:, ::-1]
     end = np.minimum.accumulate(reversed_ends, axis=1)[:, ::-1]
     drawn = keyed.draws(keys[:, None], "length", document)
@@ -59,7 +60,7 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
 
 
 def weights(n_tokens: int) -> NDArray[np.float32]:
-    """Weights of the labels by place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
+    """Weight of the label at each place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
 
     The length of a prefix is drawn uniformly, so place i has a label in (i + 1) / S of the samples. Later places have
     labels more often, so those labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).

@@ -6,9 +6,9 @@ Every microbatch of B sequences has
     labels        int64 [B, S]  token to predict at each place, or IGNORED
     sample_ids    int64 [B]     global sample numbers, which key dropout
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
-    document_ids  int64 [B, S]  only if a sample has several documents: attention stays between equal numbers
+    document_ids  int64 [B, S]  if there are several documents or padding: a token sees only tokens with the same id
 
-and the tensors that its objective adds. The classes here hold plain data only, so that they can be pickled.
+and the tensors that the objective adds. The classes here hold plain data only, so that they can be pickled.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ IGNORED = -100  # the label of a token without a loss, as in torch's cross_entro
 
 
 class Rows(Protocol):
-    """A mapping from a range of samples to their rows. It is pickled for worker processes."""
+    """A mapping from a range of samples to their rows, pickled for worker processes."""
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         """The tensors listed above, with B = len(indices).
 
-        One range may be several microbatches, because a few large tensors travel between processes faster than many
+        A range may cover several microbatches, because a few large tensors travel between processes faster than many
         small ones.
         """
         ...
@@ -49,9 +49,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class NextTokenRows:
-    """Rows of samples of S + 1 tokens: the first S are inputs, the last S labels.
+    """Rows of samples with S + 1 tokens each: the first S tokens are inputs, and the last S tokens are labels.
 
-    There are `document_ids` with `[data] reset_attention_mask`, and with `[data] reset_position_ids`
+    `[data] reset_attention_mask` adds `document_ids`, and `[data] reset_position_ids` adds
 
         position_ids  int64 [B, S]  0, 1, ..., restarting at 0 after each end-of-document
     """
@@ -64,7 +64,7 @@ class NextTokenRows:
         return self.rows_of([self.samples[g] for g in indices], indices)
 
     def rows_of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
-        """The rows of the samples [S + 1] with these numbers."""
+        """The rows of the samples with the numbers `indices`, [S + 1] each."""
         ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
         tokens = ids[:, :-1].clone()
         labels = ids[:, 1:].clone()
@@ -80,7 +80,7 @@ class NextTokenRows:
 
 @dataclass(frozen=True)
 class PrefixRows(NextTokenRows):
-    """Rows of samples of S + 1 tokens in which the tokens of a prefix have no label. They also have
+    """Rows of samples with S + 1 tokens each, without labels for the tokens of a prefix. Additional tensors:
 
     prefix         bool [B, S]  true at the tokens of a prefix
     label_weights  fp32 [B, S]  with `[data] reweight_positions`
@@ -91,7 +91,7 @@ class PrefixRows(NextTokenRows):
         rows = self.rows_of([sample.tokens for sample in samples], indices)
         tokens = rows["tokens"].numpy()
         n_tokens = tokens.shape[1]
-        # Each document has a prefix if attention stays inside documents. Else the whole sample counts as one document.
+        # If attention stays inside documents, each document has a prefix. Else the whole sample counts as one document.
         if self.data.reset_attention_mask:
             ends = tokens == self.eod_id
         else:
@@ -107,7 +107,7 @@ class PrefixRows(NextTokenRows):
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Rows of masked pairs of segments. The labels are the hidden tokens. The rows also have
+    """Rows of masked segment pairs, with the hidden tokens as labels. Additional tensors:
 
     token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, else 0
     swapped       int64 [B]     1 if the sample's first segment is the later one in the text
@@ -135,7 +135,7 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class SpanRows:
-    """Rows of texts with hidden spans. The labels are [B, T], the decoder's targets. The rows also have
+    """Rows of texts with hidden spans, with the decoder's targets as labels, [B, T]. Additional tensors:
 
     decoder_tokens        int64 [B, T]  input of the decoder
     decoder_places        int64 [B, T]  0, 1, ...: index of each token in the decoder's sequence
@@ -155,7 +155,7 @@ class SpanRows:
 
 @dataclass(frozen=True)
 class SeparateRows:
-    """Rows of texts with hidden n-grams: as in `SpanRows`, but without an end mark in the encoder's sequence."""
+    """Rows of texts with hidden n-grams: like `SpanRows`, but without an end mark in the encoder's sequence."""
 
     samples: AnySamples
     data: Data
@@ -169,7 +169,7 @@ class SeparateRows:
 
 
 def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end_of_input: bool) -> dict[str, Tensor]:
-    """The rows of texts with hidden spans; arguments as in `spans.sequences`."""
+    """The rows of texts with hidden spans. `end_of_input` is described in `spans.sequences`."""
     batch = sequences(spans, marks, data.seq_len, data.decoder_length, end_of_input)
     tokens = torch.from_numpy(batch.tokens)
     decoder_tokens = torch.from_numpy(batch.decoder_tokens)
@@ -185,17 +185,17 @@ def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end
 
 
 def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
-    """The rows that number the samples and their tokens; every objective has them."""
+    """The tensors, common to all objectives, that number samples and tokens."""
     return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}
 
 
 def _places(tokens: Tensor) -> Tensor:
-    """0, 1, ... in each row, [B, S] -> [B, S]."""
+    """The numbers 0 to S - 1 in each row, with the shape of `tokens`, [B, S]."""
     return torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
 
 
 def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """Number of the document that each token belongs to, from 0 in each sample, [B, S] -> [B, S].
+    """Number of the document that each token belongs to, counted from 0 in each sample, [B, S] -> [B, S].
 
     An end-of-document token belongs to the document that it ends.
     """
@@ -206,8 +206,8 @@ def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
 def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
     """Position of each token in its document, [B, S] -> [B, S] (Megatron-LM `get_ltor_masks_and_position_ids`)."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    # At the first token of each document its place in the sample, elsewhere 0. The running maximum then is the place
-    # where the token's document starts.
+    # `starts` holds a token's place in the sample if the token is the first of its document, else 0. The running
+    # maximum of `starts` is the place where a token's document starts.
     starts = torch.zeros_like(tokens)
     starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
     return positions - starts.cummax(1).values

@@ -1,7 +1,7 @@
-"""The numbers of a step: sums over the global batch, each divided by a count, and the loss that is made of them.
+"""The numbers that a step reports: means over the global batch, each a sum divided by a count, and the loss.
 
-A mean over the global batch cannot be taken on each rank by itself, because ranks and microbatches have different
-numbers of labels. So models return sums, and the counts of the whole global batch divide them.
+No rank can take a mean over the global batch by itself, because ranks and microbatches have different numbers of
+labels. So models return sums, and each sum is divided by a count over the whole global batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Sum(NamedTuple):
-    """One number of a step. A model returns its sum over a microbatch; a step reports its mean over the global batch.
+    """One number that a step reports: a mean over the global batch. Models return its sum over each microbatch.
 
     Attributes:
         name: key of the number in the model's outputs and in the metrics.
@@ -37,11 +37,12 @@ class Tally:
     Args:
         sums: the numbers that the objective reports.
         device: device of the totals.
-        counts: counts of the global batch, from `divisors`; an evaluation, which has no backward, needs none.
-        scale: loss scale, by which backward multiplies all gradients.
+        counts: counts of the global batch, from `divisors`; not needed in an evaluation, which has no backward pass.
+        scale: loss scale; the backward pass multiplies all gradients by this factor.
 
     Attributes:
-        totals: fp64 [sums]. Added up over all ranks of the `loss` group they are the sums of the global batch.
+        totals: this rank's total of each sum, fp64 [sums]. The totals of all ranks of the `loss` group add up to the
+            sums over the global batch.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Tally:
         return self.add({term.name: outputs[term.name] for term in self._sums})
 
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add those outputs of a pipeline stage that are sums over a microbatch, scalars by name.
+        """Add the sums that a pipeline stage returned for a microbatch: scalars by name. Other outputs are ignored.
 
         Returns:
             The sums that belong to the loss and have a gradient, each with its factor.
@@ -79,7 +80,7 @@ class Tally:
 
 
 def divisors(counts: Mapping[str, float]) -> dict[str, float]:
-    """The counts as divisors of sums: 1 in place of a count of 0, whose sum is 0 too.
+    """Replace counts of 0 by 1. The sum for such a count is 0 too, and can then be divided.
 
     Args:
         counts: counts by name, already added up over the whole step or evaluation; a batch without labels adds 0.
@@ -92,7 +93,7 @@ def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -
 
     Args:
         sums: the numbers that the objective reports.
-        totals: [sums], totals over the global batch.
+        totals: totals over the global batch, [sums].
         counts: counts of the global batch, from `divisors`.
     """
     return {term.name: total / counts[term.per] for term, total in zip(sums, totals.tolist(), strict=True)}
@@ -101,10 +102,10 @@ def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -
 def loss_of(sums: Sequence[Sum], means: Mapping[str, float]) -> float:
     """The loss: the weighted sum of the means.
 
-    Means of weight 0 are left out rather than multiplied by 0, because an accuracy that is NaN would spoil the loss.
+    Means of weight 0 are left out, not multiplied by 0, because 0 times a NaN accuracy would make the loss NaN.
 
     Args:
         sums: the numbers that the objective reports.
-        means: mean by name, from `means_of`.
+        means: means by name, from `means_of`.
     """
     return sum(term.weight * means[term.name] for term in sums if term.weight)

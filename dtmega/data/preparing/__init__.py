@@ -1,1 +1,1 @@
-"""From text to token files: the reading of text files, tokenising, merging, and the default corpus."""
+"""From text to token files: reading text files, tokenising, merging, and the default corpus."""

@@ -1,8 +1,9 @@
 """The default corpus: text that ships with every CPython, so that the first run needs no download.
 
-Its documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
-standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once for each Python
-version, vocabulary and form (whole documents or sentences). It may be killed, or run by several processes at once.
+The documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
+standard library. `prepare_stdlib` tokenizes these documents into a `.bin/.idx` pair in the cache directory, once for
+each Python version, vocabulary and form (whole documents or sentences). `prepare_stdlib` may be killed at any time, and
+may run in several processes at once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.lock import Lock
 
-# Raise FORMAT if a change makes the same Python and vocabulary give other tokens, SENTENCES_FORMAT if it does so in
-# sentences only. Files of an earlier format are then not read any more.
+# Raise FORMAT when a change alters the tokens that the same Python and vocabulary give. Raise SENTENCES_FORMAT when a
+# change alters only the corpus of sentences. Files of an earlier format are no longer read.
 FORMAT = 2
 SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
@@ -41,10 +42,10 @@ SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 def documents() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each document that is not blank; the name is its path in the library.
+    """Yield the name (the path in the library) and the text of each document that is not blank.
 
-    Documents come in the order of the hashes of their names. In alphabetical order `[data] split`, which takes
-    consecutive documents, would validate on xml/ and zipfile alone.
+    Documents are sorted by the hash of their name. In alphabetical order, `[data] split`, which takes consecutive
+    documents, would validate on xml/ and zipfile alone.
     """
     sources = _sources(Path(sysconfig.get_paths()["stdlib"]))
     topics = {f"{TOPICS}{name}": text for name, text in _topics().items()}
@@ -58,7 +59,7 @@ def _sources(library: Path) -> dict[str, Path]:
     """The path of each source file, by its name in the library."""
     sources = {}
     for folder, subfolders, files in os.walk(library):
-        # `os.walk` descends only into the folders that are left in this list.
+        # `os.walk` descends only into the folders that remain in this list.
         subfolders[:] = [
             name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_PREFIXES)
         ]
@@ -73,28 +74,28 @@ def _topics() -> dict[str, str]:
     """The entries of the language reference, by name; empty if this Python comes without them."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions put it into a package of its own
+    except ImportError:  # some distributions put the topics into a package of their own
         return {}
     return topics
 
 
 def _read(path: Path) -> str:
-    """The text of a source; '' if it cannot be read as UTF-8 (a dangling link, an old source in another encoding)."""
+    """The text of a source; '' if it cannot be read as UTF-8 (a dangling link, or a source in another encoding)."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
     return ""
 
 
 def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
-    """The documents of a topic or a source; each is a list of sentences, and a sentence is a list of ids.
+    """The documents of a topic or a source: each document is a list of sentences, and a sentence is a list of ids.
 
-    A topic is one document. A source is cut before each class or function, but not into documents of fewer than two
-    blocks, which have no pairs. The cut is made because the order of definitions in a file is arbitrary: a model that
-    has to tell which of two segments comes first could not learn it.
+    A topic is one document. A source is cut into documents before each class or function. BERT learns which of two
+    segments comes first, but the order of definitions in a file is arbitrary, so BERT could not learn this order across
+    definitions. Each document has at least two blocks if possible, because a document with one block gives no pair.
 
     Args:
-        name: name of the document, as `documents` yields it.
-        text: its text.
+        name: name of the topic or source, as yielded by `documents`.
+        text: text of the topic or source.
         tokenizer: tokenizer that encodes the sentences.
     """
     if name.startswith(TOPICS):
@@ -112,8 +113,8 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
 
     Args:
         tokenizer: tokenizer of the corpus.
-        in_sentences: each sequence is a sentence or a block (`sentence_documents`); else it is a whole document that
-            ends with `eod_id`.
+        in_sentences: True to make each sequence a sentence or a block (`sentence_documents`); False to make each
+            sequence a whole document that ends with `eod_id`.
 
     Raises:
         ValueError: this Python lacks the library's sources, or no cache directory can be written.
@@ -123,13 +124,13 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
     prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
     if not _is_intact(prefix, tokenizer):
         with Lock(Path(f"{prefix}.lock")):
-            if not _is_intact(prefix, tokenizer):  # another process may have built it while this one waited
+            if not _is_intact(prefix, tokenizer):  # another process may have built the corpus meanwhile
                 _build(prefix, tokenizer, in_sentences)
     return prefix
 
 
 def _is_intact(prefix: str, tokenizer: Tokenizer) -> bool:
-    """True if the pair is there, undamaged and not empty, in the tokenizer's dtype."""
+    """True if the `.bin/.idx` pair exists, is undamaged and not empty, and has the tokenizer's dtype."""
     try:
         dataset = IndexedDataset(prefix)
     except ValueError:
@@ -138,7 +139,7 @@ def _is_intact(prefix: str, tokenizer: Tokenizer) -> bool:
 
 
 def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
-    # Temporary files here are those of a killed process: no other one writes while this process holds the lock.
+    # This process holds the lock, so no other process is writing. Any temporary files were left by a killed process.
     for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):
         os.unlink(leftover)
     texts = dict(documents())

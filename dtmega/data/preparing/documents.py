@@ -1,6 +1,6 @@
-"""The documents of a batch: its raw records, and the text inside each record.
+"""The documents of a batch: raw records, and the text inside each record.
 
-A byte order mark at the start of a file does not belong to its text.
+A byte order mark at the start of a file is not part of its text.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
-    """The parts of a text, each as (number of its first line, part). Joined, the parts are the text.
+    """The parts of a text, each as (number of its first line, part). The joined parts are the whole text.
 
     Blank lines at the start of the text belong to the first part.
 
     Args:
-        text: whole parts.
+        text: one or more complete parts.
         line: number of the text's first line in its file.
     """
     blanks = len(text) - len(text.lstrip(b" \t\r\n"))
@@ -57,8 +57,8 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
     """
     if record is None:
         raise ValueError(f"expected a string in '{key}', got null")
-    # A byte order mark is dropped at the start of a .txt, and in any line of JSON: files that were concatenated have
-    # one in the middle, and in JSON it is never text.
+    # Drop a byte order mark at the start of a .txt, and at the start of every line of JSON: concatenated files have
+    # byte order marks in the middle, and JSON never begins with this mark as text.
     starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
     try:
         text = record.decode("utf-8-sig" if starts_file else "utf-8")
@@ -79,7 +79,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
         raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
     if not isinstance(value[key], str):
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
-    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d): JSON but no text
+    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d), valid in JSON
     return value[key]
 
 

@@ -1,10 +1,10 @@
-"""The input files of `tokenize`: the files that patterns and folders stand for, and their kinds. By suffix these are
+"""Find the input files of `tokenize`, given patterns and folders. The suffix of a file gives its kind:
 
-.txt               the whole file is one document, or each part that ends with blank lines is one
-.jsonl, .json      one JSON object per line, whose value under a key is one document
-+ .gz, .zst        any of these, compressed
-.parquet           each row of one column is one document
--                  standard input, a .txt unless `--kind` says otherwise
+.txt               one document per file, or one per part if blank lines separate documents
+.jsonl, .json      one JSON object per line; the value under a chosen key is one document
++ .gz, .zst        any of the kinds above, compressed
+.parquet           one document per row of a chosen column
+-                  standard input, read as .txt unless `--kind` says otherwise
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class File(NamedTuple):
 
 
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
-    """The files that glob patterns match: in the order of the patterns, sorted within each, no file twice.
+    """Find the files that glob patterns match, in pattern order, sorted within each pattern, without duplicates.
 
-    A folder stands for the files of KINDS in it and below it, or for all files if a `kind` is given. Hidden files and
-    folders are left out.
+    A folder stands for all files with a suffix in KINDS, in the folder and its subfolders; if a `kind` is given, for
+    all files there. Hidden files and folders are left out.
 
     Args:
         patterns: paths, folders or glob patterns.
-        kind: kind of all files, without its dot; None takes the kind from each suffix.
+        kind: kind of all files, without the dot; None to take each file's kind from its suffix.
 
     Raises:
-        ValueError: a pattern without a file, an unknown suffix, a dangling link, or a library that is not installed.
+        ValueError: a pattern matches no file, a suffix is unknown, a link dangles, or a library is not installed.
     """
-    paths: dict[str, None] = {}  # keys in order, like a set that keeps the first of two equal paths
+    paths: dict[str, None] = {}  # the keys are an ordered set of paths
     for pattern in patterns:
         paths.update(dict.fromkeys(_matching(pattern, of_any_kind=kind is not None)))
     return [_file(path, kind) for path in paths]
@@ -58,7 +58,7 @@ def _matching(pattern: str, *, of_any_kind: bool) -> list[str]:
     """The paths that a pattern stands for.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the pattern stands for no file.
     """
     if os.path.isdir(pattern):
         paths = _below(pattern, of_any_kind=of_any_kind)
@@ -67,7 +67,7 @@ def _matching(pattern: str, *, of_any_kind: bool) -> list[str]:
             f"--kind txt reads others as text"
         )
     else:
-        # A file whose name contains a star or brackets is meant as it is.
+        # A pattern that is the path of an existing file means that file, even if it contains a star or brackets.
         is_path = pattern == STDIN or os.path.exists(pattern)
         matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
         paths = [path for path in matches if not os.path.isdir(path)]
@@ -78,10 +78,10 @@ def _matching(pattern: str, *, of_any_kind: bool) -> list[str]:
 
 
 def _file(path: str, kind: str | None) -> File:
-    """A path as an input file; `kind` is as in `find_files`.
+    """The input file at a path; `kind` is as in `find_files`.
 
     Raises:
-        ValueError: an unknown suffix, a dangling link, or a library that is not installed.
+        ValueError: the suffix is unknown, the link dangles, or a library is not installed.
     """
     if kind:
         suffix = f".{kind}"
@@ -102,10 +102,10 @@ def _file(path: str, kind: str | None) -> File:
 
 
 def _below(folder: str, *, of_any_kind: bool) -> list[str]:
-    """Files of KINDS, or of any kind, in a folder and its subfolders, sorted by path; hidden ones are left out."""
+    """Sorted paths of the files of KINDS, or of any kind, in a folder and its subfolders, without hidden files."""
     paths: list[str] = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden ones
+        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden folders
         for name in names:
             if not name.startswith(".") and (of_any_kind or _suffix(name) in KINDS):
                 paths.append(os.path.join(parent, name))
@@ -113,7 +113,10 @@ def _below(folder: str, *, of_any_kind: bool) -> list[str]:
 
 
 def _suffix(path: str) -> str:
-    """The suffix of a name; the one before it if a .gz or .zst comes last (parquet files compress themselves)."""
+    """The suffix of a name, ignoring a final .gz or .zst.
+
+    The suffix of .parquet.gz is .gz, which is refused later, because parquet files are compressed internally.
+    """
     stem, suffix = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]
     return inner if suffix in (".gz", ".zst") and inner != ".parquet" else suffix

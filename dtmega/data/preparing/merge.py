@@ -1,9 +1,9 @@
-"""Join token files into one; `python -m dtmega merge` calls `write`, after a text was tokenised in parts.
+"""Join the token files of a text that was tokenised in parts; `python -m dtmega merge` calls `write`.
 
     python -m dtmega merge --input data/part-0 data/part-1 --output data/mine
 
-Tokens, sequences and documents come in the order of the parts, so the result is byte-identical to tokenising the whole
-text at once. Megatron's own `merge_file_` loses the bounds of documents.
+Tokens, sequences and documents keep the order of the parts, so the result is byte-identical to tokenising the whole
+text at once. Megatron's own `merge_file_` loses the document boundaries.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dtmega.files.console import counted
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the joined `.bin/.idx` pair. If that fails, an earlier pair of the same name stays as it was.
+    """Write the joined `.bin/.idx` pair. If writing fails, an earlier pair with the same name remains unchanged.
 
     Args:
         args: the options of `python -m dtmega merge`.
 
     Returns:
-        A line for the user: counts of parts, documents and tokens, and the files' names.
+        A line for the user: counts of parts, documents and tokens, and the names of the files.
 
     Raises:
         ValueError: a part is missing or damaged, or the parts differ in dtype or record.
@@ -61,12 +61,12 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
     """The prefixes of the parts in the order of the patterns, sorted within each pattern.
 
     Raises:
-        ValueError: a pattern matches no part, or two name the same one.
+        ValueError: a pattern matches no part, or the patterns name a part twice.
     """
     prefixes: list[str] = []
     for pattern in patterns:
         matches = sorted(path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx"))
-        # A plain prefix without files is passed on: `IndexedDataset` has the better message about missing files.
+        # Pass on a plain prefix without files: `IndexedDataset` has a better message about missing files.
         if not matches and not glob.has_magic(pattern):
             matches = [pattern]
         if not matches:
@@ -82,7 +82,7 @@ def _record(parts: Sequence[IndexedDataset]) -> Record | None:
     """The record that all parts share; None if no part has one.
 
     Raises:
-        ValueError: the parts' records differ, or only some parts have one.
+        ValueError: the parts' records differ, or only some parts have a record.
     """
     records = [record.record_of(part) for part in parts]
     expected = _how_made(records[0])
@@ -97,5 +97,5 @@ def _record(parts: Sequence[IndexedDataset]) -> Record | None:
 
 
 def _how_made(part_record: Record | None) -> dict[str, Any] | None:
-    """The settings in a record that must be equal; a tokenizer's name is not, but its fingerprint is one of them."""
+    """The settings that must be equal in all records, with the tokenizer's fingerprint but without its name."""
     return part_record and part_record.model_dump(exclude={"documents", "tokens", "tokenizer"})

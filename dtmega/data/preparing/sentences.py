@@ -1,11 +1,11 @@
-"""The sentences of a document, from which BERT's samples are made.
+"""Split documents into the sentences that make up BERT's samples.
 
     prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
-    blocks    for source code: the text between blank lines is one "sentence", since a cut at each "." is meaningless
+    blocks    for source code, where a "." ends no sentence: the text between two blank lines counts as one "sentence"
 
-No sentence has more than LONGEST_SENTENCE tokens: a longer one is cut at its line ends, and a longer line between
-words. Megatron would skip the whole document. In Python's library that is 108 of 685 documents, with 45 % of the
-tokens.
+No sentence has more than LONGEST_SENTENCE tokens: a longer sentence is cut at its line ends, and a line that is still
+too long is cut between words. Megatron would skip every document with a longer sentence: in Python's library, that
+would be 108 of the 685 documents, with 45 % of the tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 PROSE, BLOCKS = "prose", "blocks"
 PARAGRAPH_END = re.compile(r"\n[ \t\r\f]*\n")
-# sentencex's search for quotes takes time quadratic in the length of a paragraph: 37 s for 7 million characters.
+# Text is passed to sentencex in portions, because sentencex's search for quotes takes time quadratic in the length of
+# a paragraph: 37 s for 7 million characters.
 PORTION_CHARS = 100_000
 
 
@@ -40,7 +41,7 @@ def encode(text: str, kind: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def prose(text: str) -> list[str]:
-    """The sentences of an English text; some keep the blanks around them."""
+    """The sentences of an English text, some with blanks at the start or end."""
     sentences: list[str] = []
     for portion in _portions(text):
         sentences += segment("en", portion)
@@ -60,7 +61,7 @@ def _portions(text: str) -> Iterator[str]:
 
 
 def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of a sentence, in pieces of whole lines if it is longer than LONGEST_SENTENCE."""
+    """Yield the ids of a sentence; a sentence longer than LONGEST_SENTENCE is cut into pieces of whole lines."""
     sentence_ids = tokenizer.encode(sentence)
     if len(sentence_ids) <= LONGEST_SENTENCE:
         if sentence_ids:
@@ -81,7 +82,7 @@ def _cut(ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
     start = 0
     while len(ids) - start > LONGEST_SENTENCE:
         stop = start + LONGEST_SENTENCE
-        # The last place where a word starts; if a single word is longer than a piece, it is cut.
+        # Cut at the last place where a word starts. A single word that is longer than a piece is cut inside.
         words = (i for i in range(stop, start, -1) if ids[i] not in tokenizer.continuing_ids)
         end = next(words, stop)
         yield ids[start:end]

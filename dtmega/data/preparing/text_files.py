@@ -19,13 +19,14 @@ from typing import IO
 from dtmega.data.preparing.input_files import STDIN, File
 
 BLANK_LINES = "blank-lines"
-# The end of a line and the last blank line before the next text.
+# Matches the end of a line and the last blank line before the next text.
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
 CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file is a batch of its own
-MAX_RECORD_BYTES = 1 << 28  # of a record in a compressed file, because 22 kB of zstd can hold a line of 3 GB
-# Compressed bytes that are decompressed at a time. They become 128 MiB at most: a block of 4 bytes holds up to 128 KiB.
+MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
+# Number of compressed bytes to decompress at a time. The result has at most 128 MiB, because a zstd block takes at
+# least 4 bytes and holds up to 128 KiB.
 ZSTD_BYTES = 4096
-PARQUET_ROWS = 256  # rows in a batch: their bytes are known only after reading
+PARQUET_ROWS = 256  # rows in a batch; the size of a row in bytes is known only after reading
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class RecordBatch:
     Attributes:
         path: path of the file.
         kind: one of KINDS.
-        first: line (of parquet: row) of the first record, from 1.
-        data: whole lines of JSON; a .txt, or some parts of it; or the rows of a parquet file, None for a null. If the
-            file is sound, it is UTF-8.
-        is_cut: blank lines end documents; only for a .txt.
-        position_bytes: bytes of all input files, as stored, that had been read when this batch was complete.
+        first: line number (in parquet: row number) of the first record, counted from 1.
+        data: whole lines of JSON; a whole .txt, or some of its parts; or rows of a parquet file, with None for a null.
+            The text is UTF-8 unless the file is faulty.
+        is_cut: True if blank lines separate documents, which is possible only in a .txt.
+        position_bytes: number of stored bytes read from all input files by the time this batch was complete.
     """
 
     path: str
@@ -56,13 +57,13 @@ def read_batches(
     """Read all files as batches.
 
     Args:
-        files: the files, in the order in which they are read.
+        files: the files in reading order.
         column: column of parquet files that holds the text.
-        at_blank_lines: each part of a .txt that ends with blank lines is a document of its own.
-        encoding: name of the encoding of all text files; '' is UTF-8.
+        at_blank_lines: True to cut each .txt at blank lines and make each part a document of its own.
+        encoding: name of the encoding of all text files; '' for UTF-8.
 
     Raises:
-        ValueError: a file is damaged or cut off, is not in the encoding, or lacks a column of strings of that name.
+        ValueError: a file is damaged or cut off, is not in the encoding, or has no column of strings with that name.
     """
     before_bytes = 0
     for file in files:
@@ -80,11 +81,11 @@ def read_batches(
         before_bytes += file.n_bytes
 
 
-# The readers below yield (line or row of the first record, data of a batch, bytes of the stored file read so far).
+# Each reader below yields (line or row of the first record, data of a batch, number of stored bytes read so far).
 
 
 def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """A whole file in one batch."""
+    """Read a whole file as one batch."""
     chunks, position = [], 0
     for chunk, position in _chunks(path, encoding):  # noqa: B007
         chunks.append(chunk)
@@ -93,7 +94,7 @@ def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline, maybe b""."""
+    """Read batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline."""
     first, pending, position = 1, [], 0
     for chunk, position in _chunks(path, encoding):
         end = chunk.rfind(b"\n") + 1
@@ -108,9 +109,9 @@ def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Batches of whole parts, where a part of the text ends with blank lines."""
+    """Read batches of whole parts; blank lines end a part."""
     first, pending, position = 1, [], 0
-    # Blanks at the end of the text read so far. They may be the end of a part, which the next lines will show.
+    # Blanks at the end of the text read so far. Only the next lines show whether a part ends here.
     blanks = b""
     for _, lines, position in _read_lines(path, encoding):
         read = blanks + lines
@@ -128,17 +129,19 @@ def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def part_starts(text: bytes) -> list[int]:
-    """The places in a text where a part begins after blank lines."""
+    """The offsets in a text where a part begins after blank lines."""
     return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 
 def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
-    """Refuse a record that is too large, in a compressed file: one can hold a million times its own size.
+    """Refuse a record in a compressed file if the record is too large.
+
+    A compressed file can expand to 30,000 times its size.
 
     Args:
         path: path of the file.
         line: line where the record starts, for the message.
-        pieces: the decompressed bytes of the record so far.
+        pieces: decompressed bytes of the record so far.
     """
     if path.endswith((".gz", ".zst")) and sum(map(len, pieces)) > MAX_RECORD_BYTES:
         raise ValueError(
@@ -148,9 +151,10 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 
 
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
-    """Chunks of a file's text, each with the number of bytes of the stored file read so far.
+    """Yield chunks of a file's text, each with the number of stored bytes read so far.
 
-    The text becomes UTF-8. A file without an `encoding` should be UTF-8 already; `document_text` checks that.
+    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already, which `document_text`
+    checks.
     """
     if not encoding:
         yield from _decompressed(path)
@@ -166,15 +170,15 @@ def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
 def _decoded(
     decoder: codecs.IncrementalDecoder, chunk: bytes, path: str, encoding: str, before_bytes: int, is_last: bool = False
 ) -> bytes:
-    """The next chunk of a text as UTF-8.
+    """Convert the next chunk of a text to UTF-8.
 
     Args:
         decoder: decoder of the file, which keeps the bytes of an incomplete character from chunk to chunk.
         chunk: decompressed bytes in `encoding`.
         path: path of the file, for messages.
         encoding: name of the encoding, for messages.
-        before_bytes: decompressed bytes before this chunk.
-        is_last: no more chunks follow.
+        before_bytes: number of decompressed bytes before this chunk.
+        is_last: True if no chunk follows.
 
     Raises:
         ValueError: the file is not in the encoding.
@@ -183,14 +187,14 @@ def _decoded(
     try:
         return decoder.decode(chunk, is_last).encode()
     except UnicodeError as error:
-        # UTF-16 or UTF-32 without the byte order mark at its start raises a bare UnicodeError, without a place.
+        # UTF-16 or UTF-32 without the byte order mark at its start raises a bare UnicodeError, without a position.
         place, why = (error.start, error.reason) if isinstance(error, UnicodeDecodeError) else (0, str(error))
         at = before_bytes - kept_bytes + place
         raise ValueError(f"{path} is not in {encoding}: {why} at byte {at} (--encoding)") from None
 
 
 def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
-    """Chunks of decompressed bytes, each with the number of bytes of the stored file read so far.
+    """Yield chunks of decompressed bytes, each with the number of stored bytes read so far.
 
     Raises:
         ValueError: a compressed file is damaged or cut off.
@@ -215,15 +219,15 @@ def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompress a zstd file. (zstandard's own stream reader reads a file that was cut off without an error.)
+    """Decompress a zstd file. zstandard's own stream reader is not used, because it accepts a truncated file silently.
 
     Raises:
         EOFError: the file is damaged or cut off.
     """
     import zstandard
 
-    # Allow windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd allocates a window
-    # only as far as the text fills it.
+    # Allow windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd allocates only as
+    # much of a window as the text fills.
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, is_open = decompressor.decompressobj(), False
     chunks: list[bytes] = []
@@ -247,10 +251,10 @@ def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
 
 
 def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | None], int]]:
-    """Batches of rows of one column of strings.
+    """Read one column of strings in batches of rows.
 
     Raises:
-        ValueError: the file is damaged, or has no such column.
+        ValueError: the file is damaged, or has no column of strings with that name.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -266,10 +270,10 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
                     values = values.dictionary_decode()
                 if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
                     raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # As bytes, because a row that is not UTF-8 should be reported by itself, not end the reading.
+                # Read strings as bytes: then a row that is not UTF-8 is reported, and the other rows are still read.
                 data = values.cast(pa.large_binary()).to_pylist()
                 row += len(data)
-                # The position in the file is not known; take it to be in proportion to the rows.
+                # The position in the file is not known; estimate it from the share of rows read so far.
                 yield row - len(data) + 1, data, size_bytes * row // n_rows
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or cut off ({error})") from None

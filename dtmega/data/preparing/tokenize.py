@@ -1,10 +1,10 @@
-"""Turn a user's text into Megatron's `.bin/.idx`; `python -m dtmega tokenize` calls `write`.
+"""Turn a user's text into Megatron's `.bin/.idx` files; `python -m dtmega tokenize` calls `write`.
 
     python -m dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer gpt2 --output data/mine --append-eod
     python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
 
-This process reads and writes; workers parse and tokenize. Results are written in the order of the input, so the output
-is the same for any number of workers. Only a few batches are in flight, so memory does not grow with the input.
+This process reads and writes; workers parse and tokenize. Results are written in input order, so the output
+is the same for any number of workers. Only a few batches are in flight, so memory use does not grow with the input.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from dtmega.data.preparing.documents import document_text, records_of
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.files.console import counted
 
-SHOWN = 5  # malformed records that are printed; all are counted
+SHOWN = 5  # number of malformed records to print; the other malformed records are only counted
 
-Document = list[list[int]]  # the ids of each of its sequences: one, or one for each sentence
+Document = list[list[int]]  # token ids of each sequence: one sequence, or one for each sentence
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the `.bin/.idx` pair. If that fails, an earlier pair of the same name stays as it was.
+    """Write the `.bin/.idx` pair. If writing fails, an earlier pair with the same name remains unchanged.
 
     Args:
         args: the options of `python -m dtmega tokenize`.
 
     Returns:
-        A line for the user: counts of documents, tokens and skipped records, the time, and the files' names.
+        A line for the user: counts of documents, tokens and skipped records, the time, and the names of the files.
 
     Raises:
         ValueError: an argument or the input cannot be used.
@@ -104,7 +104,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def _check_kinds(args: argparse.Namespace, files: Sequence[input_files.File]) -> None:
-    """Refuse options that do not apply to the kinds of these files."""
+    """Refuse options that do not apply to the kinds of the input files."""
     if args.split_documents and all(file.kind != ".txt" for file in files):
         raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
     if args.encoding and any(file.kind == ".parquet" for file in files):
@@ -141,14 +141,15 @@ def _add_documents(writer: IndexedWriter, result: Result) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """The settings that a worker needs; they can be pickled.
+    """The settings that a worker needs, in a form that can be pickled.
 
     Attributes:
         tokenizer: spec of the tokenizer.
         key: key of a JSON object, or column of a parquet file, that holds the text.
-        append_eod: end each document with end-of-document.
+        append_eod: True to end each document with the end-of-document id.
         longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 leaves each .txt whole.
-        sentences: kind of sentences, each of which becomes a sequence; None makes each document one sequence.
+        sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None makes each document
+            one sequence.
     """
 
     tokenizer: str
@@ -163,8 +164,8 @@ class Result:
     """The documents of one batch of records.
 
     Attributes:
-        ids: [sum(sizes)] token ids, one document after the other, in the dtype of the output.
-        sizes: for each document, the number of tokens of each of its sequences.
+        ids: token ids of all documents, one after the other, [sum(sizes)] in the output's dtype.
+        sizes: number of tokens in each sequence, as one list per document.
         n_empty: number of records whose text has no tokens.
         malformed: "file:line: why" for each record that could not be read.
         position_bytes: position in the input after this batch, as in `RecordBatch`.
@@ -178,7 +179,7 @@ class Result:
 
 
 class Worker:
-    """A function from a batch of records to its documents, with the vocabulary loaded once."""
+    """A callable that turns a batch of records into documents. The vocabulary is loaded once, when it is created."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
@@ -209,13 +210,13 @@ class Worker:
         )
 
     def _in_sentences(self, texts: Sequence[str]) -> list[list[Document]]:
-        """The documents of each text, with a sequence for each sentence: one document, or none without tokens."""
+        """The documents of each text: one document with a sequence per sentence, or none if the text has no tokens."""
         assert self.job.sentences
         documents = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
-        """The documents of each text, each of one sequence: several if the text is cut, none without tokens."""
+        """The documents of each text, one sequence each: several if the text is cut, none if the text has no tokens."""
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
@@ -256,10 +257,10 @@ def _in_order(batches: Iterator[text_files.RecordBatch], job: Job, n_workers: in
 
 
 def _receive(pipe: Connection) -> Result:
-    """The next result of a worker.
+    """Receive the next result of a worker.
 
     Raises:
-        EOFError: the worker died, between two messages or in the middle of one.
+        EOFError: the worker died, between two messages or while sending one.
     """
     try:
         return pipe.recv()
@@ -268,13 +269,14 @@ def _receive(pipe: Connection) -> Result:
 
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return it and this process's end of the pipe to it."""
-    # Spawned, because a fork would copy locks that other threads of this process hold at the moment.
+    """Start a worker process; return the worker and this process's end of the pipe to it."""
+    # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()
     process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
-    # A terminal sends Ctrl-C to all processes, but only the parent is to answer it. The worker inherits the blocked
-    # signal. The resource tracker that spawn needs unblocks it when it starts, so the tracker is started before.
+    # A terminal sends Ctrl-C to all processes, but only the parent should react. So SIGINT is blocked while the worker
+    # starts, and the worker inherits the block. Spawning needs the resource tracker, and the tracker's start unblocks
+    # SIGINT in this process, so the tracker is started first.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -286,13 +288,13 @@ def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
 
 
 def _serve(pipe: Connection, job: Job) -> None:
-    """Run a worker process until the parent's end of the pipe is closed, even if the parent was killed."""
+    """Run a worker process until the parent closes its end of the pipe, or is killed."""
     batches: SimpleQueue[text_files.RecordBatch] = SimpleQueue()
 
-    # A thread receives while this one computes. Otherwise both processes could block in `send`, each waiting for the
-    # other to receive.
+    # A separate thread receives while the main thread computes. Otherwise both processes could block in `send`, each
+    # waiting for the other to receive.
     def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):  # OSError: the parent ended in the middle of a message
+        with contextlib.suppress(EOFError, OSError):  # OSError: the parent ended while it sent a message
             while True:
                 batches.put(pipe.recv())
         os._exit(0)
@@ -303,5 +305,5 @@ def _serve(pipe: Connection, job: Job) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
             pipe.send(worker(batches.get()))
-    # With a thread that still receives, the interpreter's own shutdown may hang, and the parent would wait for it.
+    # While a thread still receives, the interpreter's own shutdown may hang, and the parent would wait for it.
     os._exit(0)

@@ -1,1 +1,1 @@
-"""The tokens of sample g: the order of documents, the samples cut out of them, and blends of several corpora."""
+"""The tokens of sample g: the order of documents, the cut into samples, and blends of several corpora."""

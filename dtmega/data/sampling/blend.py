@@ -1,11 +1,13 @@
-"""Corpora blended by weight. Sample g is a function of g, and for every n, each corpus has its share of n samples.
+"""Blends of corpora by weight.
+
+Sample g is a function of g alone. For every n, each corpus has its share of the first n samples, up to rounding.
 
     splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids
 
-Megatron walks through the whole run, always takes the corpus that is furthest behind its share, and stores the choices
-in a table. Here nothing is walked through and nothing is stored: the corpora are the leaves of a binary tree, and each
-node deals its samples to its two sides in proportion to their weights, by a formula.
+Megatron loops over all samples of the run, takes each from the corpus that is furthest behind its share, and stores the
+choices in a table. Here there is no loop and no table. The corpora are the leaves of a binary tree, and a formula deals
+each node's samples to its two children in proportion to the children's weights.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ def split_documents(n_documents: int, weights: Sequence[float]) -> list[tuple[in
     for weight in weights:
         bounds.append(bounds[-1] + round(weight / total * n_documents))
     # The rounded parts may add up to a few documents too many or too few. As in Megatron, all bounds except the first
-    # are shifted by that number.
+    # are shifted by the difference.
     surplus = bounds[-1] - n_documents
     bounds[1:] = [bound - surplus for bound in bounds[1:]]
     return list(pairwise(bounds))
 
 
 class Node(NamedTuple):
-    """A node in the tree of a blend: one corpus, or a group of corpora with two sides.
+    """A node in the tree of a blend: one corpus (a leaf), or a group of corpora with two children.
 
     Attributes:
-        weight: sum of the weights of its corpora, an integer.
+        weight: sum of the weights of the node's corpora, an integer.
         corpus: number of the corpus, or -1 for a group.
-        left, right: the two sides of a group, None for a corpus.
+        left, right: the two children of a group; None for a corpus.
     """
 
     weight: int
@@ -55,13 +57,13 @@ class Node(NamedTuple):
 
 
 def huffman(weights: Sequence[float]) -> Node:
-    """The tree made by joining the two lightest groups until one is left. Heavy corpora end up near the root."""
-    # A float is exactly a fraction, so integer weights in these proportions need no rounding.
+    """Build the tree: join the two lightest groups until one group is left. Heavy corpora end up near the root."""
+    # Every float is a fraction, so the weights can be scaled to integers without rounding.
     exact = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(weight.denominator for weight in exact))
     groups = [(int(weight * unit), k, Node(int(weight * unit), k)) for k, weight in enumerate(exact)]
     heapq.heapify(groups)
-    # The number in the middle of each entry makes the order of groups with equal weights definite.
+    # The number in the middle of each entry breaks ties between groups of equal weight.
     for number in range(len(weights), 2 * len(weights) - 1):
         light, _, left = heapq.heappop(groups)
         heavy, _, right = heapq.heappop(groups)
@@ -70,11 +72,11 @@ def huffman(weights: Sequence[float]) -> Node:
 
 
 def deal(tree: Node, g: int) -> tuple[int, int]:
-    """The corpus that sample g of the blend comes from, and the number of samples it has given before."""
+    """The corpus that sample g of the blend comes from, and the number of earlier samples from that corpus."""
     node = tree
     while node.left is not None and node.right is not None:
-        # Of the first n samples of a node, its left side gets its share, rounded. So sample g goes to the left if that
-        # share rises from n = g to n = g + 1.
+        # The left child gets its share of the node's first n samples, rounded. So sample g goes to the left child if
+        # this share rises from n = g to n = g + 1.
         before = _share(g, node.left.weight, node.weight)
         after = _share(g + 1, node.left.weight, node.weight)
         if after > before:
@@ -85,20 +87,20 @@ def deal(tree: Node, g: int) -> tuple[int, int]:
 
 
 def _share(n: int, part: int, whole: int) -> int:
-    """n part / whole, rounded half up; in integers, so that n may be of any size."""
+    """The share n x part / whole, rounded half up. Integer arithmetic makes the result exact for any n."""
     return (2 * n * part + whole) // (2 * whole)
 
 
 class Blend:
-    """Samples of several corpora, blended by weight. Like those of each corpus they are endless and pure functions.
+    """An endless sequence of samples from several corpora, blended by weight. Sample g is a pure function of g.
 
-    After any number of samples, each corpus has given its share to within 1.7 samples. Each node on the way to the
-    corpus rounds by at most half a sample, and the error of a node counts by the share that the corpus has in it; that
-    adds up to less than 1.7 in any Huffman tree.
+    After any number of samples, the number taken from each corpus differs from the corpus's share by less than 1.7.
+    Each node on the path to the corpus rounds by at most half a sample, and the error of a node is scaled by the
+    corpus's share of the node. In any Huffman tree these scaled errors add up to less than 1.7.
 
     Args:
         parts: the samples of each corpus.
-        weights: a positive number for each part; empty to weigh parts by their number of tokens.
+        weights: positive weight of each part; if empty, the weight of a part is its number of tokens.
     """
 
     def __init__(self, parts: Sequence[AnySamples], weights: Sequence[float]) -> None:
@@ -119,11 +121,12 @@ class Blend:
 
 
 class SplitRule(NamedTuple):
-    """The rule by which a corpus is cut into parts for the splits.
+    """A rule that cuts a corpus into parts for the splits.
 
     Attributes:
-        size: function from a corpus to the number of units that are dealt out: its documents, or its sequences.
-        split: function from that number and the splits' weights to a (start, stop) range for each weight.
+        size: function that counts the units of a corpus: its documents or its sequences.
+        split: function that takes this count and the weights of the splits, and returns a (start, stop) range of units
+            for each weight.
     """
 
     size: Callable[[IndexedDataset], int]
@@ -139,8 +142,8 @@ class CorpusPart(NamedTuple):
     Attributes:
         corpus: position among the corpora of the split, which gives each corpus its own shuffle.
         dataset: the corpus.
-        documents: (start, stop), in the units of `SplitRule`.
-        weight: weight among the parts of the split; None to weigh by number of tokens.
+        documents: range (start, stop), in the units of `SplitRule`.
+        weight: weight of this part in its split; None to weigh the parts by their number of tokens.
     """
 
     corpus: int
@@ -150,10 +153,10 @@ class CorpusPart(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The samples that a run is trained and evaluated on.
+    """The samples for training and evaluation.
 
     Attributes:
-        samples: samples by split ("train", "valid", "test" and other validation sets); None for a split without any.
+        samples: samples by split ("train", "valid", "test", other validation sets); None for a split without samples.
         notes: lines for the user about text that is left out.
     """
 
@@ -178,12 +181,12 @@ def parts_of(
 def parts_of_mixture(
     mixture: Mixture, open_corpus: Callable[[str], IndexedDataset], rule: SplitRule = BY_DOCUMENT
 ) -> list[CorpusPart]:
-    """The parts of a mixture. A part that is alone has no weight.
+    """The parts of a mixture. A single part has the weight None.
 
     Args:
         mixture: names, ranges and weights of corpora.
-        open_corpus: function from a prefix to the opened corpus.
-        rule: the units that ranges of a corpus are counted in.
+        open_corpus: function that opens the corpus with a given prefix.
+        rule: rule that defines the units of the ranges.
     """
     parts = []
     for corpus, share in enumerate(mixture.shares):
@@ -196,17 +199,17 @@ def parts_of_mixture(
 def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequence[CorpusPart]], seed: int) -> Splits:
     """The samples of each split, blended if the split has several parts.
 
-    A small corpus may be too short for a single sample in a split other than "train"; the others are then blended
-    without it, and a note says so.
+    In a split other than "train", a small corpus may be too short for a single sample. The other corpora are then
+    blended without the small corpus, and a note says so.
 
     Args:
         objective: objective that makes the samples.
-        data: the section [data] of the configuration.
-        splits: parts by split.
+        data: the configuration's [data] section.
+        splits: parts of corpora, by split.
         seed: the run's seed.
 
     Raises:
-        ValueError: a corpus is too short for a single sample in "train", or all corpora are in another split.
+        ValueError: a corpus of "train" is too short for a single sample, or all corpora of another split are too short.
     """
     built = Splits(dict.fromkeys(SPLITS), [])
     for split, parts in splits.items():
@@ -218,7 +221,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
 def _build_split(
     objective: Objective, data: Data, split: str, parts: Sequence[CorpusPart], seed: int, built: Splits
 ) -> None:
-    """Add the samples of one split, and the notes about it, to `built`."""
+    """Add one split's samples, and the notes about the split, to `built`."""
     samples: list[AnySamples] = []
     weights: list[float] = []
     refusals: list[tuple[CorpusPart, ValueError]] = []

@@ -1,4 +1,4 @@
-"""The order of documents in an epoch. A long order is made once per node, in a file that all processes there map.
+"""The order of documents in an epoch. A long order is made once per node, in a file that all processes of the node map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
@@ -21,15 +21,16 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
-LONG = 1 << 20  # documents from which an order is kept in a file; a shorter one has 12 MB at most and takes 0.1 s
+LONG = 1 << 20  # orders of this many documents or more are kept in a file; shorter orders take at most 12 MB and 0.1 s
 
 
 class Order(NamedTuple):
     """The order of the documents in one epoch.
 
     Attributes:
-        documents: uint32 or int64 [n], the documents in the order of the stream, numbered from 0 for the part's first.
-        starts: int64 [n + 1], tokens of the epoch before each of these documents, then all tokens of the epoch.
+        documents: numbers of the documents in stream order, uint32 or int64 [n]; number 0 is the part's first document.
+        starts: number of the epoch's tokens before each document in stream order, int64 [n + 1]; the last entry is the
+            number of all tokens.
     """
 
     documents: NDArray[Any]
@@ -40,7 +41,8 @@ def permutation(n: int, key: str) -> NDArray[Any]:
     """The numbers 0 to n - 1, shuffled by a function of (n, key); uint32 [n], or int64 if they do not fit."""
     numbers = np.arange(n, dtype=_number_dtype(n))
     seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), "<u4")
-    # RandomState, because NEP 19 froze its stream for ever; a Generator's may change with numpy's version.
+    # NEP 19 guarantees that the stream of RandomState never changes; the stream of a Generator may change with numpy's
+    # version.
     np.random.RandomState(seed).shuffle(numbers)
     return numbers
 
@@ -50,11 +52,11 @@ def _number_dtype(n: int) -> np.dtype[Any]:
 
 
 def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """The order of documents (start, stop) of a data set in an epoch, a function of (stream, epoch).
+    """The order of documents (start, stop) of a data set in an epoch, shuffled by a function of (stream, epoch).
 
     Args:
         dataset: the data set.
-        documents: (start, stop) in its document index.
+        documents: range (start, stop) in the data set's document index.
         stream: name of the random stream.
         epoch: number of the epoch, from 0.
     """
@@ -74,9 +76,9 @@ def _shuffled(n: int, stream: str, epoch: int) -> NDArray[Any]:
 
 
 def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """The starts of all documents but the first, and the end of the last, in pieces of CHUNK."""
+    """Yield the starts of all documents but the first, then the end of the last document, CHUNK entries at a time."""
     n = len(order)
-    # The index is read from front to back. Only the lengths, in as few bytes as they need, are looked up in random
+    # The index is read from front to back. Only the lengths, kept in as few bytes as possible, are looked up in random
     # order.
     lengths = np.concatenate([_lengths(dataset, first + i, first + min(i + CHUNK, n)) for i in range(0, n, CHUNK)])
     end = 0
@@ -87,18 +89,18 @@ def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterato
 
 
 def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
-    """Tokens in each document from start to stop - 1, in the smallest dtype that holds them."""
+    """Number of tokens in each document from start to stop - 1, in the smallest dtype that can hold these numbers."""
     lengths = np.diff(dataset.first_token(np.arange(start, stop + 1)))
     return lengths.astype(np.min_scalar_type(lengths.max()))
 
 
 def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """The order in the cache directory, memory-mapped; made if it is not there.
+    """Memory-map the order from the cache directory; make the file first if it is missing.
 
     The file holds `starts`, then `documents`.
 
     Raises:
-        OSError, ValueError: no cache directory, or no room in it.
+        OSError, ValueError: there is no cache directory, or no room in it.
     """
     n = documents[1] - documents[0]
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{stream}".encode()).hexdigest()[:16]
@@ -119,7 +121,10 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
 
 
 def _remove_old(name: str, epoch: int) -> None:
-    """Delete the files of epochs before the previous one, which no later step reads; those of killed processes too."""
+    """Delete the files of epochs before the previous epoch, because no later step reads these files.
+
+    Temporary files and locks that killed processes left behind are deleted too.
+    """
     for path in cache_dir().glob(f"order-{name}-*"):
         match = re.fullmatch(rf"order-{name}-(\d+)\.bin(\.lock|\.\w+\.tmp)?", path.name)
         if match and int(match[1]) < epoch - 1:

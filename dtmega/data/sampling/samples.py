@@ -1,13 +1,13 @@
 """Samples of running text: the S + 1 tokens of sample g are a pure function of (seed, g).
 
-Neither the samples read before nor the length of the run changes them.
+The tokens depend neither on the samples read before nor on the length of the run.
 
     samples = Samples(dataset, documents=(0, 1000), seq_len=256, seed=1234, split="train")
     samples[g]  # [S + 1] token ids
 
-Documents are shuffled in each epoch, laid end to end and cut into samples, as in Megatron's GPTDataset. The difference
-is that this stream has no end. Megatron's shuffle depends on the number of samples that the run asks for, so a longer
-run reads other data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
+Documents are shuffled in each epoch, laid end to end and cut into samples, as in Megatron's GPTDataset. Unlike
+Megatron's stream, this stream has no end. Megatron's shuffle depends on the number of samples that the run asks for, so
+a longer run reads different data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dtmega.ops import keyed
 
 
 class AnySamples(Protocol):
-    """An endless sequence of samples, of one part of one corpus or of a blend, in the form that an objective reads.
+    """An endless sequence of samples from one part of a corpus or from a blend, in the form that an objective reads.
 
     Attributes:
         n_tokens: number of tokens in an epoch.
-        n_samples: number of samples in an epoch, a fraction if samples cross from one epoch into the next.
+        n_samples: number of samples in an epoch; a fraction if samples cross from one epoch into the next.
         note: a line to show to the user, or ''.
     """
 
@@ -47,20 +47,22 @@ class AnySamples(Protocol):
 
 
 class Samples:
-    """The endless samples of one part of one corpus.
+    """An endless sequence of samples from one part of a corpus.
 
-    Epoch e holds the part's documents in an order keyed by (seed, e); the epochs, one after the other, are the stream.
-    Stream sample i is tokens i S to i S + S, both included. Samples overlap by one token, so that each token is
-    predicted once, and they cross the bounds of documents and epochs. The samples that start in epoch e are delivered
-    in an order that is also keyed by (seed, e); the place of each one is computed by itself, without a table. The
-    orders of documents are tables (`order.py`), and only those of the last two epochs are kept in memory.
+    Epoch e holds the part's documents in an order keyed by (seed, e). The epochs follow each other in one stream.
+    Stream sample i consists of tokens i S to i S + S, both included. Neighbouring samples overlap by one token, so that
+    each token is predicted once. A sample may cross the bounds of documents and epochs.
+
+    The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
+    table, because the place of a sample is computed from its number. The orders of documents are tables (`order.py`);
+    only the tables of the last two epochs are kept in memory.
 
     Args:
         dataset: the corpus.
-        documents: (start, stop) in the corpus's document index; a document may be several sequences.
-        seq_len: S, tokens that a model reads; a sample has one more.
+        documents: range (start, stop) in the corpus's document index; a document may consist of several sequences.
+        seq_len: S, number of tokens that the model reads; a sample has one token more.
         seed: the run's seed.
-        split: "train", "valid" or "test". With `corpus` it gives each part its own shuffle.
+        split: "train", "valid" or "test"; `split` and `corpus` together give each part its own shuffle.
         corpus: position of the corpus in a blend.
 
     Raises:
@@ -101,7 +103,7 @@ class Samples:
         """Tokens [S + 1] of sample g >= 0, in the data set's dtype."""
         if g < 0:
             raise IndexError(f"sample {g}: samples are numbered from 0")
-        # Stream samples are shuffled among those that start in the same epoch.
+        # A stream sample is shuffled only among the samples that start in the same epoch.
         epoch = g * self.seq_len // self.n_tokens
         first = self._first_sample(epoch)
         count = self._first_sample(epoch + 1) - first
@@ -111,7 +113,7 @@ class Samples:
         return np.concatenate([tokens, self._read(epoch + 1, 0, missing)]) if missing else tokens
 
     def __reduce__(self) -> tuple[type[Samples], tuple[Any, ...]]:
-        # The orders of documents are left out: a worker process makes or maps those that it needs.
+        # The orders of documents are not pickled: a worker process makes or maps the orders that it needs.
         return type(self), (self.dataset, self.documents, self.seq_len, self.seed, self.split, self.corpus)
 
     def _first_sample(self, epoch: int) -> int:
@@ -121,21 +123,22 @@ class Samples:
     def _epoch(self, epoch: int) -> Order:
         """The order of documents in an epoch."""
         if epoch not in self._epochs:
-            # Keep two orders, because a sample may end in the epoch after the one where it starts.
+            # Keep two orders, because a sample may start in one epoch and end in the next.
             while len(self._epochs) > 1:
                 del self._epochs[next(iter(self._epochs))]
             self._epochs[epoch] = document_order(self.dataset, self.documents, self._stream, epoch)
         return self._epochs[epoch]
 
     def _read(self, epoch: int, offset: int, length: int) -> NDArray[Any]:
-        """Tokens [length] of the epoch from `offset` on, or fewer if the epoch ends before."""
+        """Read `length` tokens of the epoch, starting at `offset`; fewer if the epoch ends first."""
         documents, starts = self._epoch(epoch)
         stop = min(offset + length, self.n_tokens)
         # Entries a to b - 1 of the order hold these tokens. "right" and "left" leave out empty documents at both ends.
         # Megatron's `_build_sample_idx` finds the same bounds with a loop.
         a = np.searchsorted(starts, offset, "right") - 1
         b = np.searchsorted(starts, stop, "left")
-        # Bounds of the pieces in the epoch's stream, and the distance from the stream to the file for each document.
+        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` is the difference between a place in the
+        # file and the same place in the stream, for each document.
         cuts = starts[a : b + 1].clip(offset, stop)
         to_file = self.dataset.first_token(documents[a:b].astype(np.int64) + self.documents[0]) - starts[a:b]
         pieces = zip(cuts[:-1] + to_file, cuts[1:] + to_file, strict=True)

@@ -1,11 +1,11 @@
-"""Conversations in the form that a model was trained on: rendered by the chat template next to its tokenizer.json.
+"""Conversations in the form that a model was trained on, rendered by the chat template next to its tokenizer.json.
 
     chat = Chat.beside(tokenizer)                           # None if there is no template
-    ids = chat.ids([{"role": "user", "content": "Hi"}])     # up to the first word of the assistant's answer
+    ids = chat.ids([{"role": "user", "content": "Hi"}])     # ends where the assistant's answer begins
 
-The template is Jinja, which transformers runs in a sandbox. The sandbox keeps it from files but not from running for
-ever, so it runs in a child process with limits. Unlike a document of training text, a conversation contains special
-ids: those that the template writes.
+The template is a Jinja program that transformers runs in a sandbox. The sandbox keeps the template from reading files,
+but cannot stop an endless loop, so the template runs in a child process with limits. Unlike a training document, a
+conversation contains special ids, because the template writes special tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Chat:
     """The chat template of one tokenizer.
 
     Args:
-        template: the file with the template.
-        tokenizer: the tokenizer.json in the same folder.
+        template: path of the file that holds the template.
+        tokenizer: tokenizer loaded from the tokenizer.json in the same folder.
 
     Attributes:
-        end_ids: ids that end the assistant's turn: end-of-document, and the ids that generation_config.json names.
+        end_ids: ids that end the assistant's turn: end-of-document, and the ids that generation_config.json lists.
 
     Raises:
         ValueError: transformers is not installed.
@@ -46,7 +46,7 @@ class Chat:
 
     @staticmethod
     def beside(tokenizer: Tokenizer) -> Chat | None:
-        """The chat template next to a tokenizer's file; None if there is none.
+        """The chat template next to a tokenizer file; None if that folder has no template.
 
         Raises:
             ValueError: transformers is not installed.
@@ -57,7 +57,7 @@ class Chat:
         return None if template is None else Chat(template, tokenizer)
 
     def start(self) -> None:
-        """Start the process that runs the template. It serves any number of conversations.
+        """Start the process that runs the template and serves any number of conversations.
 
         Raises:
             ValueError: the files next to the template cannot be read.
@@ -65,7 +65,7 @@ class Chat:
         self._child.start()
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation, up to where the assistant's next answer begins.
+        """The ids of a conversation, up to the beginning of the assistant's next answer.
 
         Raises:
             ValueError: the template refuses the conversation, fails, or exceeds the limits of `confined.py`.
@@ -83,7 +83,7 @@ class Chat:
 def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
     """Read a folder's tokenizer and template; return a function from a conversation to its ids.
 
-    Runs in the confined process.
+    This function runs in the confined process.
     """
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerFast
@@ -101,7 +101,7 @@ def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
 
 
 def _template(folder: Path) -> Path | None:
-    """The file of a folder that holds its chat template; None if there is none."""
+    """The file in a folder that holds the chat template; None if there is no template."""
     template = folder / "chat_template.jinja"
     if template.is_file():
         return template
@@ -110,7 +110,7 @@ def _template(folder: Path) -> Path | None:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """The ids that a folder's generation_config.json names as ends of an answer: one number there, or a list."""
+    """Read the ids that end an answer from a folder's generation_config.json, which holds one number or a list."""
     file = folder / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [named]

@@ -15,11 +15,11 @@ from dtmega.data.tokenizers.tokenizer_json import to_json
 
 
 class ExportedTokenizer(NamedTuple):
-    """A tokenizer in the form of a transformers model directory.
+    """A tokenizer as a transformers model directory stores it.
 
     Attributes:
-        json: the text of its tokenizer.json.
-        ids: the token ids for config.json, by their name there: eos_token_id and others.
+        json: text of the tokenizer.json.
+        ids: token ids for config.json, by key: eos_token_id and others.
     """
 
     json: str
@@ -27,9 +27,9 @@ class ExportedTokenizer(NamedTuple):
 
 
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """The tokenizer for models of running text.
+    """The tokenizer for models trained on running text.
 
-    End-of-document serves as both BOS and EOS, because in training one stands before and after each document.
+    End-of-document serves as both BOS and EOS, because in training it stands both before and after each document.
     """
     return ExportedTokenizer(
         to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
@@ -37,19 +37,20 @@ def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
 
 
 def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """The tokenizer for models of hidden spans, with the marks that training added after the tokenizer's last id.
+    """The tokenizer for models trained to restore hidden spans, with the marks that training added after the last id.
 
-    It appends the end mark to each text that it encodes, because in training the encoder read one there.
+    The exported tokenizer appends the end mark to each text, because in training the encoder's input ended with that
+    mark.
 
     Raises:
-        ValueError: as `marks`; or the tokenizer's ids have gaps, so that a tokenizer.json cannot give the added marks
-            the ids that they had in training.
+        ValueError: the tokenizer has too few sentinels; or the tokenizer's ids have gaps, so that a tokenizer.json
+            cannot give the added marks the same ids as in training.
     """
     mark_ids = marks(tokenizer, data.sentinels)
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}
     names |= {mark_ids.start: "[BOS]", mark_ids.end: "[EOS]"}
-    # Marks that the tokenizer already has need no new token. The others are added in the order of their ids, because
-    # `add_special_tokens` numbers new tokens one after the other.
+    # Marks that the tokenizer already has need no new token. The other marks are added in ascending order of their
+    # ids, because `add_special_tokens` numbers new tokens one after the other.
     added = {i: name for i, name in sorted(names.items()) if i >= tokenizer.vocab_size}
     exported = tokenizers.Tokenizer.from_str(to_json(tokenizer.name))
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added.values()])

@@ -1,6 +1,6 @@
-"""Text <-> token ids.
+"""Tokenizers turn text into token ids and back.
 
-A spec is one string that names a vocabulary; every process loads its own tokenizer from that string.
+A spec is a string that names a vocabulary. Every process loads its own tokenizer from the spec.
 
     stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
     stdlib-wordpiece       shipped: 8,192 WordPieces, cased, trained on the same text by tools/train_wordpiece.py
@@ -10,10 +10,10 @@ A spec is one string that names a vocabulary; every process loads its own tokeni
     bert-cased:PATH        the same without the lowercasing and stripping
     PATH.tiktoken          a local file of ranks (a base64 token and its rank per line), then end-of-document
     PATH.json              a Hugging Face tokenizer.json; end-of-document is the `eos_token` of the
-                           tokenizer_config.json next to it, else the first of HF_EODS that it has
-    gpt2, cl100k_base ...  tiktoken's own vocabularies, which it downloads
+                           tokenizer_config.json next to it, else the first of HF_EODS in the vocabulary
+    gpt2, cl100k_base ...  tiktoken's own vocabularies, which tiktoken downloads
 
-Text never makes a special id, not even a document that contains "<|endoftext|>" or "[MASK]".
+Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]".
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from dtmega.data.tokenizers import tokenizer_trial, wordpiece
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 # cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
-# words with at most one mark before them; digits in threes; punctuation with the newlines after it; blank lines;
+# words with at most one mark before them; up to three digits; punctuation with the newlines after it; blank lines;
 # indentation except its last blank, which goes to the word after it.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-# GPT-2's rule. A .tiktoken file does not carry a rule, and GPT-2's ranks give GPT-2's ids under this one only.
+# GPT-2's rule. A .tiktoken file does not store a rule, and GPT-2's ranks give GPT-2's ids only with this rule.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 GPT2_RANKS = 50_256
 
@@ -51,24 +51,25 @@ STDLIB_WORDPIECE = Path(__file__).with_name("stdlib-wordpiece.txt")
 SHIPPED_WORDPIECES = "stdlib-wordpiece"
 WORDPIECES = ("bert", "bert-cased")  # used as "bert:PATH", with the path of a vocab.txt
 
-# On about a million blanks in a row tiktoken's regex engine overflows its stack (a Rust panic), so long runs are cut.
+# tiktoken's regex engine overflows its stack (a Rust panic) on about a million blanks in a row, so text is cut inside
+# long runs of blanks.
 BLANKS = re.compile(r"\s{100000}")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded vocabulary. It cannot be pickled: send the spec (`name`) to another process and load it there.
+    """A loaded vocabulary. A `Tokenizer` cannot be pickled: send its spec (`name`) to the other process instead.
 
     Attributes:
-        name: the spec that it was loaded from.
-        vocab_size: the ids are in [0, vocab_size); `[model] vocab_size` may be larger.
+        name: spec that the tokenizer was loaded from.
+        vocab_size: exclusive upper bound of the ids; `[model] vocab_size` may be larger.
         eod_id: id of end-of-document, which `encode` never returns.
-        fingerprint: 12 hex digits, equal for equal vocabularies.
+        fingerprint: digest in 12 hex digits, equal for equal vocabularies.
         encode: function from a text to its ids.
-        encode_all: function from several texts to the ids of each, on all cores if the library can do that.
+        encode_all: function from several texts to the ids of each text; uses all cores if the library can.
         decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
-        special_ids: ids that stand for no text, so that `encode` never returns one. [UNK] is not among them.
-        continuing_ids: ids of tokens inside a word ("##ing"); empty if the vocabulary does not mark them.
+        special_ids: ids that stand for no text; `encode` never returns them. [UNK] is not included.
+        continuing_ids: ids of tokens that continue a word ("##ing"); empty if the vocabulary does not mark them.
         cls_id, sep_id, mask_id: ids of [CLS], [SEP] and [MASK]; None if the vocabulary lacks the token.
         pad_id: id of [PAD] or <pad>; None if the vocabulary has neither.
         bos_id, eos_id: ids of [BOS] and [EOS], which Megatron's T5 uses; None if the vocabulary lacks the token.
@@ -94,10 +95,10 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that a spec names; the head of this file lists the specs.
+    """The tokenizer that a spec names; the docstring of this file lists the specs.
 
     Raises:
-        ValueError: the spec is unknown, its file is missing or malformed, or tiktoken could not download it.
+        ValueError: the spec is unknown, its file is missing or malformed, or a download by tiktoken failed.
     """
     if is_wordpiece(spec):
         tokenizer, fingerprint = load_wordpiece(spec)
@@ -116,7 +117,7 @@ def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
     """The tokenizer and the fingerprint of a spec that names a vocab.txt.
 
     Raises:
-        ValueError: as `load_tokenizer`.
+        ValueError: the file is missing or malformed.
     """
     kind, _, path = spec.partition(":")
     file = STDLIB_WORDPIECE if spec == SHIPPED_WORDPIECES else Path(path)
@@ -130,7 +131,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
     """The byte-level BPE encoding (ranks and pattern) that a spec names, and its fingerprint.
 
     Raises:
-        ValueError: as `load_tokenizer`.
+        ValueError: for the same reasons as in `load_tokenizer`.
     """
     if spec == "stdlib-8k":
         return _from_ranks_file(spec, STDLIB_8K)
@@ -144,7 +145,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
 
 
 def _advice(spec: str) -> str:
-    """The end of the message about an unknown spec: what the user can write instead."""
+    """The end of the message about an unknown spec: suggestions for what to write instead."""
     path = Path(spec)
     folder = path if path.is_dir() else path.parent
     saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
@@ -180,11 +181,11 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
                 raise ValueError(f"{path}:{number}: expected a base64 token and its rank, got {line[:80]!r}") from None
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{path}: expected each rank from 0 to {len(ranks) - 1} once")
-    # Without all 256 bytes there would be texts that cannot be encoded.
+    # Without all 256 bytes, some texts could not be encoded.
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
-    # The file does not say which pattern its ranks were trained with; GPT-2's are recognised by their number.
+    # The file does not say which pattern its ranks were trained with. GPT-2's ranks are recognised by their count.
     pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
     return _from_ranks(spec, ranks, pattern, content)
 
@@ -257,7 +258,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
     loaded.encode_special_tokens = True  # a special token's name inside a document is ordinary text
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
-        # The "fast" variant skips the offsets into the text, which would take a third of the time.
+        # The "fast" variant saves a third of the time, because it does not compute offsets into the text.
         with _refusals(spec):
             encodings = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
@@ -269,7 +270,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
         with _refusals(spec):
             return loaded.decode(list(ids), skip_special_tokens=False)
 
-    # Some pre_tokenizers leave "[MASK]" in one piece, and then a text could make the special id.
+    # Some pre_tokenizers leave "[MASK]" in one piece, so text could become the special id.
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
     for name, i in by_name.items():
@@ -277,7 +278,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
             raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
     added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = {i for i in by_name.values() if i is not None}
-    # [UNK] may be marked special in the file, but text does become [UNK].
+    # The file may mark [UNK] as special, but ordinary text can still encode to [UNK].
     unknown = vocabulary.get(getattr(loaded.model, "unk_token", None) or "")
     prefix = getattr(loaded.model, "continuing_subword_prefix", None)
     continuing = {i for token, i in vocabulary.items() if token.startswith(prefix)} if prefix else set()
@@ -303,7 +304,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
 @contextmanager
 def _refusals(spec: str) -> Iterator[None]:
-    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics, which are not even Exceptions."""
+    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics (not subclasses of Exception)."""
     try:
         yield
     except BaseException as error:
@@ -313,7 +314,7 @@ def _refusals(spec: str) -> Iterator[None]:
 
 
 def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
-    """The ids of T5's marks for hidden spans, up to the first number that is missing."""
+    """The ids of T5's marks for hidden spans, up to the first missing number."""
     ids: list[int] = []
     while (i := vocabulary.get(f"<extra_id_{len(ids)}>")) is not None:
         ids.append(i)
@@ -321,9 +322,9 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 
 
 def _eos_token(path: Path) -> list[str]:
-    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json: a list of one name, or of none.
+    """The name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json: a list of one name, or [].
 
-    In that file the token is either its name or an object whose `content` is the name.
+    The tokenizer_config.json stores the token either as its name, or as an object with the name under `content`.
     """
     try:
         token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
@@ -334,10 +335,10 @@ def _eos_token(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a tokenizer's file.
+    """The content of a tokenizer file.
 
     Raises:
-        ValueError: the file cannot be read, or is a pointer of Git LFS.
+        ValueError: the file cannot be read, or is a Git LFS pointer.
     """
     try:
         content = path.read_bytes()

@@ -1,8 +1,8 @@
-"""Export of a tokenizer spec as a Hugging Face `tokenizer.json` that gives the same ids for the same text.
+"""Export a tokenizer spec as a Hugging Face `tokenizer.json` that gives the same ids for the same text.
 
-Two differences remain. Hugging Face turns a "<|endoftext|>" or "[MASK]" inside a document into the special id, unless
-called with `split_special_tokens=True`; dtmega always reads it as text. And dtmega's byte-level BPE cuts runs of more
-than 100,000 blanks (`tokenizer.BLANKS`), which Hugging Face does not.
+Two differences remain. dtmega always reads a "<|endoftext|>" or "[MASK]" inside a document as text, but Hugging Face
+turns that text into the special id, unless called with `split_special_tokens=True`. And dtmega's byte-level BPE cuts
+runs of more than 100,000 blanks (`tokenizer.BLANKS`), but Hugging Face does not.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dtmega.data.tokenizers.tokenizer import is_wordpiece, load_encoding, load_t
 
 
 def to_json(spec: str) -> str:
-    """The text of the tokenizer.json for a spec; if the spec is such a file, its own text.
+    """The text of the tokenizer.json for a spec; if the spec names a tokenizer.json, the text of that file.
 
     Raises:
-        ValueError: as `load_tokenizer`.
+        ValueError: for the same reasons as in `load_tokenizer`.
     """
     if is_wordpiece(spec):
         return wordpiece.tokenizer_json(load_wordpiece(spec)[0])
@@ -39,16 +39,16 @@ def to_json(spec: str) -> str:
     merged = [token for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     pairs = [pair for token in merged if (pair := last_merge(token, ranks)) is not None]
     bpe = models.BPE(
-        # Special tokens are in the vocabulary as well: only so can their ids leave gaps, as cl100k_base's do.
+        # Put special tokens into the vocabulary as well, because their ids may leave gaps, as in cl100k_base.
         vocab={spelled(token): rank for token, rank in ranks.items()} | special,
         merges=[(spelled(a), spelled(b)) for a, b in pairs],
-        # A token that no merge makes occurs only as a whole piece of text. tiktoken looks whole pieces up before it
-        # merges; `ignore_merges` makes this library do the same.
+        # A token that no merge produces occurs only as a whole piece of text. tiktoken looks up whole pieces before it
+        # merges, and `ignore_merges` makes `tokenizers` do the same.
         ignore_merges=len(pairs) < len(merged),
     )
     tokenizer = Tokenizer(bpe)
-    # cl100k_base's rule has a possessive {1,3}+. The Oniguruma engine would read it as a repeated {1,3}. Without the
-    # "+" the rule matches the same text, because nothing follows in that alternative that could make it backtrack.
+    # cl100k_base's rule has a possessive {1,3}+, which the Oniguruma engine would read as a repeated {1,3}. Without the
+    # "+" the rule matches the same text: {1,3} ends its alternative, so nothing follows that could make it backtrack.
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
     cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,13 +60,13 @@ def to_json(spec: str) -> str:
 
 
 def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two parts that tiktoken merges into a token last, as it merges the lowest rank first.
+    """The two parts that tiktoken merges last to form a token. tiktoken always merges the lowest rank first.
 
-    A token has the same two parts in every text. A span becomes one token only if no merge crossed its borders, so the
-    merges inside it are those that happen to the token on its own.
+    A token has the same two parts in every text. A span of text becomes one token only if no merge crosses the span's
+    borders. So tiktoken merges inside the span as if the token stood alone.
 
     Returns:
-        The left and the right part; None if no sequence of merges makes the token.
+        The left and the right part; None if no sequence of merges produces the token.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:

@@ -1,6 +1,6 @@
-"""A trial of a tokenizer.json in a confined process, before this process reads it.
+"""Try out a tokenizer.json in a confined process before this process reads the file.
 
-The `tokenizers` library is written in Rust. A hostile file can make it panic (which is not a Python Exception), abort
+The `tokenizers` library is written in Rust. A hostile file can make the library panic (not a Python Exception), abort
 the process, or fill the memory with a text that keeps growing.
 """
 
@@ -17,13 +17,13 @@ from dtmega.data import cache_dir
 from dtmega.files.confined import Confined
 
 SAMPLE = " [CLS] [SEP] [MASK] [PAD] a aa\tAB, b.\n\n  if x == 10: # é 中文 \U0001f600"
-DECODED = 1000  # ids that the trial decodes
+DECODED = 1000  # number of ids that the trial decodes
 
 
 def check(path: str, fingerprint: str) -> None:
-    """Refuse a tokenizer.json that fails in a confined process.
+    """Check, in a confined process, that a tokenizer.json can be used.
 
-    Files that passed are remembered by their fingerprint, as empty files in the cache directory.
+    A file that passes is not tried again: the cache directory then holds an empty file named after its fingerprint.
 
     Raises:
         ValueError: the trial failed; the message names the file.
@@ -44,9 +44,9 @@ def check(path: str, fingerprint: str) -> None:
 
 
 def try_out(path: str) -> Callable[[str], int]:
-    """Do with a file all that dtmega asks of a tokenizer: read it, encode and decode. Runs in the confined process.
+    """Use a tokenizer.json in every way that dtmega does: read, encode, decode. Runs in the confined process.
 
-    Encoding and decoding may raise without failing the trial: a sound vocabulary without [UNK] refuses some texts.
+    An error while encoding or decoding does not fail the trial: a valid vocabulary without [UNK] refuses some texts.
 
     Returns:
         A function, because `Confined` expects one; it is never called.

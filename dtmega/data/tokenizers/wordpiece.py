@@ -1,11 +1,11 @@
-"""WordPiece, BERT's kind of vocabulary: a vocab.txt with one token per line. A token's id is its line, from 0.
+"""WordPiece, BERT's kind of vocabulary: a vocab.txt with one token per line. A token's id is its line number, from 0.
 
 Text is split at blanks, and around each punctuation mark and each Chinese character. Each word is then cut, from the
-left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut so
-becomes one [UNK]. Blanks, line ends and indentation are lost.
+left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut in
+this way becomes a single [UNK]. Blanks, line ends and indentation are lost.
 
-The ids are those of transformers' BertTokenizer. One difference from google-research/bert is known: its lowercasing
-turns a capital sigma at the end of a word into ς, ours into σ.
+The ids are the same as in transformers' BertTokenizer. One difference from google-research/bert is known: there, a
+capital sigma at the end of a word is lowercased to ς; here, to σ.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def parse(path: Path, content: bytes) -> list[str]:
     """The tokens of a vocab.txt, by id.
 
     Args:
-        path: the file's name, for messages.
-        content: its bytes.
+        path: path of the file, for messages.
+        content: bytes of the file.
 
     Raises:
         ValueError: the file is not UTF-8, lists a token twice, or lacks a special token.
@@ -36,7 +36,8 @@ def parse(path: Path, content: bytes) -> list[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}:{line}: expected UTF-8, got byte {content[error.start]:#04x}") from None
-    # Not splitlines(): multilingual vocabularies contain tokens such as U+2028, which it takes for line ends.
+    # Do not use splitlines(): it would split at U+2028 and similar characters, which are tokens in multilingual
+    # vocabularies.
     tokens = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     lines: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
@@ -50,11 +51,11 @@ def parse(path: Path, content: bytes) -> list[str]:
 
 
 def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
-    """A tokenizer equal to BERT's, except that text never makes a special id, not even "[MASK]".
+    """A tokenizer equal to BERT's, except that no text becomes a special id, not even "[MASK]".
 
     Args:
-        tokens: the vocabulary, by id.
-        lower: lowercase the text and strip its accents, as the uncased models do.
+        tokens: tokens of the vocabulary, by id.
+        lower: True to lowercase the text and strip its accents, as for the uncased models.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(
@@ -72,7 +73,7 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The text of a tokenizer.json. Like BERT's own files it makes the tokenizer put [CLS] and [SEP] around a text."""
+    """The text of a tokenizer.json that puts [CLS] and [SEP] around each text, as BERT's own file does."""
     exported = Tokenizer.from_str(tokenizer.to_str())
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in REQUIRED])
     exported.post_processor = processors.TemplateProcessing(

@@ -1,31 +1,30 @@
-"""Trains and cuts models of `transformers`, whose classes, parameter names and files stay as they are.
+"""Trains `transformers` models and cuts them over ranks; classes, parameter names and files stay unchanged.
 
-This package is an annex: `dtmega/families.py` is the only module of the core that imports it, and a first reader may
-skip it.
+`dtmega/families.py` is the only core module that imports this package, so a first reader may skip the package.
 
     families.py      facts about each family, as data
-    directory.py     the configuration and the model of a directory DIR; initial.py: the family's initial values
-    model.py         that model for the trainer, whole or as one stage of a pipeline
-    resolve.py       the keys of a configuration that DIR decides
-    files/           directories of transformers: config.json, safetensors, export; also for our own models
-    names/           names of our own families' weights and keys in such directories
-    record.py        the family record: the methods that the trainer calls; joins model.py and tp/
-    tp/              cuts a model over ranks, and proves that the results stay the same; works without the trainer
+    directory.py     reads DIR's config and builds the model; initial.py finds the family's initial values
+    model.py         wraps that model for the trainer, whole or as one pipeline stage
+    resolve.py       fills in the configuration keys that DIR determines
+    files/           transformers directories: config.json, safetensors, export; also for our own models
+    names/           names of our own families' weights and keys in transformers directories
+    record.py        the family record, with the methods that the trainer calls; connects model.py with tp/
+    tp/              cuts a model over ranks, and proves that the results do not change; works without the trainer
 
-Read them in that order, and then in tp/:
+Read these modules in the order above, then the modules of tp/:
 
-    styles.py, packed.py, experts.py, vocab.py    how one module is cut: styles in addition to `plans/styles.py`
+    styles.py, packed.py, experts.py, vocab.py    ways to cut one module, in addition to `plans/styles.py`
     regions.py, dropout.py, logits.py             what happens before, between and after the cut modules
-    plan.py, native.py, generic.py                the table of styles for a model: from our rows, from transformers' own
-                                                  plan, or without either
-    parallel.py, load.py                          apply the table, and let each rank read its part of the files
-    tiny.py, verify.py, command.py                compare a small cut clone of the model with an uncut one
+    plan.py, native.py, generic.py                build a model's style table from our family rows, from transformers'
+                                                  own plan, or from module names alone
+    parallel.py, load.py                          apply the table; load each rank's part of the weights
+    tiny.py, verify.py, command.py                compare a small clone that is cut over ranks with an uncut clone
 
 In a training loop of your own:
 
-    print(plan_for(model, tp=2))                  # the table first
+    print(plan_for(model, tp=2))                  # shows the style table
     mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
-    print(verify_plan(model, mesh))               # compares a small cut clone of the model with an uncut one
+    print(verify_plan(model, mesh))               # compares a cut clone with an uncut clone
     model = parallelize_hf(model, mesh)           # then train as usual: loss, backward, clip_grad_norm_, AdamW
 """
 
@@ -56,7 +55,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a public name on first use, because reading a directory needs nothing of tp/."""
+    """Import a public name's module on first use, because code that only reads a directory does not need tp/."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"dtmega.interop.hf.tp.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Reads a directory of `transformers` for the trainer: its configuration, its model, and the initial values."""
+"""Reads a `transformers` directory for the trainer: the configuration, the model, and the initial values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dtmega.interop.hf.initial import draws_of
 
 
 def read_config(path: str) -> Any:
-    """The configuration that transformers makes from a directory.
+    """Load a directory's configuration as a transformers config object.
 
     Raises:
-        ValueError: transformers is not installed, there is no config.json, or config.json does not describe a causal
-            language model whose code is in transformers and whose weights are not quantised.
+        ValueError: transformers is not installed; config.json is missing; or the model that config.json describes is
+            not a causal language model, is not implemented in transformers, or has quantised weights.
     """
     with optional_imports.needed("hf", "[model] name = 'hf'"):
         import transformers
@@ -42,7 +42,7 @@ def read_config(path: str) -> Any:
         hf_config = config_json.make_config(path, plain)
     except ValueError as error:
         raise ValueError(f"{error} ([model] path)") from None
-    # BERT and similar families have causal heads too, which `is_decoder` in their config.json switches on.
+    # BERT and similar families also have causal heads, which `is_decoder` in config.json switches on.
     decoder = getattr(hf_config, "is_decoder", True) or hf_config.model_type in families.ALWAYS_CAUSAL
     if not decoder or hf_config.is_encoder_decoder or type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
@@ -53,7 +53,7 @@ def read_config(path: str) -> Any:
 
 
 def build(hf_config: Any) -> Any:
-    """Build the model of a configuration in fp32, uninitialised, without dropout and other noise."""
+    """Build the model that a config describes, in fp32, without dropout or other noise."""
     from transformers import AutoModelForCausalLM
 
     hf_config = copy.deepcopy(hf_config)
@@ -63,18 +63,18 @@ def build(hf_config: Any) -> Any:
 
 
 def dropouts(hf_config: Any) -> dict[str, float]:
-    """The rates of dropout and of other noise (such as that on a router's input) in a configuration, by key."""
+    """The rates of dropout and other noise (for example, jitter on a router's input) in a config, by key."""
     return {key: p for key, p in hf_config.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 
 def initial_values(path: str) -> dict[str, tuple[float, float]]:
-    """The normal distribution of each parameter's initial values, as the family defines it.
+    """The normal distribution that the family draws each parameter's initial values from.
 
     Returns:
-        Name of each parameter -> (mean, std).
+        Parameter name -> (mean, std).
 
     Raises:
-        ValueError: the family initialises a parameter in another way.
+        ValueError: the family initialises a parameter in any other way.
     """
     with torch.device("meta"):
         draws = draws_of(build(read_config(path)))

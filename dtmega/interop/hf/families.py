@@ -1,11 +1,12 @@
-"""The families of transformers that dtmega knows, as data: one row of facts for each.
+"""The transformers families that dtmega knows, as data: one row of facts per family.
 
-A row says where the blocks are, which modules a pipeline keeps only on its first or last stage, how tensor parallelism
-cuts each module, and which keys of config.json matter for that. Names are those of `transformers` 5.x, relative to the
-base model (`model.base_model_prefix`); `*` is the number of a block. `model.py` uses the ends, `tp/plan.py` the styles.
+A row says where the blocks are, which modules only the first or last pipeline stage keeps, how tensor parallelism cuts
+each module, and which config.json keys affect the cut. Module names follow `transformers` 5.x and are relative to the
+base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the ends, and `tp/plan.py` uses
+the styles.
 
-A family without `styles` is cut by the plan that transformers itself brings (`tp/native.py`). So is a family without a
-row, but it cannot run in a pipeline.
+Models of a family without `styles` or without a row are cut by transformers' own plan (`tp/native.py`). A family
+without a row cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-# Styles of tensor parallelism: how a module is cut. `tp/plan.py` has the class for each.
+# Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-# One linear, whose rows are either [q, k, v] of each head in turn, or all heads of q and then one shared k and v.
+# A linear whose rows are either [q, k, v] for each head in turn, or q for all heads, followed by one shared k and v.
 QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
-# Stand-ins: what replaces a module on the stages of a pipeline that do not hold it.
+# Stand-ins, which replace a module on the pipeline stages that do not hold the module.
 NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
 ZERO = "zero"  # a module that returns 0, in place of positions that the first stage has already added
 
-# Keys of config.json: each line lists the names that different families give to the same key.
+# Keys of config.json. Each line lists the keys that different families use for the same quantity.
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
 HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
@@ -34,7 +35,7 @@ FEED_FORWARD_KEYS = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
 POSITION_KEYS = ("max_position_embeddings", "max_seq_len")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
-# Families whose models are causal whatever the key `is_decoder` in their config.json says.
+# Families whose models are always causal, whatever `is_decoder` in config.json says.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
 
@@ -43,11 +44,12 @@ class Attention:
     """Style of an attention module, whose projections share one input; see `regions.EnterHeads`.
 
     Attributes:
-        also: further keyword arguments that are hidden states.
-        alibi: keyword argument with a bias for each head; the first of `divide` counts the heads.
-        divide: attributes that count heads or features, which tp divides.
-        groups: attribute with the number of query heads per key head.
-        kv_heads: attribute with the number of key heads.
+        also: names of further keyword arguments that hold hidden states.
+        alibi: name of the keyword argument with one bias per head; `divide[0]` then names the attribute that counts the
+            heads.
+        divide: names of attributes that count heads or features; each count is divided by tp.
+        groups: name of the attribute with the number of query heads per kv head.
+        kv_heads: name of the attribute with the number of kv heads.
     """
 
     also: tuple[str, ...] = ()
@@ -59,12 +61,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Packed:
-    """Style of a linear that fuses matrices of the same size: each rank has its own heads of every matrix.
+    """Style of a linear that fuses matrices of the same size. Each rank gets its own heads from every matrix.
 
     Attributes:
         parts: number of matrices.
-        by_input: True if the matrices are side by side along the input, as in the projection after the heads; False if
-            they are side by side along the output.
+        by_input: True if the matrices are side by side along the input, as in attention's output projection; False if
+            the matrices are side by side along the output.
     """
 
     parts: int
@@ -76,18 +78,18 @@ StyleSpec: TypeAlias = str | Attention | Packed
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """The modules of a base model that only the first or only the last stage of a pipeline holds.
+    """The base model's modules that only the first or only the last pipeline stage holds.
 
-    They describe a family correctly if the forward of its base model does only this: call the modules of `first` on the
-    tokens, make masks and rotary tables for the hidden state's length, run the list of blocks, and call the modules of
-    `last`. Anything else that this forward does to the hidden state before the blocks must depend on an attribute,
-    which `later` switches off.
+    A family may have ends only if its base model's forward has just these steps: call the modules in `first` on the
+    tokens, make masks and rotary tables for the hidden state's length, run the blocks, and call the modules in `last`.
+    If the forward changes the hidden state before the blocks in any other way, an attribute must control that change,
+    and `later` must give the attribute a value that switches the change off.
 
     Attributes:
         first: name of a module that only the first stage holds -> the stand-in on the other stages. These modules are
             children of the module that runs the blocks.
         last: name of a module that only the last stage holds -> the stand-in on the other stages.
-        later: attribute of the module that runs the blocks -> its value on every stage but the first.
+        later: attribute of the module that runs the blocks -> the attribute's value on every stage except the first.
     """
 
     first: dict[str, str]
@@ -97,23 +99,23 @@ class PipelineEnds:
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """The facts that dtmega knows about a family.
+    """The facts about one family.
 
     Attributes:
-        stacks: module that runs blocks -> name of its list of blocks.
-        ends: modules that only the first or last stage of a pipeline holds; None: the family cannot be cut into stages.
-            A family with ends has one stack.
-        styles: pattern of module names -> how tp cuts these modules. A pattern that matches no module of a model is
-            skipped, such as that of a norm that the model lacks, or of the decoder if the model is only an encoder. A
-            module inside a block that no pattern matches is refused; a module outside of the blocks is computed whole
-            on every rank.
-        in_embedding_dtype: modules without parameters whose fp32 output is added to the embeddings; it is cast to the
-            embeddings' dtype first.
-        heads: key of the config with the number of heads.
-        kv_heads: key of the config with the number of key heads; None: each head has its own keys.
-        head_blocks: number of blocks in which the heads are stored; tp must divide the number of heads in each block.
-        sizes: further keys of the config whose values tp must divide.
-        refused: key of the config -> reason why it must not be set.
+        stacks: name of a module that runs blocks -> name of this module's list of blocks.
+        ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
+            family with ends has exactly one stack.
+        styles: module name pattern -> how tp cuts the matching modules. A pattern without a match is skipped: a model
+            may lack an optional norm, or an encoder may have no decoder. If no pattern matches a module inside a block,
+            the model is refused. If no pattern matches a module outside the blocks, every rank computes the whole
+            module.
+        in_embedding_dtype: names of modules without parameters whose fp32 output is added to the embeddings; the output
+            is first cast to the embeddings' dtype.
+        heads: config key for the number of heads.
+        kv_heads: config key for the number of kv heads; None if each head has its own keys.
+        head_blocks: number of equal groups that the weights store the heads in; tp must divide each group's head count.
+        sizes: further config keys whose values tp must divide.
+        refused: config key -> reason why this key must not be set.
     """
 
     stacks: dict[str, str]
@@ -128,7 +130,7 @@ class FamilyFacts:
 
     @property
     def owner(self) -> str:
-        """Name of the module that runs the blocks, in a family with one stack."""
+        """Name of the module that runs the blocks; only for families with one stack."""
         (owner,) = self.stacks
         return owner
 
@@ -155,15 +157,16 @@ _LLAMA = FamilyFacts(
     styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Families with Llama's ends that transformers' own plan cuts over tp. Their differences from Llama are set in the
-# modules, so every stage has its own: the factor of Gemma's embeddings is in embed_tokens; windows and layers without
-# rotation are set in each layer, and in layer_types, whose entries a stage keeps for its own layers.
+# Families with Llama's ends that are cut over tp by transformers' own plan. The modules hold all differences between
+# these families and Llama, so every stage has the settings that it needs: Gemma's embedding factor is in embed_tokens;
+# windows and layers without rotation are set in each layer and in layer_types (a stage keeps only the entries for its
+# own layers).
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
 def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
-    """Styles of GPT-J and its descendants, where attention and feed-forward read the same norm, in parallel."""
+    """Styles of GPT-J and its descendants: attention and feed-forward run in parallel on the same norm's output."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,
@@ -186,7 +189,7 @@ _GPTJ = FamilyFacts(
 
 
 def _t5_styles(stack: str) -> dict[str, StyleSpec]:
-    """Styles of T5's encoder or decoder, which are built alike."""
+    """Styles of T5's encoder or decoder; both stacks have the same structure."""
     styles: dict[str, StyleSpec] = {"embed_tokens": VOCAB}
     for attention, also in (("0.SelfAttention", ()), ("1.EncDecAttention", ("key_value_states",))):
         module = f"block.*.layer.{attention}"
@@ -308,8 +311,8 @@ KNOWN: dict[str, FamilyFacts] = {
         },
     ),
     "gptj": _GPTJ,
-    # CodeGen was trained on four TPU cores, and its weights keep their order: the heads are in 4 blocks, each
-    # [q | v | k] of a quarter of the heads.
+    # CodeGen was trained on four TPU cores, and the weights still have that layout: 4 blocks, each with [q | v | k] for
+    # a quarter of the heads.
     "codegen": replace(
         _GPTJ,
         head_blocks=4,
@@ -391,8 +394,8 @@ KNOWN: dict[str, FamilyFacts] = {
     **dict.fromkeys(("arcee", "ernie4_5", "exaone4", "starcoder2"), _LIKE_LLAMA),
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe", "deepseek_v3"), _LIKE_LLAMA),
     "phi": replace(_LIKE_LLAMA, ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),
-    # Granite's base model multiplies its input by a factor, even if the input is a hidden state from the stage before.
-    # So the factor is 1 on later stages.
+    # Granite's base model multiplies its input by a factor, even if the input is the previous stage's hidden state. So
+    # the factor is 1 on later stages.
     "granite": replace(
         _LIKE_LLAMA,
         ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}, later={"embedding_multiplier": 1.0}),

@@ -1,7 +1,7 @@
-"""A decoder of `transformers` as a `Model` that the trainer can use: `[model] name = "hf"`, `path = DIR`.
+"""Wraps a `transformers` decoder as a `Model` for the trainer: `[model] name = "hf"`, `path = DIR`.
 
-The model is transformers' own, unmodified, and so are the names of its parameters. For a pipeline, `ends` in
-families.py lists the modules that only the first or only the last stage of a family holds.
+The transformers model and its parameter names stay unmodified. For pipelines, `ends` in families.py lists the modules
+that only the first or only the last stage holds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class _Zero(nn.Module):
-    """A stand-in for learned positions on stages whose input contains them already."""
+    """Stands in for learned positions on later stages, where the input already contains the positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        # A tensor without dims does not take part in type promotion, so it leaves the dtype of a sum alone.
+        # A 0-dim tensor does not take part in type promotion, so adding this zero keeps the other summand's dtype.
         return torch.zeros(())
 
 
-# Name of a stand-in in families.py -> a function that makes it.
+# Name of a stand-in in families.py -> function that creates the stand-in.
 STAND_INS: Mapping[str, Callable[[], nn.Module | None]] = {
     families.NOTHING: lambda: None,
     families.PASS_ON: nn.Identity,
@@ -41,10 +41,10 @@ STAND_INS: Mapping[str, Callable[[], nn.Module | None]] = {
 
 
 class HF(Model):
-    """A decoder of transformers, or the part of it that one pipeline stage holds.
+    """A transformers decoder, or one pipeline stage of a transformers decoder.
 
     Attributes:
-        hf: the model of transformers; without a head on stages that are not the last.
+        hf: the transformers model; only the last stage keeps the head.
     """
 
     def __init__(self, cfg: config.Model) -> None:
@@ -57,7 +57,7 @@ class HF(Model):
         if facts is not None:
             for name in facts.in_embedding_dtype:
                 self.hf.base_model.get_submodule(name).register_forward_hook(self._cast_to_embedding_dtype)
-        # The caches of other families have not been checked.
+        # For families without `ends`, generation with a cache has not been checked.
         self.has_cache = facts is not None and facts.ends is not None
         self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
@@ -76,16 +76,16 @@ class HF(Model):
     ) -> Tensor | dict[str, Tensor]:
         """Run the model, as described in `Model`.
 
-        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache, because transformers
-        counts places itself.
+        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache; without a cache,
+        transformers counts positions itself.
 
         Args:
             tokens: token ids, [B, S]; ignored by stages other than the first.
             labels: ids of the tokens to predict, [B, S]. If None, the last stage returns logits.
-            hidden: hidden state from the stage before, [B, S, D].
+            hidden: hidden state from the previous stage, [B, S, D].
             cache: keys and values of the earlier tokens, for generation.
-            document_ids: [B, S], 0 for tokens of the text and other numbers for the padding on its left. Used only with
-                a cache.
+            document_ids: document number of each token, [B, S]: 0 for the text, any other number for padding to the
+                left of the text. Used only with a cache.
             position_ids: position of each token, [B, S]. Used only with a cache and `document_ids`.
 
         Returns:
@@ -96,7 +96,7 @@ class HF(Model):
             rows = {}
             if documents is not None:
                 rows["attention_mask"] = (documents == 0).long()
-                # Families without this argument derive positions from the mask.
+                # Families without a `position_ids` argument derive positions from the mask.
                 if self._takes_positions:
                     rows["position_ids"] = position_ids
             out = self.hf(input_ids=tokens, use_cache=True, past_key_values=cache.inner, **rows)
@@ -109,8 +109,8 @@ class HF(Model):
         if labels is None:
             return logits
         smoothing = self.cfg.label_smoothing if self.training else 0.0
-        # If a plan has cut or fused the head, these are `VocabLogits`: the lines below take the loss from them without
-        # computing the whole logits.
+        # If a plan has cut or fused the head, the logits are `VocabLogits`. The lines below then compute the loss
+        # without computing the full logits.
         logits = logits.view(-1, logits.shape[-1]).float()
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
         return {"lm": loss}
@@ -129,7 +129,7 @@ class HF(Model):
         owner = self.hf.base_model.get_submodule(facts.owner)
         for name in facts.ends.last:
             module = getattr(owner, name, None)
-            # `Model` counts modules registered before the blocks as embedding, and some of those belong to the head.
+            # `Model` assigns every module registered before the blocks to the embedding, even modules of the head.
             if module in modules_of["embed"]:
                 modules_of["embed"].remove(module)
                 modules_of["head"].append(module)
@@ -142,7 +142,7 @@ class HF(Model):
         if not heads:
             return 0
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-        # In latent attention (DeepSeek's), values have a different length than queries and keys.
+        # In latent attention (DeepSeek), values have a different length than queries and keys.
         query_dim = getattr(hf_config, "qk_head_dim", None) or head_dim
         value_dim = getattr(hf_config, "v_head_dim", None) or head_dim
         return 3 * heads * (query_dim + value_dim) if piece.startswith("layers.") else 0
@@ -150,7 +150,7 @@ class HF(Model):
     def keep(self, pieces: Collection[str]) -> None:
         self.is_first = "embed" in pieces
         self.is_last = "head" in pieces
-        # transformers reads the number of cached tokens from layer 0 of the cache, which not every stage has.
+        # transformers reads the number of cached tokens from layer 0 of the cache, and not every stage has a layer 0.
         self.has_cache = False
         facts = families.KNOWN[self.hf.config.model_type]
         assert facts.ends is not None
@@ -161,7 +161,8 @@ class HF(Model):
             # `del blocks[i]` would renumber the other blocks.
             del blocks._modules[name]
         if kinds := getattr(base.config, "layer_types", None):
-            # Some families look up the kind of their i-th block here, so the list must be that of this stage's blocks.
+            # Some families look up the kind of their i-th block in `layer_types`, so keep only the entries for this
+            # stage.
             base.config = copy.copy(base.config)
             base.config.layer_types = [kinds[int(name)] for name in blocks._modules]
         stand_ins = {} if self.is_first else dict(facts.ends.first)
@@ -171,7 +172,7 @@ class HF(Model):
         if not self.is_first:
             for name, value in facts.ends.later.items():
                 setattr(owner, name, value)
-        # Everything outside of the base model belongs to the head.
+        # Everything outside the base model belongs to the head.
         if not self.is_last:
             for name, module in list(self.hf.named_children()):
                 if module is not base:
@@ -194,12 +195,12 @@ class HF(Model):
 
 
 def longest(hf_config: Any) -> int | None:
-    """The longest sequence that a configuration of transformers allows, in tokens; None if it sets no limit."""
+    """The longest sequence that a transformers config allows, in tokens; None if the config sets no limit."""
     return next((getattr(hf_config, key) for key in families.POSITION_KEYS if getattr(hf_config, key, None)), None)
 
 
 def blocks_of(hf: Any) -> nn.ModuleList:
-    """The list of blocks of a model; if the family has no `ends`, the list with the most parameters."""
+    """A model's list of blocks; for a family without `ends`, the module list with the most parameters."""
     facts = families.KNOWN.get(hf.config.model_type)
     if facts is not None and facts.ends is not None:
         return hf.base_model.get_submodule(facts.owner).get_submodule(facts.stacks[facts.owner])

@@ -1,4 +1,4 @@
-"""The family record of `[model] name = "hf"`: the methods that the trainer calls, for any decoder of `transformers`."""
+"""The family record of `[model] name = "hf"`: the methods that the trainer calls, for any `transformers` decoder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dtmega.ops.cost import Piece
 
 
 class Transformers:
-    """The family of all unmodified decoders of transformers. [model] path is a directory with the model's config.json.
+    """The family of all unmodified transformers decoders. [model] path names a directory with the model's config.json.
 
     `dtmega/models/family.py` documents each method.
     """
@@ -75,7 +75,7 @@ class Transformers:
         kind = whole.hf.config.model_type
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
-        # transformers would round these buffers to the parameters' dtype; dtmega keeps stored buffers as they are.
+        # transformers would round these buffers to the parameters' dtype, but dtmega keeps stored buffers unchanged.
         rounded = [name for name, _ in whole.stored_buffers() if not _always_fp32(whole.hf, name)]
         if rounded and cfg.precision.params != "float32":
             raise ValueError(
@@ -102,7 +102,8 @@ class Transformers:
         materialize(stage.hf, device)
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # Between stages the sequence is never cut: sequence parallelism begins and ends within a stack of blocks.
+        # The sequence is always whole between stages, because sequence parallelism begins and ends within a stack of
+        # blocks.
         return {"hidden": hidden_state(cfg, 1, "seq_len")}
 
     def weights(self, model: config.Model) -> Source | None:
@@ -141,5 +142,5 @@ class Transformers:
 
 
 def _always_fp32(hf: Any, name: str) -> bool:
-    """True if transformers computes in float32 with this tensor, whatever the dtype of the parameters."""
+    """True if transformers keeps this tensor in float32, whatever the parameters' dtype."""
     return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())

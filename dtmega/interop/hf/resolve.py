@@ -1,4 +1,4 @@
-"""Fills in the keys of a configuration that a directory of transformers decides, and detects later changes there."""
+"""Fills in the config keys that a transformers directory determines, and detects later changes to its config.json."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.model import blocks_of, longest
 
-# Keys of config.json that have no effect on the numbers of a training run.
+# Keys of config.json that do not affect the results of a training run.
 KEYS_WITHOUT_EFFECT = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
 
 
 def resolve(cfg: config.Config) -> config.Config:
-    """Fill in the sizes and the tokenizer from the directory of [model] path.
+    """Fill in the sizes and the tokenizer from the directory that [model] path names.
 
     Raises:
-        ValueError: the directory is missing, brings code of its own or does not hold a causal language model; a size of
-            the configuration contradicts config.json; or a key asks for something that a model of transformers cannot
-            do.
+        ValueError: the directory is missing, contains custom code or does not hold a causal language model; a
+            configured size contradicts config.json; or a key asks for something that a transformers model cannot do.
     """
     directory = cfg.model.directory
     hf_config = read_config(directory)
@@ -72,7 +71,7 @@ def resolve(cfg: config.Config) -> config.Config:
 
 
 def notes(model: config.Model) -> list[str]:
-    """Lines for the user about training that departs from config.json or does something unexpected."""
+    """Messages for the user about differences between training and config.json, and about missing weights."""
     directory = model.directory
     lines = []
     if drops := [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]:
@@ -83,10 +82,10 @@ def notes(model: config.Model) -> list[str]:
 
 
 def sizes(directory: str) -> dict[str, int]:
-    """The keys of the [model] section that the directory decides, with their values.
+    """The [model] keys that the directory determines, with their values.
 
     Raises:
-        ValueError: an error of `read_config`, or the model stores a tensor whose dtype is not floating-point.
+        ValueError: an error from `read_config`, or the model stores a tensor whose dtype is not floating-point.
     """
     hf_config = read_config(directory)
     with torch.device("meta"):
@@ -109,20 +108,20 @@ def sizes(directory: str) -> dict[str, int]:
 
 
 def digest(directory: str) -> str:
-    """A digest of config.json, without the keys that have no effect on training."""
+    """A digest of config.json that ignores the keys without effect on training."""
     values = {k: v for k, v in config_json.read_plain(directory).items() if k not in KEYS_WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def reread_directory(model: config.Model, trained: str) -> config.Model:
-    """The [model] section with the sizes that the directory has today.
+    """The [model] section with sizes read again from the directory.
 
     Args:
         model: the [model] section of the training run, with resolved sizes.
-        trained: `digest` of the directory at the time of training; '' if it is not known.
+        trained: value of `digest` for the directory at the time of training; '' if unknown.
 
     Raises:
-        ValueError: an error of `sizes`, or config.json has changed since training.
+        ValueError: an error from `sizes`, or config.json has changed since training.
     """
     values = sizes(model.directory)
     today = digest(model.directory)

@@ -1,6 +1,6 @@
 """megatron-core's `Format` of GPT and Llama: tensor names, and the run's arguments as keys of [model].
 
-families.py lists these formats as `formats["megatron-core"]`. The names are those of a distributed checkpoint with one
+families.py has these formats as `formats["megatron-core"]`. The names are those of a distributed checkpoint with one
 entry for each layer; `core.py` splits stacks into such entries, and `write_core.py` stacks them. Rows do not depend on
 the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and the first
 matrix of a gated feed-forward has all rows of the gate before all rows of the values. A LayerNorm is named after the
@@ -176,3 +176,6 @@ LLAMA_CORE = Format(
     to_section=_llama,
     from_section=_args_of_llama,
 )
+# The formats of all of Megatron's programs, by the key of `Family.formats`.
+GPT_FORMS = {"megatron": [GPT_FORM], "megatron-core": [GPT_CORE]}
+LLAMA_FORMS = {"megatron-core": [LLAMA_CORE]}

@@ -7,8 +7,10 @@ from typing import Any
 
 from dtmega import config
 from dtmega.checkpoint.resume import Progress
-from dtmega.interop.megatron.flags import FLAGS, by_name
-from dtmega.interop.megatron.translate import FAMILY_OF_SCRIPT, Command, translate_known_model
+from dtmega.interop.megatron.launch.architecture import FAMILY_OF_SCRIPT
+from dtmega.interop.megatron.launch.command import Command
+from dtmega.interop.megatron.launch.flags import FLAGS, by_name
+from dtmega.interop.megatron.launch.translate import translate_known_model
 
 SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # written even if they equal the defaults
 NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the only script whose order of samples dtmega reproduces

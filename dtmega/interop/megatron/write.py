@@ -26,8 +26,8 @@ from torch import Tensor
 
 from dtmega.files import atomic
 from dtmega.formats.sources import Slices, Source
+from dtmega.interop.megatron.launch.corpora import WORDPIECE_OF
 from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
-from dtmega.interop.megatron.translate import WORDPIECE_OF
 
 # Each rank has a multiple of this number of vocabulary rows: Megatron's default of --make-vocab-size-divisible-by.
 MULTIPLE = 128

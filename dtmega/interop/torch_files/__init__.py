@@ -1,6 +1,6 @@
-"""Reads files of torch and pickle as plain data. torch and pickle themselves would run code that the files name.
+"""Reads torch and pickle files as plain data. The torch and pickle libraries would run code that the files name.
 
 inert.py       decodes pickles into inert records
-torch_save.py  finds and reads one tensor in an archive that torch.save made
-dcp.py         reads folders of torch.distributed.checkpoint
+torch_save.py  finds and reads one tensor in an archive made by torch.save
+dcp.py         reads torch.distributed.checkpoint folders
 """

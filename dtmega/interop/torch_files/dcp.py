@@ -1,12 +1,12 @@
-"""Reads folders of torch.distributed.checkpoint (DCP) that other people made, without running anything in them.
+"""Reads torch.distributed.checkpoint (DCP) folders made by other people, without running any code in the folders.
 
     .metadata           pickle: name -> dtype, shape and chunks; (name, offsets) -> file, first byte, length
-    __RANK_N.distcp     items one after the other; the item of a tensor's chunk is an archive made by torch.save
+    __RANK_N.distcp     items, one after another; a tensor chunk is one item, stored as an archive made by torch.save
 
-DCP itself unpickles `.metadata` and byte entries, so opening a stranger's folder runs the stranger's code. Here
-nothing is unpickled (inert.py), the data of a tensor are read in place (torch_save.py), and byte entries are never
-opened. Every size is compared with the files before memory is allocated for it. Format:
-`distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13; the names that torch 2.0 to 2.2 used are known too.
+DCP itself unpickles `.metadata` and byte entries, so opening a stranger's folder runs the stranger's code. Here nothing
+is unpickled (inert.py), tensor data is read in place (torch_save.py), and byte entries are never opened. Every size is
+compared with the files before memory is allocated. The format follows `distributed/checkpoint/{metadata,filesystem}.py`
+in torch 2.13; the names that torch 2.0 to 2.2 used are supported too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = {
     # megatron-core keeps the plans of its last save in the metadata.
     *(f"torch.distributed.checkpoint.planner {name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
     "torch.distributed.checkpoint.planner TensorWriteData",
-    "builtins getattr",  # Python 3.11.2 (Debian 12) pickles an Enum's member as a call of it; inert like all names
+    "builtins getattr",  # Python 3.11.2 (Debian 12) pickles an Enum member as a getattr call; inert like all names
 }
 
 
@@ -52,7 +52,7 @@ class DCPFolder:
 
     Attributes:
         path: the folder.
-        tensors: name -> dtype and whole shape.
+        tensors: name -> dtype and full shape.
         others: names of byte entries (numbers, strings, objects), which are listed but never opened.
 
     Raises:
@@ -76,12 +76,12 @@ class DCPFolder:
         self._check_files(sorted(items.values()))
 
     def _add_entries(self, entries: dict[Any, Any], items: _Items, n_bytes: int) -> None:
-        """Add the tensors and the byte entries that the metadata list.
+        """Add the tensors and the byte entries that the metadata lists.
 
         Args:
             entries: name -> entry in the metadata.
-            items: places of all items of the folder.
-            n_bytes: size of the file with the metadata.
+            items: positions of all items in the folder.
+            n_bytes: size of the metadata file, in bytes.
         """
         n_chunks = 0
         for name, entry in entries.items():
@@ -92,19 +92,20 @@ class DCPFolder:
                 continue
             tensor = fields(entry, f"{METADATA} TensorStorageMetadata")
             n_chunks += len(of_type(tensor.get("chunks"), list, f"the chunks of '{name}'"))
-            # A small pickle can put one long list of chunks under many names, which would be endless work.
+            # A small pickle can put one long list of chunks under many names. Checking all lists would take forever.
             if n_chunks > n_bytes:
                 raise ValueError(f"more chunks than the file has bytes ({n_bytes})")
             dtype, shape, self._chunks[name] = _tensor(name, tensor, items)
             self.tensors[name] = dtype, shape
 
     def _check_files(self, items: list[_Item]) -> None:
-        """Check that each item is inside its file and that no two overlap.
+        """Check that each item is inside its file and that no two items overlap.
 
-        All tensors together are then no larger than the files, so a small folder cannot ask for much memory.
+        The check ensures that all tensors together are no larger than the files, so a small folder cannot demand much
+        memory.
 
         Args:
-            items: places of all items, sorted by file and first byte.
+            items: positions of all items, sorted by file and first byte.
 
         Raises:
             ValueError: an item overlaps another item, or ends beyond the end of its file.
@@ -124,8 +125,8 @@ class DCPFolder:
         """Read a part of a tensor into host memory. Only chunks that overlap the part are opened.
 
         Args:
-            index: slices without steps for the first dims, or for all; the remaining dims are read whole. None reads
-                the whole tensor.
+            index: slices without steps, for the first dims or for all dims; the remaining dims are read whole. None
+                reads the whole tensor.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor '{name}'")
@@ -156,7 +157,7 @@ class DCPFolder:
 
         Args:
             name: name of the tensor, for messages.
-            part: (start, stop) in each dim, counted from the chunk's first element.
+            part: range (start, stop) in each dim, counted from the chunk's first element.
         """
         file, start, length = chunk.item
         with regular_file(self.path / file, f"'{name}' at byte {start}: ") as (fd, _):
@@ -166,7 +167,7 @@ class DCPFolder:
 
 
 class _Item(NamedTuple):
-    """The bytes of one chunk's archive, or of one byte entry."""
+    """The byte range of one chunk's archive, or of one byte entry."""
 
     file: str
     start: int
@@ -185,7 +186,7 @@ _Items = dict[tuple[str, "tuple[int, ...] | None"], _Item]  # by name and offset
 
 
 def _items(storage_data: dict[Any, Any]) -> _Items:
-    """Decode the places of all items from the metadata's `storage_data`."""
+    """Decode the positions of all items from the metadata's `storage_data`."""
     items: _Items = {}
     for key, value in storage_data.items():
         index, info = fields(key, f"{METADATA} MetadataIndex"), fields(value, STORAGE_INFO)
@@ -205,18 +206,18 @@ def _items(storage_data: dict[Any, Any]) -> _Items:
 
 
 def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dtype, tuple[int, ...], list[_Chunk]]:
-    """The dtype, shape and chunks of a tensor; the chunks cover each of its elements exactly once.
+    """The dtype, shape and chunks of a tensor. The chunks cover each element of the tensor exactly once.
 
     Args:
         tensor: fields of the tensor's TensorStorageMetadata.
-        items: places of all items of the folder.
+        items: positions of all items in the folder.
 
     Raises:
         ValueError: the metadata are damaged or crafted.
     """
     dtype = _dtype(name, tensor.get("properties"))
     shape = naturals(tensor.get("size"), f"the size of '{name}'")
-    # Sizes of 0 are left out of the product, because the strides of an empty tensor must be below 2^63 too.
+    # Leave sizes of 0 out of the product, because the strides of an empty tensor must be below 2^63 too.
     if math.prod(n for n in shape if n) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"expected less than 2^63 bytes for '{name}' of shape {shape}")
     chunks = []
@@ -250,7 +251,7 @@ def _dtype(name: str, properties: Any) -> torch.dtype:
 
 
 def _boxes(name: str, shape: tuple[int, ...], chunks: list[Any]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the chunks that hold elements of the tensor `name`."""
+    """The offsets and sizes of all non-empty chunks of the tensor `name`."""
     boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for chunk in chunks:
         box = fields(chunk, f"{METADATA} ChunkStorageMetadata")
@@ -258,7 +259,7 @@ def _boxes(name: str, shape: tuple[int, ...], chunks: list[Any]) -> set[tuple[tu
         sizes = naturals(box.get("sizes"), f"sizes of a chunk of '{name}'")
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"'{name}' of shape {shape} has a chunk {sizes} at {offsets}")
-        # Empty chunks are left out: a rank that holds no elements of a tensor writes one.
+        # Leave out empty chunks: a rank that holds no elements of a tensor writes an empty chunk.
         if 0 not in sizes:
             boxes.add((offsets, sizes))
     return boxes

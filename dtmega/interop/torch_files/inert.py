@@ -1,12 +1,13 @@
 """Decodes pickles, opcode by opcode, into inert records. Nothing is imported and nothing is called.
 
-`pickle.load` runs any code that a pickle names. A `find_class` that admits only a few names still runs those, and
-`getattr` would have to be one of them (see dcp.py). Here an object becomes a `PickledObject`, which only holds the
-name, the arguments and the state that the pickle gives it.
+`pickle.load` runs any code that a pickle names. A `find_class` that allows only a few names still runs the allowed
+names, and `getattr` would have to be allowed (see dcp.py). Here an object becomes a `PickledObject`, which only holds
+the name, the arguments and the state from the pickle.
 
-The names and opcodes that a kind of file needs are known beforehand, and all others are refused. This only serves to
-tell a crafted file from a damaged one; decoding is safe without it. A small file cannot crash the process either, as it
-can with the unpickler written in C (in Python 3.11, 9 bytes allocate 4 GB, and 200 kB overflow the stack).
+The names and opcodes that a file format needs are known in advance, and all others are refused. The refusal only serves
+to tell a crafted file from a damaged file; decoding would be safe without the refusal. A small file cannot crash the
+process either. In contrast, the unpickler written in C allocates 4 GB for a file of 9 bytes, and overflows the stack
+for a file of 200 kB (in Python 3.11).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class PickledObject:
     Attributes:
         name: "module qualname" of the class or function.
         args: arguments of the call; None if the pickle only mentions the name.
-        state: value that the pickle sets as the object's state; None if it sets none.
+        state: value that the pickle sets as the object's state; None if the pickle sets no state.
         items: entries of an OrderedDict; None for every other object.
     """
 
@@ -44,13 +45,13 @@ def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
     """Decode a pickle into numbers, strings, None, tuples, lists, dicts, and a `PickledObject` for everything else.
 
     Args:
-        pickle: bytes of the pickle, or a stream of several pickles. From a stream, the pickle at the stream's position
-            is decoded, and the position is left after that pickle.
+        pickle: bytes of the pickle, or a stream of several pickles. In a stream, the pickle at the stream's position is
+            decoded, and the new position is the end of that pickle.
         names: names that the pickle may ask for, each "module qualname". The name "persistent id" allows references to
             objects outside of the pickle.
 
     Raises:
-        ValueError: the pickle is damaged, asks for another name, or uses an opcode that is not allowed.
+        ValueError: the pickle is damaged, asks for any other name, or uses an opcode that is not allowed.
     """
     try:
         decoder = _Decoder(names)
@@ -67,8 +68,8 @@ class _Decoder:
     Attributes:
         names: names that the pickle may ask for.
         stack: values that are not yet part of another value; at the end, only the result is left.
-        marks: heights of the stack at which the contents of an open tuple, list or dict begin.
-        memo: number -> value that later opcodes may use again.
+        marks: stack heights at which the contents of open tuples, lists and dicts begin.
+        memo: number -> value that later opcodes may reuse.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -85,7 +86,7 @@ class _Decoder:
         return stack[0]
 
     def pop(self, n: int) -> list[Any]:
-        """Take the top n values off the stack, in the order in which they were pushed."""
+        """Take the top n values off the stack, in the order of pushing."""
         stack = self.stack
         if not 0 <= n <= len(stack):
             raise ValueError(f"damaged pickle: takes {n} values of {len(stack)}")
@@ -98,7 +99,7 @@ class _Decoder:
         return self.pop(len(self.stack) - self.marks.pop())
 
     def skip(self, arg: Any) -> None:
-        """Do nothing: the protocol, the length of a frame and the end of the pickle change no value."""
+        """Do nothing: the opcodes for protocol, frame length and end of the pickle change no value."""
 
     def mark(self, arg: Any) -> None:
         self.marks.append(len(self.stack))
@@ -128,7 +129,7 @@ class _Decoder:
         """Add keys and values, given in turn, to the dict or OrderedDict on top of the stack."""
         target = of_type(items_of(self.stack[-1]), dict, "the target of SETITEMS")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            # Tuples are refused, because hashing a tuple that is nested a million times overflows C's stack.
+            # Refuse tuples, because hashing a tuple that is nested a million levels deep overflows the C stack.
             if type(key) not in (str, int, PickledObject):
                 raise ValueError("expected keys that are strings, numbers or objects")
             target[key] = value
@@ -146,7 +147,7 @@ class _Decoder:
         self.stack.append(PickledObject("persistent id", of_type(self.stack.pop(), tuple, "a persistent id")))
 
     def call(self, arg: Any) -> None:
-        """Record a call of the second value from the top of the stack, with the top value as its arguments."""
+        """Record a call: the stack's top value holds the arguments, and the value below it is the function."""
         function, args = self.pop(2)
         if type(function) is not PickledObject or function.args is not None or type(args) is not tuple:
             raise ValueError("refused: the pickle calls something that is not a plain name")
@@ -161,7 +162,7 @@ class _Decoder:
         self.stack.append(instance)
 
 
-# Opcode -> action on a decoder, which also gets the argument of the opcode. No other opcodes are allowed.
+# Opcode -> function that takes a decoder and the opcode's argument. No other opcodes are allowed.
 ACTIONS: dict[str, Callable[[_Decoder, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), _Decoder.skip),
     "MARK": _Decoder.mark,
@@ -193,7 +194,7 @@ ACTIONS: dict[str, Callable[[_Decoder, Any], None]] = {
 
 
 def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
-    """Names of the opcodes with their arguments, as `pickletools.genops` reads them.
+    """Yield each opcode's name and argument, which are read as in `pickletools.genops`.
 
     An opcode that is not allowed is refused before its argument is read.
     """
@@ -217,7 +218,7 @@ def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
 def _name(stream: BytesIO) -> str:
     """One line of GLOBAL's argument, taken literally.
 
-    pickletools would interpret escapes in the line, and warn of invalid escapes.
+    pickletools would interpret escapes in the line, and warn about invalid escapes.
     """
     line = stream.readline()
     if not line.endswith(b"\n"):
@@ -234,7 +235,7 @@ def of_type(value: Any, kind: type, what: str) -> Any:
     """Return `value` if its type is exactly `kind`.
 
     Args:
-        what: noun phrase for the value, for the message.
+        what: noun phrase that names the value in the error message.
 
     Raises:
         ValueError: the value has a different type.
@@ -245,12 +246,12 @@ def of_type(value: Any, kind: type, what: str) -> Any:
 
 
 def kind_name(value: Any) -> str:
-    """The type of a decoded value, for messages; for a `PickledObject`, the name that the pickle gives."""
+    """Name the type of a decoded value in messages; for a `PickledObject`, use the name from the pickle."""
     return f"'{value.name}'" if type(value) is PickledObject else type(value).__name__
 
 
 def fields(value: Any, name: str) -> dict[str, Any]:
-    """The state of an object of the class `name` ("module qualname"): its fields by name.
+    """The state of an object of class `name` ("module qualname"), as a dict of fields.
 
     Raises:
         ValueError: the value is not an object of this class, or the object's state is not a dict.
@@ -272,7 +273,7 @@ def natural(value: Any, what: str) -> int:
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """The numbers of a torch.Size or a tuple: at most MAX_DIMS, each from 0 to 2^63 - 1.
+    """The numbers in a torch.Size or a tuple: at most MAX_DIMS numbers, each from 0 to 2^63 - 1.
 
     Raises:
         ValueError: the value is anything else.

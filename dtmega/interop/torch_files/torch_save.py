@@ -1,13 +1,14 @@
-"""Reads one tensor that torch.save wrote, wherever it lies in a file, in place and without unpickling.
+"""Reads one tensor written by torch.save, at any position in a file, in place and without unpickling.
 
-Such a tensor is a zip archive without compression:
+torch.save writes a tensor as a zip archive without compression:
 
-    archive/data.pkl   pickle: dtype, sizes, strides, and which record holds the elements
+    archive/data.pkl   pickle: dtype, sizes, strides, and the name of the record with the elements
     archive/data/0     the elements
     archive/byteorder  "little"
 
-Format: `serialization.py` and `_utils.py` of torch 2.13. torch.load(weights_only=True) would run no code either, but it
-inflates compressed records (200 kB became 200 MB), ignores checksums, and always reads the whole tensor.
+The format follows `serialization.py` and `_utils.py` in torch 2.13. torch.load(weights_only=True) would not run any
+code either, but it inflates compressed records (200 kB became 200 MB), ignores checksums, and always reads the whole
+tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dtmega.interop.torch_files.inert import ORDERED, PickledObject, decode, nat
 
 MAX_PICKLE_BYTES = 1 << 16  # torch writes about 180 bytes
 READ_BYTES = 1 << 24
-LOCAL_HEADER = struct.Struct("<4s22xHH")  # before each record of a zip: signature, bytes of name and of extra field
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # before each zip record: signature, then the lengths of name and extra field
 _DTYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
     "complex128 complex64 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
@@ -57,11 +58,11 @@ class TensorHeader(NamedTuple):
     """The description of a tensor in a pickle, without its elements.
 
     Attributes:
-        dtype: dtype of the elements; None if the pickle gives an unknown one.
+        dtype: dtype of the elements; None if the pickle names an unknown dtype.
         key: name of the storage that holds the elements.
         offset: number of elements in the storage before the tensor's first element.
         sizes: shape of the tensor.
-        strides: distance in the storage between neighbours along each dim, in elements.
+        strides: distance between neighbours along each dim of the tensor, in elements of the storage.
     """
 
     dtype: torch.dtype | None
@@ -80,7 +81,7 @@ class SavedTensor(NamedTuple):
     """The place of a tensor's elements in a file.
 
     Attributes:
-        at: position of the first element in the file, in bytes.
+        at: byte position of the first element in the file.
         dtype: dtype of the elements.
         strides: distance between neighbours along each dim, in elements.
     """
@@ -94,7 +95,7 @@ class SavedTensor(NamedTuple):
 
         Args:
             fd: descriptor of the file.
-            part: (start, stop) in each dim; not empty.
+            part: range (start, stop) in each dim; not empty.
         """
         first = sum(start * stride for (start, _), stride in zip(part, self.strides, strict=True))
         last = sum((stop - 1) * stride for (_, stop), stride in zip(part, self.strides, strict=True))
@@ -105,7 +106,7 @@ class SavedTensor(NamedTuple):
 
 
 def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> SavedTensor:
-    """Find the elements of the tensor in the archive of `length` bytes at byte `start`, and compare their checksum.
+    """Find a tensor's elements in the archive at byte `start` of a file, and verify the elements' checksum.
 
     Args:
         fd: descriptor of the file.
@@ -137,10 +138,10 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
 
 
 def tensor_header(made: Any) -> TensorHeader:
-    """The description of the tensor that torch would rebuild from a call of V2 or V3.
+    """The header of the tensor that torch would rebuild from a call to V2 or V3.
 
     Args:
-        made: decoded pickle, which should be such a call.
+        made: decoded pickle, which should be a call to V2 or V3.
 
     Raises:
         ValueError: `made` is anything else.
@@ -159,7 +160,7 @@ def tensor_header(made: Any) -> TensorHeader:
     if len(storage.args) not in (5, 6) or storage.args[5:] not in ((), (None,)):
         raise ValueError("expected a tensor with a storage")
     _, kind, key, *_ = storage.args
-    # V3 names the dtype in an argument of its own; for V2, the storage's class implies the dtype.
+    # V3 names the dtype in a separate argument; for V2, the storage's class implies the dtype.
     dtype_name, known_dtypes = (made.args[6], PICKLED_DTYPES) if made.name == V3 else (kind, STORAGES)
     dtype = known_dtypes.get(dtype_name.name) if type(dtype_name) is PickledObject else None
     return TensorHeader(
@@ -172,12 +173,12 @@ def tensor_header(made: Any) -> TensorHeader:
 
 
 class ZipEntry(NamedTuple):
-    """One record of a zip.
+    """One record in a zip archive.
 
     Attributes:
-        at: position of the record's content in the file, in bytes.
+        at: byte position of the record's content in the file.
         n_bytes: length of the content.
-        crc32: checksum of the content; 0 if torch was told not to compute it.
+        crc32: checksum of the content; 0 if torch was told not to compute checksums.
     """
 
     at: int
@@ -192,7 +193,7 @@ class ZipEntry(NamedTuple):
         """Compare the content with the checksum.
 
         Raises:
-            ValueError: the bytes are not those that were written.
+            ValueError: the content does not match the checksum.
         """
         crc32 = 0
         for at in range(self.at, self.at + self.n_bytes, READ_BYTES):
@@ -202,18 +203,18 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """The records, by name, of the zip of `length` bytes at byte `start` of a file.
+    """Find the records, by name, of the zip archive that takes up `length` bytes of a file, from byte `start`.
 
     Raises:
-        ValueError: the bytes are not a zip, or a record is compressed, is encrypted, or does not lie within the zip.
+        ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.
     """
     try:
         with zipfile.ZipFile(_Window(fd, start, length)) as archive:  # pyright: ignore[reportArgumentType]
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise ValueError(f"expected an archive of torch.save ({error})") from None
-    # zipfile knows only where each record's header begins. Between header and content are the name and an extra field,
-    # with which torch aligns the content. The lengths of both must be read from the header, because those in the zip's
+    # zipfile knows only where each record's header begins. After the header come the name and an extra field, which
+    # torch uses to align the content. Read the lengths of both fields from the header, because the lengths in the zip's
     # directory may differ.
     records = {}
     for info in infos:
@@ -256,17 +257,17 @@ class _Window:
 
 @contextlib.contextmanager
 def regular_file(path: Path, inside: str = "") -> Iterator[tuple[int, int]]:
-    """Open a regular file. Yields the descriptor and the length of the file in bytes.
+    """Open a regular file. Yield the descriptor and the length of the file in bytes.
 
-    Links are not followed, and a pipe is refused rather than waited for.
+    Links are not followed, and a pipe raises an error instead of blocking.
 
     Args:
         path: path of the file.
-        inside: place in the file, which messages name after the path.
+        inside: position inside the file; error messages show the position after the path.
 
     Raises:
-        ValueError: there is no such file, or it is not a regular file. A ValueError from the body of the
-            `with` is raised again with the path and `inside` before its message.
+        ValueError: there is no such file, or it is not a regular file. A ValueError from the body of the `with` is
+            raised again with the path and `inside` in front of the message.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

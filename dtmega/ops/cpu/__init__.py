@@ -1,1 +1,1 @@
-"""Kernels and memory settings for CPUs. A run on GPUs uses none of them."""
+"""Kernels and memory settings that only runs on CPUs use."""

@@ -1,16 +1,16 @@
 """Attention in bfloat16 on a CPU with bfloat16 instructions, which torch's fused kernels do not use.
 
-A part of the queries (some samples, some heads, a few hundred places) is processed at a time. Its scores are computed
-as one batched product. They are turned into probabilities in fp32, for as many rows at a time as a core's cache holds.
-For short sequences the probabilities are kept for backward. For long sequences backward computes them again from the
-logarithms of their sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
+The queries are processed in parts: some samples, some heads, a few hundred places. One batched product computes the
+scores of a part. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's cache.
+For short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass recomputes
+the probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
 
-The queries of a chunk are in reverse order, the last one first. A bias that depends on the distance is then, for all
-queries of the chunk, a view of one row of numbers for each head, and this row stays in the cache.
+The queries of a chunk are in reverse order, the last one first. In this order, a bias that depends only on the distance
+is a view of one row of numbers per head, and this row stays in the cache.
 
-Products, including the scores, are rounded to bfloat16, as in the plain formula and in transformers' models. The result
-of a sample does not depend on the other samples in its batch. Forward is a single operator for autograd and
-torch.compile, and so is backward: nothing inside is traced or compiled.
+Products, including the scores, are rounded to bfloat16, as in the plain formula and in transformers' models. A sample's
+result does not depend on the other samples in its batch. To autograd and torch.compile, the forward pass is a single
+operator, and so is the backward pass: nothing inside the two operators is traced or compiled.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 from dtmega.ops import keyed
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 
-# Scores to turn into probabilities at a time. They take 1 MiB in fp32 and 0.5 MiB in bf16, of a level-2 cache of 2 MiB.
+# Number of scores to turn into probabilities at a time: 1 MiB in fp32 plus 0.5 MiB in bf16 fit into a 2 MiB L2 cache.
 CACHED_SCORES = 2**18
-# Scores to compute in one product. Calling the library takes as long as computing 2^16 scores.
+# Number of scores to compute in one product. Calling the library takes as long as computing 2^16 scores.
 PRODUCT_SCORES = 2**22
-# Probabilities are kept for backward if they take no more than this share of the memory of q, k, v and the result.
+# Probabilities are kept for backward if their memory is at most this multiple of the memory of q, k, v and the result.
 KEPT_SHARE = 1.0
 SHORT_CHUNK = 128  # approximate number of queries in a chunk, for sequences shorter than LONG
 LONG = 1024
@@ -38,8 +38,8 @@ LONG = 1024
 # CPUs for which `exp` is not optimised (AMD), and is not slower for -inf than for other numbers.
 LOG2_E = math.log2(math.e)
 # A probability of at most 2^-60 times the query's largest one is set to 0: even the sum of thousands of such
-# probabilities would not change the largest. ALiBi makes many numbers so small that fp32 stores them as denormals, and
-# a CPU computes ten times as slowly with those.
+# probabilities would not change the largest. With ALiBi many numbers are so small that fp32 stores them as denormals,
+# and computing with denormals is ten times as slow on a CPU.
 NEGLIGIBLE = -60.0
 
 
@@ -66,19 +66,20 @@ def attention_cpu(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q k^T scale + bias) v, and the numbers from which backward gets the probabilities.
+    """Compute softmax(q k^T scale + bias) v, and the numbers that backward needs to recover the probabilities.
 
     Args:
-        q: [B, H, S, K] bfloat16.
-        k, v: [B, G, T, K] bfloat16, where G divides H.
+        q: queries, [B, H, S, K] bfloat16.
+        k, v: keys and values, [B, G, T, K] bfloat16, where G divides H.
+        scale: factor of the scores.
         query_places, ..., strip, causal, window: fields of an `AttentionRule`.
-        dropout_key, head_ids, sample_ids, p: fields of a `Dropout`; without dropout None, and p = 0.
+        dropout_key, head_ids, sample_ids, p: fields of a `Dropout`; without dropout, p is 0 and the others are None.
 
     Returns:
         - The output [B, H, S, K], in memory as [B, S, H, K].
         - The base-2 logarithm of each query's sum of exponentials, fp32 [B, H, S, 1], with the last query of each chunk
           first.
-        - The probabilities that are kept for backward, chunk after chunk, or an empty tensor (`_n_kept`).
+        - The probabilities kept for backward, chunk after chunk; an empty tensor if none are kept (`_n_kept`).
     """
     rule = AttentionRule(
         query_places,
@@ -104,12 +105,12 @@ def attention_cpu(
         for piece in _pieces(scores):
             piece_scores = scores[piece]
             x = scratch.scaled(piece_scores, part.bias, piece, scale)
-            # The peak is subtracted so that exponentials do not overflow; it cancels in the quotient. If a query sees
-            # no key, its peak is -inf, and -inf - -inf would be NaN: with the clamp its exponentials are 0.
+            # Subtract the peak so that exponentials do not overflow; the peak cancels in the quotient. If a query sees
+            # no key, its peak is -inf, and -inf - -inf would be NaN. With the clamp, that query's exponentials are 0.
             peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
             _exponentials(x.sub_(peak))
-            # The largest exponential is 1, so the sum is at least 1, except for a query that sees no key: its sum is 0,
-            # and 0 / 0 would be NaN.
+            # The largest exponential is 1, so the sum is at least 1. Only a query that sees no key has the sum 0, and
+            # 0 / 0 would be NaN without the clamp.
             total = x.sum(-1, keepdim=True).clamp_(min=1.0)
             x.mul_(total.reciprocal())
             if part.drops is not None:
@@ -145,7 +146,7 @@ def attention_cpu_backward(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from the output's gradient [B, H, S, K] and the other results of `attention_cpu`."""
+    """Compute the gradients of q, k and v from the output's gradient and the other results of `attention_cpu`."""
     rule = AttentionRule(
         query_places,
         key_places,
@@ -160,8 +161,8 @@ def attention_cpu_backward(
     )
     dq, dk, dv = _gradients(q, k, v)
     chunks = _chunks(rule)
-    # One tensor for the gradient of the scores, one for probabilities that were not kept, and with dropout one for the
-    # probabilities after it.
+    # One tensor for the gradient of the scores, one for probabilities that were not kept, and, with dropout, one for
+    # the probabilities after dropout.
     n_tensors = 1
     if not kept.numel():
         n_tensors = 2 if dropout_key is None else 3
@@ -174,7 +175,7 @@ def attention_cpu_backward(
         probabilities, dscores, *after_dropout = scratch.shaped(part.q, part.k)
         dropped = after_dropout[0] if after_dropout else probabilities
         if not kept.numel():
-            # Compute the probabilities again, as 2^(score - log2 of the sum): this needs no pass for peak and sum.
+            # Recompute the probabilities as 2^(score - log2 of the sum), which avoids separate passes for peak and sum.
             torch.bmm(stacked_q, stacked_k.mT, out=part.stacked(probabilities))
             part_log_sums = log_sums[part.queries]
             for piece in _pieces(probabilities):
@@ -190,8 +191,8 @@ def attention_cpu_backward(
         for piece in _pieces(probabilities):
             piece_gradient = dscores[piece]
             if after_dropout:
-                # Probabilities that were not dropped are positive, so their sign is the mask. If one is 0 already, its
-                # gradient is 0 in any case.
+                # Probabilities that were not dropped are positive, so their sign is the mask. A probability that was 0
+                # before dropout has the gradient 0 in any case.
                 piece_gradient.mul_(dropped[piece].sign())
             torch.ops.aten._softmax_backward_data.out(
                 piece_gradient, probabilities[piece], -1, q.dtype, grad_input=piece_gradient
@@ -203,9 +204,9 @@ def attention_cpu_backward(
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the results of `attention_cpu`."""
+    """Allocate the results of `attention_cpu`."""
     n_rows, n_heads, n_queries, _ = q.shape
-    # The memory layout is [B, S, H, K], in which the following projection reads it.
+    # The output lies in memory as [B, S, H, K], the order in which the following projection reads it.
     out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
     # With dropout nothing is kept, because backward also needs the probabilities before dropout.
     kept = q.new_empty(0 if p else _n_kept(q, k, v, rule))
@@ -222,19 +223,19 @@ def _n_kept(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> int:
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients. Those of k and v start as zeros, because each chunk of queries adds to them."""
+    """Allocate gradients. The gradients of k and v start as zeros, because each chunk of queries adds to both."""
     return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
 class _Part(NamedTuple):
-    """The queries of one product (of some rows of the batch and some heads), with the keys and values that they see.
+    """The queries of one batched product (some rows, some heads), with the keys and values that these queries see.
 
     Attributes:
-        queries: slices of these queries in a tensor [B, H, S, ..].
-        keys: slices of their keys in k and v.
-        q: the queries, [rows, heads, C, K], with the last one first.
+        queries: slices that select the queries from a tensor [B, H, S, ..].
+        keys: slices that select the keys and values from k and v.
+        q: the queries, [rows, heads, C, K], with the last query first.
         k, v: the keys and values, [rows, groups, keys, K].
-        bias: bias for scores in base 2, [rows, heads, C, keys], a view; None: no bias.
+        bias: bias of the scores in base 2, [rows, heads, C, keys], a view; None: no bias.
         key_places: places of the keys, [rows, 1, 1, keys].
         drops: row keys of dropout (`_row_keys`) for these queries, [rows, heads, C], with the last query first; None:
             nothing is dropped.
@@ -263,7 +264,7 @@ def _parts(
     scratch: _Scratch,
     dropout_rows: Tensor | None,
 ) -> Iterator[_Part]:
-    """The parts that together cover all pairs of queries and keys, in the order in which `scratch.kept` holds them."""
+    """Yield parts that together cover all pairs of queries and keys, in the order of the scores in `scratch.kept`."""
     rule = _in_base_2(rule)
     by_distance = _times_log2_e(rule.bias_by_distance())
     for rows in scratch.rows():
@@ -287,7 +288,7 @@ def _parts(
 
 
 def _in_base_2(rule: AttentionRule) -> AttentionRule:
-    """The rule with its bias in base 2. `_parts` converts the biases that it reads from the strip."""
+    """Convert a rule's slopes and table to base 2. `_parts` itself converts the biases that it reads from the strip."""
     return rule._replace(slopes=_times_log2_e(rule.slopes), table=_times_log2_e(rule.table))
 
 
@@ -298,8 +299,8 @@ def _times_log2_e(x: Tensor | None) -> Tensor | None:
 def _chunks(rule: AttentionRule) -> list[Chunk]:
     """The chunks of queries. A short sequence is split into shorter chunks.
 
-    A chunk also computes the scores of pairs that causality hides. Shorter chunks waste less work on such pairs. In a
-    long sequence these pairs are a small share in any case.
+    A chunk also computes the scores of pairs that causality hides. Shorter chunks waste less work on hidden pairs. In a
+    long sequence, hidden pairs are only a small share of a chunk.
     """
     divisor = 1
     if rule.query_places.shape[1] < LONG:
@@ -313,13 +314,14 @@ def _reversed(x: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Memory for the scores of one part (`_Part`), which the parts use in turn.
+    """Memory for the scores of one part (`_Part`), which all parts use in turn.
 
     Args:
         q, k: all queries and keys.
         chunks: all chunks of queries.
-        n: number of tensors with room for the scores of a part, in the dtype of q.
-        kept: memory for one more tensor of each part; these tensors follow one another and are kept. Empty: none.
+        n: number of tensors to allocate, each with room for the scores of one part, in the dtype of q.
+        kept: memory for one more tensor per part. The parts' tensors lie one after the other, and stay valid. If
+            `kept` is empty, parts have no additional tensor.
     """
 
     def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int, kept: Tensor) -> None:
@@ -337,18 +339,18 @@ class _Scratch:
         self.wide = q.new_empty(max(CACHED_SCORES, n_keys), dtype=torch.float32)
 
     def rows(self) -> Iterator[slice]:
-        """Slices of the batch's rows, each with the rows that one product takes."""
+        """Yield slices of the batch's rows, one slice for each product."""
         for first in range(0, self.n_rows, self.rows_at_a_time):
             yield slice(first, first + self.rows_at_a_time)
 
     def heads(self) -> Iterator[tuple[slice, slice]]:
-        """Slices of q's heads, each with the heads that one product takes, and the slice of k's heads they share."""
+        """Yield a slice of q's heads for each product, and the slice of k's heads that these heads of q share."""
         for first in range(0, self.n_groups, self.groups_at_a_time):
             last = min(first + self.groups_at_a_time, self.n_groups)
             yield slice(first * self.heads_per_group, last * self.heads_per_group), slice(first, last)
 
     def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """The tensors as scores [rows, heads, C, keys], for queries [rows, heads, C, K] and keys [.., keys, K]."""
+        """Views of the tensors in the shape of the scores of one part's queries and keys, [rows, heads, C, keys]."""
         shape = (*q.shape[:3], k.shape[2])
         size = math.prod(shape)
         tensors = self.tensors
@@ -366,7 +368,7 @@ class _Scratch:
 
 
 def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
-    """Add scale x y to a slice [rows, groups, keys, K], as one operation that rounds the sum only once."""
+    """Add scale * x @ y to `to` [rows, groups, keys, K], in one operation that rounds the sum only once."""
     part = to.view(-1, *to.shape[2:])
     torch.baddbmm(part, x, y, alpha=scale, out=part)
 
@@ -402,7 +404,7 @@ def _row_keys(
 
 def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
     """Drop and rescale probabilities [rows, heads, C, keys] in place, keyed by `_row_keys` and the places of keys."""
-    # numpy multiplies numbers by booleans in a quarter of torch's time, and hashes in half of it.
+    # numpy takes a quarter of torch's time to multiply by booleans, and half of torch's time to hash.
     kept = keyed.keep(p, row_keys.numpy(), key_places.numpy())
     np.multiply(x.numpy(), kept, out=x.numpy())
     return x.mul_(1 / (1 - p))
@@ -433,6 +435,6 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
     return *gradients, None, *(None for _ in fields)
 
 
-# Recompute recognises the operator by this name (recompute.py).
+# recompute.py recognises the operator by this name.
 OPERATOR = torch.ops.dtmega.attention_by_products.default
 attention_cpu.register_autograd(_backward, setup_context=_keep)

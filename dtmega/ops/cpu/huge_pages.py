@@ -1,8 +1,8 @@
 """Settings for CPU memory: freed buffers stay with the process, and large buffers are on huge pages.
 
-By default glibc requests each buffer of more than 32 MiB, and often a smaller one, from the system, and gives it back
-when it is freed. The system fills the buffer with zeros each time, in pages of 4 KiB. For a chunk's logits and the
-gradient of the head's weight this took a sixth of the time of their products, and a tenth of a step
+By default glibc requests each buffer of more than 32 MiB, and often a smaller buffer, from the system, and returns the
+buffer when it is freed. The system fills the buffer with zeros each time, in pages of 4 KiB. For a chunk's logits and
+the gradient of the head's weight, filling with zeros took a sixth as long as the matrix products, and a tenth of a step
 (benchmarks/TIMINGS.md).
 """
 
@@ -24,7 +24,7 @@ MADV_HUGEPAGE = 14  # from Linux's asm-generic/mman-common.h
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for this process, since each step needs as much memory as the step before.
+    """Make glibc keep freed memory in this process, because each step needs as much memory as the step before.
 
     On a system without glibc nothing changes.
     """
@@ -36,13 +36,13 @@ def keep_freed_memory() -> None:
 
 
 def on_huge_pages(x: Tensor) -> Tensor:
-    """Ask Linux to map x in pages of 2 MiB, and return x. Call it before x is written to.
+    """Ask Linux to map x in pages of 2 MiB, and return x. Call this function before anything is written to x.
 
-    Nothing is done on other systems, and if x is small. If huge pages are switched off, Linux ignores the request.
+    On other systems, or for a small x, nothing happens. If huge pages are switched off, Linux ignores the request.
     """
     if type(x) is Tensor and x.device.type == "cpu" and sys.platform == "linux":
-        # The address comes from x itself: once Python has seen its storage, autograd no longer accumulates gradients
-        # into x in place (torch 2.13).
+        # The address comes from x, not from the storage of x: once Python has seen that storage, autograd no longer
+        # accumulates gradients into x in place (torch 2.13).
         start, n_bytes = x.data_ptr(), x.nbytes
         first = -(-start // HUGE_PAGE) * HUGE_PAGE
         if n_bytes >= LARGE_BYTES:

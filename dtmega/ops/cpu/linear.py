@@ -1,7 +1,7 @@
-"""Faster products, by oneDNN, for uncut nn.Linear modules in bfloat16 on a CPU with AMX.
+"""Faster oneDNN matrix products for unsharded nn.Linear modules in bfloat16 on a CPU with AMX.
 
-- A bias is added while the product is still in registers. torch would fill the result with the bias first, and add the
-  product to it.
+- A bias is added while the product is still in registers. torch would first fill the result with the bias, and then add
+  the product.
 - The gradient of a weight with many more inputs than outputs is computed from a transposed copy of the output's
   gradient, because a product whose first factor is a transposed view runs at half the rate (torch 2.13). With fewer
   inputs the copy would cost as much time as it saves.
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDE = 2  # ratio of input to output features from which the transposed copy pays
+WIDE = 2  # smallest ratio of input to output features at which the transposed copy pays off
 
 
 def multiply_on_amx(model: nn.Module) -> None:
-    """Make the model's nn.Linear modules use these products for bfloat16. Other dtypes are computed as before."""
+    """Make the model's nn.Linear modules use these faster products for bfloat16. Other dtypes are not affected."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = types.MethodType(_forward, module)
@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
 def biased_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W^T + b, [..., in] -> [..., out].
 
-    It is an operator of its own, because Inductor uses oneDNN's operator only for constant weights.
+    The product is a custom operator, because Inductor uses oneDNN's operator only for constant weights.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -68,7 +68,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-# Recompute recognises the operator by this name (recompute.py).
+# recompute.py recognises the operator by this name.
 BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
 
 
@@ -76,7 +76,7 @@ BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
 def wide_gradient(rows: Tensor, x: Tensor) -> Tensor:
     """rows^T x, [n, out] and [n, in] -> [out, in].
 
-    It is an operator of its own, so that Inductor does not remove the copy.
+    The product is a custom operator, so that Inductor does not remove the copy.
     """
     return rows.t().contiguous() @ x
 

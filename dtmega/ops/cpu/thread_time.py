@@ -1,4 +1,4 @@
-"""The time during which a thread computes or waits for a core, as Linux counts it."""
+"""The time that a thread spends computing or waiting for a core, as counted by Linux."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from contextlib import suppress
 
 
 class ThreadTime:
-    """A clock of the thread that creates it. It stops while the thread sleeps, for instance to wait for other ranks.
+    """A clock for the thread that creates the clock.
 
-    The clock runs while the thread computes, and while the thread is ready but another program has its core. Only Linux
-    reports the time of the second kind; on other systems only computing counts.
+    The clock runs while the thread computes, and while the thread is ready to run but waits for a core. The clock
+    stops while the thread sleeps, for instance to wait for other ranks. Only Linux reports how long a
+    ready thread waited for a core; on other systems, only computing counts.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
         with suppress(OSError):
-            # For the thread that opens the file: nanoseconds on a core, nanoseconds ready without a core, time slices.
+            # Three numbers for the thread that opens the file: nanoseconds on a core, nanoseconds spent ready to run
+            # but waiting for a core, and number of time slices.
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def busy_s(self) -> float:
-        """Seconds that the thread has computed or waited for a core since the thread began."""
+        """Seconds that the thread has spent computing or waiting for a core since the thread began."""
         if self._file is None:
             return time.thread_time()
         on_core_ns, ready_ns, _ = os.pread(self._file, 100, 0).split()

@@ -1,16 +1,17 @@
-"""The cut of documents into samples of consecutive sentences, for BERT's pairs and for Megatron's T5.
+"""Cut documents into samples of consecutive sentences, for BERT's pairs and for Megatron's T5.
 
     table = cut_table(dataset, documents=(0, 1000), targets=Targets(longest=509, short_seq_prob=0.1, stream="train"))
-    table[i]  # the first sentence of sample i, the sentence after its last, and its target length in tokens
+    table[i]  # sample i: its first sentence, one past its last sentence, and its target length in tokens
 
-The rule is Megatron's (`build_mapping_impl` in its helpers.cpp). Sentences are added to a sample until it has its
-target length and at least `fewest` sentences. It ends there if more than one sentence remains in the document, else
-with the document. Then the next sample begins, with a target length of its own. A document is not used if it has fewer
-than `fewest` sentences, if one of them is empty, or if it has several and one is longer than LONGEST_SENTENCE.
+The rule is Megatron's (`build_mapping_impl` in `helpers.cpp`). Sentences are added to a sample until it has its
+target length and at least `fewest` sentences. If only one sentence then remains in the document, the sample takes that
+sentence too. Then the next sample begins, with a target length of its own. A document is not used if it has fewer than
+`fewest` sentences, if one of its sentences is empty, or if it has several sentences and one of them has more than
+LONGEST_SENTENCE tokens.
 
-Megatron draws each target from a generator. Here it is a function of the sample's first sentence. So the end of a
-sample that would begin at a sentence is computed for all sentences at once, and all documents are cut in parallel.
-The cut is the same in every epoch; epochs differ by the draws for each sample (`pairs.py`).
+Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
+So the code computes, for every sentence at once, where a sample that began there would end. Then it cuts all documents
+in parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from dtmega.ops import keyed
 
 FORMAT = 1  # increase it when a change makes the same documents and targets give a different table
 CHUNK = 1 << 20  # sentences or documents cut at a time, to bound the memory; a longer document is cut as a whole
-LONG = 1 << 22  # sentences from which a table is kept in a file; a shorter one is made in less than a second
+LONG = 1 << 22  # a table for this many sentences or more is kept in a file; a smaller table takes less than a second
 
 
 class Targets(NamedTuple):
-    """The lengths that samples should have.
+    """The target lengths of samples.
 
     Attributes:
         longest: target length of most samples, in tokens.
-        short_seq_prob: share of the samples whose target is drawn uniformly from 2 to `longest`.
+        short_seq_prob: share of the samples whose target length is drawn uniformly from 2 to `longest`.
         stream: name of the random stream that decides which samples are short, and how short.
-        fewest: minimum of sentences in a sample, and so in a document; 2 for pairs.
+        fewest: minimum number of sentences in a sample, and therefore in a document; 2 for pairs.
     """
 
     longest: int
@@ -55,17 +56,17 @@ class Targets(NamedTuple):
         drawn = keyed.uniform(keyed.draws(keys, "target", sentences))
         lengths = np.full(len(drawn), self.longest)
         is_short = drawn < self.short_seq_prob
-        # One draw serves twice: given that it is below short_seq_prob, it is uniform in [0, short_seq_prob).
+        # Each draw is used twice: a draw below short_seq_prob is uniform in [0, short_seq_prob).
         lengths[is_short] = 2 + drawn[is_short] / self.short_seq_prob * (self.longest - 1)
         return lengths
 
 
 def cut_table(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> NDArray[Any]:
-    """The samples that documents (start, stop) are cut into. Each sentence of a usable document is in exactly one.
+    """Cut documents (start, stop) into samples. Each sentence of a usable document is in exactly one sample.
 
     Returns:
-        uint32 or int64 [n, 3], in ascending order: the first sentence and one past the last, by their numbers in the
-        data set, and the target length.
+        The table, uint32 or int64 [n, 3]. Each sample has a row, in ascending order: the number of its first sentence
+        in the data set, the number one past its last sentence, and its target length.
     """
     dtype = np.dtype(np.uint32 if len(dataset) < 2**32 else np.int64)
 
@@ -89,10 +90,10 @@ def _from_file(
     dtype: np.dtype[Any],
     pieces: Callable[[], Iterator[NDArray[Any]]],
 ) -> NDArray[Any]:
-    """The table in the cache directory, memory-mapped; made if it is not there.
+    """Memory-map the table from the cache directory; make the file first if it is missing.
 
     Raises:
-        OSError, ValueError: no cache directory, or no room in it.
+        OSError, ValueError: there is no cache directory, or no room in it.
     """
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{targets}".encode()).hexdigest()[:16]
     path = cache_dir() / f"pairs-{name}.bin"
@@ -104,10 +105,10 @@ def _from_file(
 
 
 def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> Iterator[NDArray[np.int64]]:
-    """The table, made for a range of documents at a time, which bounds the memory."""
+    """Yield the table in pieces, one for each range of documents, to bound the memory."""
     start, stop = documents
     while start < stop:
-        # As many documents as have CHUNK sentences together, but at least one.
+        # Take as many documents as fit in CHUNK sentences, but at least one document.
         bounds = dataset.document_index[start : min(stop, start + CHUNK) + 1]
         n = int(np.searchsorted(bounds, bounds[0] + CHUNK, "right")) - 1
         n = max(n, 1)
@@ -116,12 +117,12 @@ def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Target
 
 
 def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -> NDArray[np.int64]:
-    """The samples of some documents, [n, 3].
+    """Cut consecutive documents into samples; return the samples' table rows, [n, 3].
 
     Args:
-        dataset: the text.
-        bounds: [documents + 1], first sentence of each document, then one past the last sentence of the last document.
-        targets: the lengths that samples should have.
+        dataset: data set that holds the documents.
+        bounds: first sentence of each document, then one past the last document's last sentence, [documents + 1].
+        targets: target lengths of the samples.
     """
     low, high = int(bounds[0]), int(bounds[-1])
     bounds = bounds - low  # from here on, sentences are counted from the first of these documents
@@ -129,15 +130,15 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     starts = dataset.tokens_before(np.arange(low, high))
     lengths = targets.lengths_at(np.arange(low, high))
 
-    # For each sentence, the end of a sample that would begin there: the first sentence that starts at its target length
-    # or later.
+    # For each sentence, compute where a sample that begins there would end: at the first sentence that starts at least
+    # the target length after the sample's start.
     ends = np.searchsorted(starts, starts + lengths)
     ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
-    # If fewer than two sentences would remain in the document, the sample ends with it.
+    # If fewer than two sentences would remain in the document, the sample extends to the document's end.
     document_ends = np.repeat(bounds[1:], np.diff(bounds))
     ends = np.where(document_ends - ends > 1, ends, document_ends)
 
-    # Step from sample to sample in all documents at once. Those that have reached their end drop out.
+    # Step from sample to sample in all documents at once. Documents that have reached their end drop out.
     is_bound = np.zeros(n_sentences + 1, np.bool_)
     is_bound[bounds] = True
     begins_sample = np.zeros(n_sentences, np.bool_)
@@ -154,13 +155,13 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
     """True for each usable document, bool [documents].
 
     Args:
-        sizes: [n], tokens per sentence.
-        bounds: [documents + 1], first sentence of each document, then n.
-        fewest: minimum of sentences in a document.
+        sizes: number of tokens in each sentence, [n].
+        bounds: first sentence of each document, then n, [documents + 1].
+        fewest: minimum number of sentences in a document.
     """
 
     def has_any(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """True for each document in which `wrong` is true for any sentence, [n] -> [documents]."""
+        """True for each document with at least one `wrong` sentence, [n] -> [documents]."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])
         return np.diff(before[bounds]) > 0
 

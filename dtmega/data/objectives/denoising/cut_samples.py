@@ -1,6 +1,6 @@
-"""Samples of sentences. An epoch has each entry of the table in `cut.py` once, in an order keyed by (seed, epoch).
+"""Samples made of sentences. Each row of the table from `cut.py` gives one sample per epoch.
 
-`pairs.py` and `separate_spans.py` make a sample of an entry's sentences.
+The order of samples is keyed by (seed, epoch). `pairs.py` and `separate_spans.py` turn a row's sentences into a sample.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ SHORTEST = 2  # tokens of the shortest sample
 
 
 class CutSamples(ABC):
-    """The endless samples of one part of one corpus whose sequences are sentences.
+    """An endless sequence of samples from one part of a corpus that is split into sentences.
 
     Args:
         dataset: the corpus.
-        documents: (start, stop) in the corpus's document index.
+        documents: range (start, stop) in the corpus's document index.
         seq_len: S, length of a sample with its special tokens.
         short_seq_prob: share of short samples, see `Targets`.
         seed: the run's seed.
-        split: "train", "valid" or "test". With `corpus` it gives each part its own draws, as in `Samples`.
+        split: "train", "valid" or "test"; `split` and `corpus` together give each part its own draws, as in `Samples`.
         corpus: position of the corpus in a blend.
 
     Attributes:
         n_special: number of special tokens among the S tokens of a sample.
-        fewest: minimum of sentences in a sample.
+        fewest: minimum number of sentences in a sample.
         n_tokens: number of tokens that an epoch reads.
         n_samples: number of samples in an epoch.
-        n_unread: number of tokens of the documents that no epoch reads.
+        n_unread: number of the part's tokens that no epoch reads.
         note: a line for the user about text that is not read, or ''.
-        stream: name of the random stream of this part; all draws are functions of it.
+        stream: name of this part's random stream; all draws are functions of this name.
 
     Raises:
         ValueError: no document is usable, or `seq_len` has no room for text.
@@ -90,7 +90,7 @@ class CutSamples(ABC):
     def __getitem__(self, g: int) -> Any: ...
 
     def entry(self, g: int) -> list[int]:
-        """The first sentence of sample g, the sentence after its last, and its target length in tokens."""
+        """The table row of sample g: first sentence, one past the last sentence, and target length in tokens."""
         if g < 0:
             raise IndexError(f"sample {g}: samples are numbered from 0")
         epoch, i = divmod(g, self.n_samples)
@@ -98,13 +98,13 @@ class CutSamples(ABC):
         return self._table[entry].tolist()
 
     def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of tokens in each sample that are read in at least one epoch, [n].
+        """The number of each sample's tokens that at least one epoch reads, [n].
 
-        By default these are all tokens; a subclass may drop the same tokens in every epoch.
+        By default all tokens are read. A subclass may drop tokens, if it drops the same tokens in every epoch.
 
         Args:
-            lengths: [n], tokens in the sentences of each sample.
-            targets: [n], target lengths of the samples.
+            lengths: number of tokens in each sample's sentences, [n].
+            targets: target lengths of the samples, [n].
         """
         return lengths
 

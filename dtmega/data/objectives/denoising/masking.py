@@ -4,10 +4,10 @@
     masked.tokens, masked.hidden  # [B, S] both
 
 The rule is Megatron-LM's (`create_masked_lm_predictions`). `ngrams.py` chooses the n-grams; an n-gram has n <=
-max_ngram words, with probability proportional to 1/n. Of the hidden tokens 80 % become [MASK], 10 % become a random
-token, and 10 % stay.
+max_ngram words, with probability proportional to 1/n. 80 % of the hidden tokens become [MASK], 10 % become a random
+token, and 10 % stay unchanged.
 
-There are two differences from Megatron: random tokens are never special ones, and an n-gram never crosses from one
+There are two differences from Megatron: a random token is never a special token, and an n-gram never crosses from one
 segment into the other.
 """
 
@@ -26,12 +26,12 @@ MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a ran
 
 
 class Vocabulary(NamedTuple):
-    """The kinds of ids that masking needs to know, as plain arrays, because a `Tokenizer` cannot be pickled.
+    """The groups of ids that masking needs, as plain arrays because a `Tokenizer` cannot be pickled.
 
     Attributes:
         specials: ids of [CLS], [SEP], [MASK] and [PAD].
-        continuing: int64 [n], ids of tokens inside a word.
-        ordinary: int64 [n], all ids that are not special.
+        continuing: ids of tokens that continue a word, int64 [n].
+        ordinary: all ids that are not special, int64 [n].
     """
 
     specials: Specials
@@ -43,8 +43,8 @@ class MaskedTokens(NamedTuple):
     """Samples after masking.
 
     Attributes:
-        tokens: int64 [B, S], the tokens that the model reads.
-        hidden: bool [B, S], the places whose original token is to be predicted.
+        tokens: tokens that the model reads, int64 [B, S].
+        hidden: mask of the places where the model has to predict the original token, bool [B, S].
     """
 
     tokens: NDArray[np.int64]
@@ -52,11 +52,11 @@ class MaskedTokens(NamedTuple):
 
 
 def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
-    """Hide about `mask_prob` of the tokens of each sample; a little less if no n-gram fits into the remainder.
+    """Hide about a share `mask_prob` of each sample's tokens; slightly fewer tokens if no n-gram fits the rest.
 
     Args:
         pairs: samples [B, S].
-        vocabulary: the ids by kind.
+        vocabulary: ids of the vocabulary, by kind.
         mask_prob: share of a sample's tokens to hide.
         max_ngram: maximum number of words in an n-gram.
     """
@@ -74,18 +74,18 @@ def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngra
 
     Args:
         drawn: uniform numbers in [0, 1), [B, W].
-        most: maximum number of words that the n-gram may have before its segment ends, [B, W].
+        most: number of words from the n-gram's first word to the end of its segment, [B, W].
         max_ngram: maximum number of words in any n-gram.
     """
-    # Inverse transform sampling: `sums[n - 1]` is the sum of 1/1 to 1/n, and n is the first whose sum exceeds the drawn
-    # share of the sum of all possible n.
+    # Inverse transform sampling: `sums[n - 1]` is 1/1 + ... + 1/n. The result is the first n with
+    # sums[n - 1] > drawn x sums[most - 1].
     sums = np.cumsum(1 / np.arange(1, max_ngram + 1))
     most = np.clip(most, 1, max_ngram)
     return 1 + (drawn[..., None] * sums[most - 1][..., None] >= sums[:-1]).sum(2)
 
 
 def _replaced(pairs: Pairs, hidden: NDArray[np.bool_], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """The tokens that the model reads, [B, S]: hidden ones become [MASK] or a random token, or stay."""
+    """The tokens that the model reads, [B, S]: hidden tokens become [MASK] or a random token, or stay unchanged."""
     keys = pairs.keys[:, None]
     places = np.arange(pairs.tokens.shape[1])
     kind = keyed.uniform(keyed.draws(keys, "kind", places))

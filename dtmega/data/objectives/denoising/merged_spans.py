@@ -2,13 +2,13 @@
 
     counts = counts_of_longest(seq_len=512, mask_prob=0.15, mean_span=3.0)  # 568 tokens, 85 hidden in 28 spans
     samples = SpanSamples(dataset, (0, 1000), counts.n_tokens, seed=1234, split="train")
-    hide(counts, [samples[g] for g in range(8)])  # texts of [8, 568]
+    hide(counts, [samples[g] for g in range(8)])  # hidden spans in texts [8, 568]
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
-`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into as many pieces of text; every cut
-is equally likely. Pieces and spans alternate, beginning with a piece of text. So all samples have the same counts, and
-texts are as long as they can be for the encoder's sequence (the text that is not hidden, a sentinel for each span and
-the end mark) to fit in S.
+`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into the same number of pieces; every
+cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have the same counts:
+every text has the greatest length at which the encoder's sequence still fits in S. The encoder's sequence consists of
+the text that is not hidden, a sentinel for each span, and the end mark.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dtmega.ops import keyed
 
 
 class SpanCounts(NamedTuple):
-    """The counts of a sample, which are those of all samples.
+    """Token and span counts of a sample, equal for all samples.
 
     Attributes:
-        n_tokens: L, tokens of its text.
-        n_hidden: hidden tokens.
-        n_spans: hidden spans.
+        n_tokens: L, number of tokens in the sample's text.
+        n_hidden: number of hidden tokens.
+        n_spans: number of hidden spans.
     """
 
     n_tokens: int
@@ -49,15 +49,16 @@ class SpanCounts(NamedTuple):
 
 
 def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> SpanCounts:
-    """The counts of a text of two or more tokens."""
+    """Compute the span counts for a text with two or more tokens."""
     n_hidden = min(max(round(n_tokens * mask_prob), 1), n_tokens - 1)
-    # Each span needs a piece of text before it, so there are no more spans than tokens of either kind.
+    # Each span has at least one hidden token, and follows a piece with at least one other token. So there cannot be
+    # more spans than hidden tokens, nor more spans than other tokens.
     n_spans = max(round(min(n_hidden, n_tokens - n_hidden) / mean_span), 1)
     return SpanCounts(n_tokens, n_hidden, n_spans)
 
 
 def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanCounts:
-    """The counts of the longest text whose encoder sequence fits in S.
+    """Compute the span counts for the longest text whose encoder sequence fits in S.
 
     Args:
         seq_len: S, length of the encoder's sequence.
@@ -87,18 +88,18 @@ def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanC
 
 
 class SpanSamples(Samples):
-    """The samples of `Samples`, without the last token, which the next sample has too. Each sample has its own key."""
+    """Samples as in `Samples`, each with its own key and without its last token, which the next sample repeats."""
 
     def __getitem__(self, g: int) -> SpanSample:
         return SpanSample(self.tokens(g)[:-1], keyed.key64(f"{self._stream}/{g}/spans"))
 
 
 def hide(counts: SpanCounts, samples: list[SpanSample]) -> HiddenSpans:
-    """Choose the hidden spans of samples, all at once.
+    """Choose the hidden spans of all samples at once.
 
     Args:
-        counts: counts of every sample.
-        samples: texts of `counts.n_tokens` tokens.
+        counts: token and span counts of every sample.
+        samples: texts with `counts.n_tokens` tokens each.
     """
     tokens = np.stack([sample.tokens for sample in samples]).astype(np.int64)
     keys = np.array([sample.key for sample in samples], np.uint64)
@@ -109,11 +110,11 @@ def hide(counts: SpanCounts, samples: list[SpanSample]) -> HiddenSpans:
 
 
 def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """True for hidden tokens, bool [B, L]; pieces of text and hidden spans alternate."""
+    """Mask of the hidden tokens, bool [B, L]; pieces of text and hidden spans alternate."""
     text = _pieces(counts.n_tokens - counts.n_hidden, counts.n_spans, keys, "text")
     spans = _pieces(counts.n_hidden, counts.n_spans, keys, "hidden")
     lengths = np.stack([text, spans], 2).reshape(len(keys), -1)
-    # Mark where each piece or span ends and the next begins. After an odd number of marks a token is hidden.
+    # Mark where each piece or span ends and the next begins. A token after an odd number of marks is hidden.
     changes = np.zeros((len(keys), counts.n_tokens), np.bool_)
     np.put_along_axis(changes, lengths.cumsum(1)[:, :-1], True, 1)
     return changes.cumsum(1) % 2 == 1
@@ -121,7 +122,7 @@ def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.boo
 
 def _pieces(n_items: int, n_pieces: int, keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
     """Random lengths >= 1 that add up to n_items, [B, n_pieces]; each way to cut the items is equally likely."""
-    # Choose n_pieces - 1 of the n_items - 1 items after which a cut is possible.
+    # A cut is possible after each item but the last. Choose n_pieces - 1 of these n_items - 1 places.
     order = np.argsort(keyed.draws(keys[:, None], name, np.arange(n_items - 1)), 1)
     last_items = np.sort(order[:, : n_pieces - 1], 1)
     bounds = np.pad(last_items, ((0, 0), (1, 1)), constant_values=((0, 0), (-1, n_items - 1)))

@@ -1,15 +1,15 @@
-"""The choice of hidden words for BERT and T5: n-grams at random places, until enough tokens are in them.
+"""Choose the words to hide for BERT and Megatron's T5: n-grams at random places, until enough tokens are hidden.
 
     words = words_of(tokens, segments, continuing)
     grams = choose(words, n_words, max_ngram, n_to_hide(0.15, lengths), keys)
 
-The rule is Megatron-LM's (`create_masked_lm_predictions`). The words of a sample, in random order, each begin an
-n-gram. An n-gram with more tokens than remain to be hidden is tried with fewer words. One that overlaps an n-gram
-chosen before is dropped.
+The rule is Megatron-LM's (`create_masked_lm_predictions`). The words of a sample are taken in random order; each word
+begins an n-gram. An n-gram with more tokens than remain to be hidden is tried with fewer words. An n-gram that overlaps
+an earlier n-gram is dropped.
 
-There are two differences from Megatron. The number of tokens to hide is rounded to the nearest integer, where Megatron
-in effect rounds down. And the first token of a segment always begins a word, even if truncation cut off the beginning
-of that word.
+There are two differences from Megatron. The number of tokens to hide is rounded to the nearest integer; Megatron in
+effect rounds down. And the first token of a segment always begins a word, even if truncation cut off the beginning of
+that word.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Words(NamedTuple):
     """The words of B samples. W is the largest number of words in a sample.
 
     Attributes:
-        numbers: int64 [B, S], number of the word that a token belongs to, from 0 in each sample; meaningless outside
-            segments.
-        begins: bool [B, S], true at the first token of each word.
-        sizes: int64 [B, W], tokens in each word; 0 after a sample's last word.
-        in_segment: int64 [B, W], number of words from this one to the end of its segment, both included.
+        numbers: number of the word that each token belongs to, int64 [B, S], counted from 0 in each sample; meaningless
+            outside segments.
+        begins: mask of the first token of each word, bool [B, S].
+        sizes: number of tokens in each word, int64 [B, W]; 0 after a sample's last word.
+        in_segment: number of words from each word to the last word of its segment, both included, int64 [B, W].
     """
 
     numbers: NDArray[np.int64]
@@ -45,8 +45,8 @@ class Grams(NamedTuple):
     """The n-grams chosen in B samples. Two n-grams may touch but not overlap.
 
     Attributes:
-        words: bool [B, W], true for each word in an n-gram.
-        firsts: bool [B, W], true for the first word of each n-gram.
+        words: mask of the words in n-grams, bool [B, W].
+        firsts: mask of the first word of each n-gram, bool [B, W].
     """
 
     words: NDArray[np.bool_]
@@ -62,9 +62,9 @@ def words_of(tokens: NDArray[np.int64], segments: NDArray[np.int64], continuing:
     """The words of B samples.
 
     Args:
-        tokens: int64 [B, S].
-        segments: int64 [B, S], the segment of each token: 1 or 2, or 0 where there is no text and so no word.
-        continuing: ids of tokens inside a word.
+        tokens: tokens of the samples, int64 [B, S].
+        segments: number of each token's segment, int64 [B, S]: 1 or 2, or 0 for a token that is not text.
+        continuing: ids of tokens that continue a word.
     """
     in_text = segments > 0
     begins = in_text & ~np.isin(tokens, continuing)
@@ -75,7 +75,7 @@ def words_of(tokens: NDArray[np.int64], segments: NDArray[np.int64], continuing:
     n_words = int(numbers.max()) + 1
     rows = np.arange(n_rows)[:, None] * n_words
 
-    # One bincount over all samples: word w of row b is counted as b W + w.
+    # One bincount covers all samples: word w of row b is counted in bin b W + w.
     sizes = np.bincount((rows + numbers)[in_text], minlength=n_rows * n_words).reshape(n_rows, n_words)
     in_first = (begins & (segments == 1)).sum(1)[:, None]
     in_both = begins.sum(1)[:, None]
@@ -97,14 +97,13 @@ def choose(
 
     Args:
         words: the samples' words.
-        n_words: int64 [B, W], number of words in the n-gram that would begin at each word; at most max_ngram, and
-            at most `words.in_segment`.
+        n_words: number of words in the n-gram that would begin at each word, int64 [B, W]; at most max_ngram, and at
+            most `words.in_segment`.
         max_ngram: maximum number of words in an n-gram.
-        to_hide: int64 [B], number of tokens to hide.
-        keys: uint64 [B], keys of the samples; the order of a sample's words is a function of its key.
+        to_hide: number of tokens to hide in each sample, int64 [B].
+        keys: keys of the samples, uint64 [B]; the order of a sample's words is a function of its key.
         max_grams: maximum number of n-grams in a sample.
-        room: maximum number of tokens in all n-grams of a sample together; each n-gram counts as one token more, for
-            its sentinel.
+        room: maximum total number of tokens in a sample's n-grams, counting one more token per n-gram for its sentinel.
     """
     n_rows, width = words.sizes.shape
     index = np.arange(width)
@@ -113,13 +112,14 @@ def choose(
     order[~is_word] = np.iinfo(np.uint64).max  # places without a word come last
     order = np.argsort(order, 1, kind="stable")
 
-    # Tokens in the n-gram of 1, 2, ..., max_ngram words from each word on, [B, W, max_ngram].
+    # Number of tokens in the n-grams of 1, 2, ..., max_ngram words that begin at each word, [B, W, max_ngram].
     padded = np.pad(words.sizes, ((0, 0), (0, max_ngram)))
     ahead = np.arange(max_ngram)
     totals = np.cumsum(padded[:, index[:, None] + ahead], 2)
     chosen = np.zeros(padded.shape, np.bool_)
     firsts = np.zeros(padded.shape, np.bool_)
-    # The limits that each sample has left.
+    # For each sample: the number of tokens still to hide, the room that is left, and the number of n-grams still
+    # allowed.
     remaining = to_hide.copy()
     room_left = np.full(n_rows, room)
     grams_left = np.full(n_rows, max_grams)
@@ -128,12 +128,12 @@ def choose(
         allowed = np.where(grams_left > 0, np.minimum(remaining, room_left - 1), 0)
         if not (allowed > 0).any():
             break
-        # The number of words that the n-gram may have: as many as were drawn for it, or fewer if it is too large.
+        # The n-gram has as many words as were drawn for it, or fewer if these words have too many tokens.
         total = totals[rows, word]
         n_fitting = ((total <= allowed[:, None]) & (ahead < n_words[rows, word][:, None])).sum(1)
         places = (rows[:, None], word[:, None] + ahead)
         within = ahead < n_fitting[:, None]
-        # Take it unless one of its words is in an n-gram already.
+        # Take the n-gram unless one of its words is in an n-gram already.
         free = (n_fitting > 0) & is_word[rows, word] & ~(chosen[places] & within).any(1)
         chosen[places] |= within & free[:, None]
         firsts[rows, word] |= free

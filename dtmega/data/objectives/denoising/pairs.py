@@ -4,9 +4,9 @@
     pairs = lay_out([samples[g] for g in range(8)], 512, specials)
     pairs.tokens  # [8, 512]: [CLS] A [SEP] B [SEP], padded
 
-`cut_samples.py` decides which sentences a sample has. The draws are keyed by the sample's number g: where A ends and B
-begins, which of them comes first, and which tokens are dropped if they are longer than their target length. The rules
-are those of Megatron-LM's `dataset_utils.py`.
+`cut_samples.py` decides which sentences a sample has. Draws keyed by the sample's number g decide the rest: where A
+ends and B begins, which segment comes first, and which tokens are dropped if A and B together exceed the target length.
+The rules are taken from Megatron-LM's `dataset_utils.py`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Segments(NamedTuple):
     """Two neighbouring segments, not yet truncated or swapped.
 
     Attributes:
-        tokens: [n], both segments as they stand in the document.
+        tokens: tokens of both segments, in the order of the document, [n].
         n_first: number of tokens in the first segment.
-        target: largest number of tokens that the sample may take from both.
-        key: 64 bits; all draws for the sample are functions of them.
+        target: maximum number of tokens that the sample may take from both segments together.
+        key: 64-bit key of the sample; all its random draws are functions of the key.
     """
 
     tokens: NDArray[Any]
@@ -42,7 +42,7 @@ class Segments(NamedTuple):
 
 
 class PairSamples(CutSamples):
-    """The endless samples of one part of one corpus, each of two sentences or more."""
+    """An endless sequence of samples from one part of a corpus. Each sample has two or more sentences."""
 
     n_special = N_SPECIAL
     fewest = 2
@@ -82,12 +82,12 @@ class Pairs(NamedTuple):
     """Samples before masking.
 
     Attributes:
-        tokens: int64 [B, S], with special tokens and padding.
-        segments: int64 [B, S], 1 in the first segment, 2 in the second, 0 at special tokens and padding.
-        types: int64 [B, S], 1 in the second segment and at the [SEP] that ends it, else 0.
-        padding: bool [B, S], true at padding.
-        swapped: bool [B], true if the sample's first segment is the later one in the text.
-        keys: uint64 [B], keys of the samples.
+        tokens: tokens, special tokens and padding, int64 [B, S].
+        segments: segment numbers, int64 [B, S]: 1 in the first segment, 2 in the second, 0 elsewhere.
+        types: token types, int64 [B, S]: 1 in the second segment and at the [SEP] that ends it, else 0.
+        padding: mask of padding, bool [B, S].
+        swapped: mask of the samples whose first segment is the later one in the text, bool [B].
+        keys: keys of the samples, uint64 [B].
     """
 
     tokens: NDArray[np.int64]
@@ -111,7 +111,8 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
     n_tokens = np.array([len(sample.tokens) for sample in samples])
     n_earlier = np.array([sample.n_first for sample in samples])
     n_later = n_tokens - n_earlier
-    # `text` joins the tokens of all samples; `earlier` and `later` are where each sample's two segments start in it.
+    # `text` joins the tokens of all samples. `earlier` and `later` are the places in `text` where each sample's two
+    # segments start.
     text = np.concatenate([sample.tokens for sample in samples]).astype(np.int64)
     earlier = np.cumsum(n_tokens) - n_tokens
     later = earlier + n_earlier
@@ -126,7 +127,7 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
     n_first = n_first - less_first
     n_second = n_second - less_second
 
-    # For each place of a sample, its index in the first and in the second segment; outside them it means nothing.
+    # The index of each place in the first and in the second segment. Outside the segment an index has no meaning.
     places = np.arange(seq_len)
     in_first = places - 1
     in_second = in_first - (n_first + 1)[:, None]
@@ -144,13 +145,13 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
 def _shares(
     n_first: NDArray[np.int64], n_second: NDArray[np.int64], surplus: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number of tokens [B] that the first and the second segment lose when `surplus` tokens are dropped.
+    """Numbers of tokens that the first and the second segment lose when `surplus` tokens are dropped, [B] each.
 
-    Megatron drops one token after the other, each from the longer segment, or from the second if they are equally long.
+    Megatron drops one token at a time, from the longer segment, or from the second segment if both are equally long.
     """
     surplus = np.maximum(surplus, 0)
     difference = n_first - n_second
-    # At first only the longer segment loses tokens. Once both are equally long, they lose them in turn.
+    # At first only the longer segment loses tokens. Once both are equally long, they lose tokens in turn.
     alone = np.minimum(surplus, np.abs(difference))
     in_turn = surplus - alone
     less_first = np.where(difference > 0, alone, 0) + in_turn // 2
@@ -158,9 +159,9 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """Number of a segment's lost tokens [B] that it loses at its front; each one is there with probability 1/2.
+    """Number of tokens that each segment loses at its front, [B]; the other lost tokens are dropped at its end.
 
-    The others are lost at its end.
+    Each of the `lost` tokens is taken from the front with probability 1/2.
     """
     index = np.arange(lost.max())
     front = keyed.below(keyed.draws(keys[:, None], name, index), 2) == 1

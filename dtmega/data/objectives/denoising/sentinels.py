@@ -3,11 +3,12 @@
     mark_ids = marks(tokenizer, n_sentinels=100)
     mark_ids.sentinels[0]  # stands for the first hidden span of a sample
 
-If the tokenizer has sentinels (`<extra_id_0>` and so on), these are used; else new ids after its last one. WordPiece
-vocabularies may lack [BOS] and [EOS]; then they get new ids too, before the sentinels, as in Megatron's
-`_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the tokenizer's vocabulary.
+If the tokenizer has sentinels (`<extra_id_0>` and so on), these ids are used. Otherwise the sentinels are new ids after
+the tokenizer's last id. If a WordPiece vocabulary lacks [BOS] and [EOS], these marks get new ids too, before the
+sentinels, as in Megatron's `_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the
+tokenizer's vocabulary.
 
-T5's own tokenizer.json lists its sentinels as ordinary tokens, so a text that contains "<extra_id_0>" makes that id.
+T5's own tokenizer.json lists its sentinels as ordinary tokens, so the text "<extra_id_0>" is encoded as a sentinel.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class Marks(NamedTuple):
-    """Ids that stand for no text.
+    """The ids of all marks. Marks stand for no text.
 
     Attributes:
         sentinels: ids of the sentinels; number i stands for hidden span i of a sample.
-        start: id that a decoder reads first: [BOS], or the padding, as in T5.
-        end: id that ends a sequence: [EOS], or end-of-document.
-        pad: id that pads a sequence; end-of-document if the tokenizer has no padding.
-        n_added: number of these ids that are new, after the tokenizer's last one.
+        start: id that a decoder reads first: [BOS], or else the padding id, as in T5.
+        end: id that ends a sequence: [EOS], or else the end-of-document id.
+        pad: id that pads a sequence; the end-of-document id if the tokenizer has no padding id.
+        n_added: number of new ids among the marks; new ids follow the tokenizer's last id.
     """
 
     sentinels: tuple[int, ...]
@@ -52,7 +53,7 @@ def marks(tokenizer: Tokenizer, n_sentinels: int) -> Marks:
     pad = tokenizer.eod_id if tokenizer.pad_id is None else tokenizer.pad_id
     start = pad if tokenizer.bos_id is None else tokenizer.bos_id
     end = tokenizer.eod_id if tokenizer.eos_id is None else tokenizer.eos_id
-    # A vocabulary with [CLS] is one of WordPieces.
+    # A vocabulary with [CLS] is a WordPiece vocabulary.
     if tokenizer.cls_id is not None:
         start = next(new_ids) if tokenizer.bos_id is None else start
         end = next(new_ids) if tokenizer.eos_id is None else end

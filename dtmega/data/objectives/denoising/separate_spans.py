@@ -1,15 +1,15 @@
-"""Span corruption as in Megatron's T5: n-grams of words in a text of sentences, each with its own sentinel.
+"""Span corruption as in Megatron's T5: hidden n-grams of words, each with its own sentinel, in texts made of sentences.
 
     samples = SentenceSamples(dataset, (0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
     hide([samples[g] for g in range(8)], continuing, limits)
 
-The rule is that of Megatron-LM's `t5_dataset.py`. A sample is consecutive sentences of one document, cut off at S - 2
-tokens, or at fewer in a short sample. `ngrams.py` chooses the n-grams; their number of words follows a geometric
-distribution with p = 0.2 (SpanBERT, arXiv:1907.10529, section 3.1), up to `[data] max_span`. Two n-grams that touch
-keep a sentinel each.
+The rule is taken from Megatron-LM's `t5_dataset.py`. A sample consists of consecutive sentences of one document, cut
+off at S - 2 tokens, or earlier if the sample is short. `ngrams.py` chooses the n-grams. The number of words in an
+n-gram follows a geometric distribution with p = 0.2 (SpanBERT, arXiv:1907.10529, section 3.1), up to `[data] max_span`.
+Two n-grams that touch keep separate sentinels.
 
-There is one difference from Megatron: if no sentinel or not enough room in T is left for an n-gram, it is tried with
-fewer words, and then not hidden. Megatron stops the run at such a sample.
+There is one difference from Megatron. If an n-gram does not fit in the decoder's remaining room, it is tried with fewer
+words. If even one word does not fit, or no sentinel is left, the n-gram is not hidden. Megatron stops the run instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STOPS = 0.2  # probability that a span ends after each of its words
 
 
 class Limits(NamedTuple):
-    """The limits on what is hidden in a sample.
+    """Limits on the hidden n-grams of a sample.
 
     Attributes:
         mask_prob: share of the tokens to hide.
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
 
 
 class SentenceSamples(CutSamples):
-    """The endless samples of one part of one corpus, each of one sentence or more."""
+    """An endless sequence of samples from one part of a corpus. Each sample has one or more sentences."""
 
     n_special = N_SPECIAL
     fewest = 1
@@ -73,10 +73,10 @@ class SentenceSamples(CutSamples):
 
 
 def expected(n_tokens: int, mask_prob: float, max_span: int) -> tuple[int, int]:
-    """Number of hidden tokens in a text, and the average number of spans that hold them if each token is a word.
+    """Number of hidden tokens in a text, and the average number of hidden spans if each token is a word.
 
     Args:
-        n_tokens: tokens of the text.
+        n_tokens: number of tokens in the text.
         mask_prob: share of the tokens to hide.
         max_span: maximum number of words in a span.
     """
@@ -87,12 +87,12 @@ def expected(n_tokens: int, mask_prob: float, max_span: int) -> tuple[int, int]:
 
 
 def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limits) -> HiddenSpans:
-    """Choose the hidden n-grams of samples, all at once.
+    """Choose the hidden n-grams of all samples at once.
 
     Args:
         samples: texts of up to S - 2 tokens.
-        continuing: ids of tokens inside a word.
-        limits: how much to hide.
+        continuing: ids of tokens that continue a word.
+        limits: limits on the hidden n-grams.
     """
     keys = np.array([sample.key for sample in samples], np.uint64)
     lengths = np.array([len(sample.tokens) for sample in samples])
@@ -104,7 +104,7 @@ def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limit
     drawn = keyed.uniform(keyed.draws(keys[:, None], "n", np.arange(words.sizes.shape[1])))
     n_words = np.minimum(_drawn_lengths(drawn, limits.max_span), words.in_segment)
     to_hide = n_to_hide(limits.mask_prob, lengths)
-    # One place of the decoder's sequence is for the end mark.
+    # One place of the decoder's sequence is reserved for the end mark.
     grams = choose(words, n_words, limits.max_span, to_hide, keys, limits.sentinels, limits.room - 1)
     is_hidden = is_text & np.take_along_axis(grams.words, words.numbers, 1)
     begins = words.begins & np.take_along_axis(grams.firsts, words.numbers, 1)
@@ -112,6 +112,11 @@ def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limit
 
 
 def _drawn_lengths(drawn: NDArray[np.float64], max_span: int) -> NDArray[np.int64]:
-    """Number of words of each span, [B, W] from uniform numbers: 1 to max_span, geometric with p = STOPS."""
+    """The number of words of each span, [B, W]: 1 to max_span, geometrically distributed with p = STOPS.
+
+    Args:
+        drawn: uniform numbers in [0, 1), [B, W].
+        max_span: maximum number of words in a span.
+    """
     bounds = 1 - (1 - STOPS) ** np.arange(1, max_span)
     return 1 + np.searchsorted(bounds, drawn, "right")

@@ -1,4 +1,4 @@
-"""The sequences of encoder and decoder for texts with hidden spans.
+"""Encoder and decoder sequences for texts with hidden spans.
 
     text     a b c d e f g                hidden: c d and f
     tokens   a b <0> e <1> g              input of the encoder
@@ -21,20 +21,20 @@ from dtmega.files.console import counted
 
 
 class SpanSample(NamedTuple):
-    """The tokens of a text [n], and 64 bits that key the choice of its spans."""
+    """A text: its tokens [n], and a 64-bit key that determines which spans are hidden."""
 
     tokens: NDArray[Any]
     key: int
 
 
 class HiddenSpans(NamedTuple):
-    """B texts with hidden spans; L is the length of the longest.
+    """B texts with hidden spans; L is the length of the longest text.
 
     Attributes:
-        tokens: int64 [B, L], the texts.
-        is_text: bool [B, L], false at the padding of shorter texts.
-        hidden: bool [B, L], true at hidden tokens.
-        begins: bool [B, L], true at the first token of each hidden span. It tells touching spans apart.
+        tokens: tokens of the texts, int64 [B, L].
+        is_text: mask of the texts, bool [B, L]; false at the padding of shorter texts.
+        hidden: mask of the hidden tokens, bool [B, L].
+        begins: mask of the first token of each hidden span, bool [B, L], which separates spans that touch.
     """
 
     tokens: NDArray[np.int64]
@@ -44,13 +44,13 @@ class HiddenSpans(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences of encoder and decoder for B texts.
+    """Encoder and decoder sequences for B texts.
 
     Attributes:
-        tokens: int64 [B, S], input of the encoder.
-        decoder_tokens: int64 [B, T], input of the decoder.
-        targets: int64 [B, T], tokens that the decoder is to predict.
-        padding, decoder_padding: bool [B, S] and [B, T], true at padding.
+        tokens: input of the encoder, int64 [B, S].
+        decoder_tokens: input of the decoder, int64 [B, T].
+        targets: tokens that the decoder has to predict, int64 [B, T].
+        padding, decoder_padding: masks of padding, bool [B, S] and [B, T].
     """
 
     tokens: NDArray[np.int64]
@@ -61,17 +61,18 @@ class Sequences(NamedTuple):
 
 
 def check_room(data: Data, n_tokens: int, n_hidden: int, n_spans: int, key: str) -> None:
-    """Refuse a decoder length or a number of sentinels that is too small for the hidden spans of a text.
+    """Check that the decoder length and the number of sentinels are large enough for a text's hidden spans.
 
     Args:
-        data: the section [data] of the configuration.
-        n_tokens: tokens of the text.
-        n_hidden: hidden tokens.
-        n_spans: hidden spans.
-        key: key of [data] that sets the length of spans, for the message.
+        data: the configuration's [data] section.
+        n_tokens: number of tokens in the text.
+        n_hidden: number of hidden tokens.
+        n_spans: number of hidden spans.
+        key: [data] key that sets the span length, for the message.
 
     Raises:
-        ValueError: one of them is too small; the message has the equation and the keys to change.
+        ValueError: the decoder length or the number of sentinels is too small; the message gives the required number
+            and the keys to change.
     """
     spans = f"the {n_hidden} tokens in {counted(n_spans, 'span')} that are hidden of {n_tokens}"
     keys = f"[data] seq_len, [data] mask_prob, [data] {key}"
@@ -88,21 +89,21 @@ def check_room(data: Data, n_tokens: int, n_hidden: int, n_spans: int, key: str)
 
 
 def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: int, end_of_input: bool) -> Sequences:
-    """The sequences of encoder and decoder, for all texts at once.
+    """Build the encoder and decoder sequences of all texts at once.
 
     Args:
         spans: texts and their hidden spans, which must fit in S, T and the number of sentinels.
         marks: ids of sentinels, start, end and padding.
         seq_len: S, length of the encoder's sequence.
         decoder_seq_len: T, length of the decoder's sequence.
-        end_of_input: put the end mark after the encoder's sequence too.
+        end_of_input: True to put the end mark after the encoder's sequence too.
     """
     n_rows = len(spans.tokens)
     row = np.broadcast_to(np.arange(n_rows)[:, None], spans.tokens.shape)
     number = spans.begins.cumsum(1) - 1  # number of the span that a hidden token is in
     sentinels = np.array(marks.sentinels)[np.maximum(number, 0)]
 
-    # The encoder reads the text that is not hidden, and a sentinel in the place of each span's first token.
+    # The encoder reads the text that is not hidden, and a sentinel in place of each hidden span.
     is_read = spans.is_text & (~spans.hidden | spans.begins)
     place = is_read.cumsum(1) - 1
     tokens = np.full((n_rows, seq_len), marks.pad)
@@ -112,8 +113,8 @@ def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: i
         tokens[row[:, 0], n_read] = marks.end
         n_read = n_read + 1
 
-    # The place of a hidden token among the targets: after all hidden tokens before it, and after the sentinels of its
-    # own span and of the spans before. A span's sentinel stands right before its first token.
+    # Among the targets, a hidden token comes after all earlier hidden tokens, and after the sentinels of its own span
+    # and of all earlier spans. A span's sentinel stands right before the span's first token.
     place = spans.hidden.cumsum(1) + number
     targets = np.full((n_rows, decoder_seq_len), marks.pad)
     targets[row[spans.begins], place[spans.begins] - 1] = sentinels[spans.begins]

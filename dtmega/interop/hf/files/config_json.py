@@ -1,4 +1,4 @@
-"""Reads the config.json of a directory, which may be crafted to do harm, and makes a configuration of transformers."""
+"""Reads a directory's config.json, which may be malicious, and makes a transformers config."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from dtmega.files.untrusted_json import dangling, download, read_object
 from dtmega.interop.hf.files.tensors import TensorFiles, has_weights, other_weights
 
 NAME = "config.json"
-# Keys that choose an implementation. Some name code that transformers would download ("attn_implementation":
-# "owner/repository"). Without these keys transformers chooses an implementation of its own.
+# Keys that choose an implementation. Some of these keys name code that transformers would download
+# ("attn_implementation": "owner/repository"). Without these keys, transformers chooses one of its built-in
+# implementations.
 IMPLEMENTATION = re.compile(
     r".*_implementation(_internal|_autoset)?|use_kernels|kernel_config|fusion_config|base_model_.*_plan"
 )
 # Keys that count modules of one kind. Each of these modules has at least one tensor.
 COUNT = re.compile(r"(.*_)?(layers?|blocks?|experts?|depths?)")
-# Keys, and attributes of modules, that are rates of dropout or of other random noise in training.
+# Config keys and module attributes that hold rates of dropout or other random noise in training.
 NOISE = re.compile("drop|jitter")
-# Counts up to this one are not compared with the files. The deepest published models have a tenth as many layers.
+# Counts up to this value are not compared with the files. The deepest published models have a tenth as many layers.
 PLAUSIBLE = 1000
 
 
 def read_plain(directory: str | Path) -> dict[str, Any]:
-    """The content of the file, unchanged, after the checks that make it safe to build a model from it.
+    """Read config.json unchanged, and check that building a model from the content is safe.
 
     Raises:
-        ValueError: the file is missing, not a JSON object, or without a model_type; it refers to code or to weights
-            elsewhere; or it counts more layers (experts, blocks) than there are tensors, which transformers would
-            build one by one until memory runs out.
+        ValueError: the file is missing, is not a JSON object, or has no model_type; the file refers to code or to
+            weights elsewhere; or the file specifies more layers (experts, blocks) than there are stored tensors.
+            transformers would build these layers one by one until memory runs out.
     """
     file = Path(directory, NAME)
     if not file.exists():
@@ -59,18 +60,18 @@ def read_plain(directory: str | Path) -> dict[str, Any]:
 
 
 def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
-    """The configuration that transformers makes from the file, without keys that choose an implementation.
+    """Make a transformers config from the file's content, without keys that choose an implementation.
 
     Args:
-        directory: path of the directory, which the configuration keeps as its `name_or_path`.
-        plain: content of its config.json, from `read_plain`.
+        directory: path of the directory, which becomes the config's `name_or_path`.
+        plain: content of the directory's config.json, from `read_plain`.
 
     Raises:
         ValueError: transformers refuses the file.
     """
     import transformers
 
-    # AutoConfig applies rules of its own to the content, and reads it only from a directory.
+    # Use AutoConfig, for its own rules about the content. AutoConfig reads only directories, so make a temporary one.
     with tempfile.TemporaryDirectory() as cleaned:
         Path(cleaned, NAME).write_text(json.dumps(_without_implementations(plain)), encoding="utf-8")
         try:
@@ -97,7 +98,7 @@ def _walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_implementations(value: Any) -> Any:
-    """A copy of a JSON value, without the keys of IMPLEMENTATION at any depth."""
+    """A copy of a JSON value without the keys that IMPLEMENTATION matches, at any depth."""
     if isinstance(value, dict):
         return {k: _without_implementations(v) for k, v in value.items() if not IMPLEMENTATION.fullmatch(k)}
     return [_without_implementations(v) for v in value] if isinstance(value, list) else value

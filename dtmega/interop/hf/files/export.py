@@ -1,11 +1,11 @@
-"""Exports a model as a directory that `from_pretrained` and `AutoTokenizer` of transformers load.
+"""Exports a model as a directory that transformers' `from_pretrained` and `AutoTokenizer` load.
 
-OUT/config.json               the model's own; or the original's, with a different class and dtype
-OUT/generation_config.json    and the tokenizer's files
-OUT/model.safetensors         or several files, as write.py writes them
+OUT/config.json               made from the model, or copied from the original with class and dtype replaced
+OUT/generation_config.json    and the tokenizer files
+OUT/model.safetensors         or several files; see write.py
 
-If the model came from a directory (its original), the tokenizer files in that directory (TOKENIZER_FILES) are copied
-byte by byte. Code and other weights are never copied.
+If the model came from a directory (the original), that directory's tokenizer files (TOKENIZER_FILES) are copied byte
+for byte. Code and other weights are never copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.write import MAX_FILE_BYTES, tensor_specs, to_json, widest, write
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-DECODER_START = "decoder_start_token_id"  # a key of models only; tokenizers have no such token
+DECODER_START = "decoder_start_token_id"  # only models have this key; tokenizers do not
 NO_TOKEN_IDS: Mapping[str, int | None] = MappingProxyType({"bos_token_id": None, "eos_token_id": None})
 # File names that transformers' tokenizers use.
 TOKENIZER_FILES = (
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
-# Name of a special token in transformers -> the token that has this role in vocabularies like BERT's.
+# Name of a special token in transformers -> the token with this role in BERT-like vocabularies.
 ROLES = {
     "cls_token": "[CLS]",
     "sep_token": "[SEP]",
@@ -55,27 +55,26 @@ def export(
     other_files: Mapping[str, bytes] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a directory of transformers, as `write.write` does. All ranks call this together.
+    """Write a transformers directory with `write.write`. All ranks must call this function together.
 
     Args:
-        source: the tensors under their names in the files, in the order in which they are written.
-        folder: the folder to write, new or empty.
-        config_values: content of config.json; with an original, the entries that differ from the original's.
-        original: directory with the config.json that the weights were trained under; None for one of dtmega's own
-            models.
-        tokenizer_json: text of a tokenizer.json that replaces all tokenizer files of the original. If None, the files
-            of the original are kept.
+        source: tensors under the names that the files will use, in the order of writing.
+        folder: output folder, new or empty.
+        config_values: entries of config.json; with an `original`, only the entries that differ from the original's.
+        original: directory whose config.json the weights were trained with; None for one of dtmega's own models.
+        tokenizer_json: content of a tokenizer.json that replaces all of the original's tokenizer files; None to keep
+            the original's files.
         rank, size, barrier, max_file_bytes: arguments of `write.write`.
-        token_ids: ids of special tokens in that tokenizer, by their keys in configurations: eos_token_id, ...
-        other_files: name -> content of further files; only those of rank 0 are written. For one of dtmega's own models
-            they may include `tokenizer.json` and `generation_config.json` of the directory that the training began
-            with. If the tokenizer is still the same, that generation_config.json is kept; otherwise it gets the token
-            ids of the new tokenizer.
+        token_ids: config key of a special token (eos_token_id, ...) -> id of that token in the tokenizer.
+        other_files: name -> content of further files; only rank 0's files are written. For one of dtmega's own models,
+            `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that training
+            started from. If the tokenizer is still the same, that generation_config.json is kept; otherwise the file
+            gets the new tokenizer's token ids.
 
     Raises:
-        ValueError: on every rank, before anything is written: the folder exists and is not empty, a file of the
-            original cannot be read, a tensor has a dtype that such a folder cannot have, or an id has no token.
-        OSError: an error of `write.write`.
+        ValueError: the folder exists and is not empty, an original file cannot be read, a tensor has a dtype that is
+            not allowed for weights, or an id has no token. Every rank raises this error before anything is written.
+        OSError: an error from `write.write`.
     """
     tensors = tensor_specs(source)
     files = dict(other_files)
@@ -112,11 +111,11 @@ def _tokenizer_files(
     """The files that AutoTokenizer reads, by name.
 
     Args:
-        text: the tokenizer.json from which `tokenizer` was made.
-        reads_types: True if the model has `token_type_ids` as an input, which tell a pair's second text from its first.
+        text: content of the tokenizer.json that `tokenizer` was made from.
+        reads_types: True if the model takes `token_type_ids`, which distinguish the two texts of a pair.
 
     Raises:
-        ValueError: the tokenizer has no token with one of the ids.
+        ValueError: the tokenizer has no token for one of the ids.
     """
     special: dict[str, Any] = {}
     for key, i in token_ids.items():
@@ -130,7 +129,7 @@ def _tokenizer_files(
     special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
     if reads_types:
         special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    # The class that transformers 4 has for BLOOM would add BLOOM's own special tokens, so the general class is named.
+    # transformers 4's tokenizer class for BLOOM would add BLOOM's own special tokens, so name the general class.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return {TOKENIZER: text.encode(), "tokenizer_config.json": to_json(loading | special)}
 

@@ -1,4 +1,4 @@
-"""The weights of a directory under the names of the model that they are for, dtmega's own or one of transformers."""
+"""Presents a directory's weights under a model's parameter names, for dtmega's own and for transformers models."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dtmega.interop.hf.files.tensors import TensorFiles
 
 
 class Folder(Deduplicated):
-    """The weights of a directory as a `Source`, with each parameter under one of its names in the model.
+    """A directory's weights as a `Source`, with each parameter under one of its names in the model.
 
     Attributes:
-        bytes_read: number of bytes of tensors that have been read from the files.
+        bytes_read: number of tensor bytes that have been read from the files.
     """
 
     def __init__(
         self, files: TensorFiles, weights: Source, copies: Mapping[str, Sequence[str]], otherwise: str
     ) -> None:
-        """Read the weights as `Deduplicated` does.
+        """Prepare to read the weights; see `Deduplicated`.
 
         Args:
-            files: the directory's files, from which `weights` reads.
+            files: the directory's files, which `weights` reads.
             weights, copies, otherwise: arguments of `Deduplicated`.
         """
         super().__init__(weights, copies, str(files.path), otherwise)
@@ -34,15 +34,16 @@ class Folder(Deduplicated):
 
 
 def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str) -> dict[str, str]:
-    """Name in the model -> key in the files, for every tensor of the files.
+    """Map each tensor's name in the model to the tensor's key in the files.
 
     Args:
         files: the directory's files.
-        name_of: function from a key to its name in the model; "" for a key to leave out, None for an unknown one.
+        name_of: function that maps a key to the tensor's name in the model, to "" if the key is to be left out, or to
+            None if the key is unknown.
         model: name of the model, for messages.
 
     Raises:
-        ValueError: a key has no place in the model, or two keys have the same name there.
+        ValueError: a key has no place in the model, or two keys have the same name in the model.
     """
     keys: dict[str, str] = {}
     unknown: list[str] = []

@@ -1,4 +1,4 @@
-"""Reads weights for one of dtmega's own models from a directory of transformers, by the rules of its format."""
+"""Reads weights for one of dtmega's own models from a transformers directory, by the rules of the model's format."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dtmega.interop.hf.files.tensors import TensorFiles
 
 
 def open_weights(path: Path, form: Format, model: config.Model, build: Build) -> Folder:
-    """Open the weights of a directory under our names. All stored copies of a tied parameter must be equal.
+    """Open a directory's weights under our names. All stored copies of a tied parameter must be equal.
 
     Args:
         path: the directory.
-        form: rules between our tensors and the stored ones.
-        model: the [model] section, with which config.json must agree.
-        build: function that builds the whole model. It is called on meta, with a vocabulary without padding, because
-            other programs store none.
+        form: format, with the rules that translate between our tensors and the stored tensors.
+        model: the [model] section, which config.json must agree with.
+        build: function that builds the whole model. The function is called on meta, with an unpadded vocabulary,
+            because other programs store no padding.
 
     Raises:
         ValueError: config.json does not agree with [model]; `TensorFiles` refuses the files; a tensor is missing,
-            occurs twice, has a shape or dtype that this weight cannot have, or belongs to another model.
+            occurs twice, has the wrong shape or dtype, or belongs to another model.
     """
     config_values = config_json.read_plain(path)
     files = TensorFiles(path)
@@ -40,7 +40,7 @@ def open_weights(path: Path, form: Format, model: config.Model, build: Build) ->
     def name_of(key: str) -> str | None:
         old_ending = next((ending for ending in form.older if key.endswith(ending)), None)
         name = key if old_ending is None else key.removesuffix(old_ending) + form.older[old_ending]
-        # A directory of the base model alone, without a head, has names without the prefix `form.base`.
+        # If a directory holds only the base model, without a head, the names lack the prefix `form.base`.
         for candidate in (name, form.base + name):
             if candidate in stored_tensors:
                 return candidate

@@ -1,8 +1,8 @@
-"""Reads the safetensors of a directory, whole tensors or parts of them. The project has no other reader.
+"""Reads a directory's safetensors, whole or in part. No other module reads safetensors.
 
-The files are those that `from_pretrained` of transformers reads: model.safetensors if it exists, else the files that
-model.safetensors.index.json names; no other file is opened. Every tensor in them counts, even one that the index does
-not list, and callers must find a use for each or refuse it, so that no tensor is silently ignored.
+transformers' `from_pretrained` reads the same files: model.safetensors if it exists, else the files that
+model.safetensors.index.json names. No other file is opened. Every tensor in the files counts, even if the index does
+not list the tensor. Callers must use or refuse each tensor, so that none is silently ignored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Files of a distributed save of transformers, which `from_pretrained` prefers to all other files.
+# Files from a distributed save by transformers; `from_pretrained` prefers these files to all others.
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 GGUF = "*.gguf"
 WEIGHTS = ("*.safetensors", *PICKLES, GGUF, "*.h5", "*.msgpack", "*.onnx")
-# DTYPES are those that weights may have; OTHERS are the remaining dtypes of safetensors.
+# DTYPES holds the dtypes that weights may have; OTHERS holds the remaining safetensors dtypes.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OTHERS = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -31,15 +31,15 @@ OTHERS = {
 
 
 class TensorFiles:
-    """The tensors of a directory, by the names that they have in its files.
+    """The tensors of a directory, keyed by their names in the files.
 
     The constructor reads only the headers of the files; a tensor is read when `read` is called.
 
     Attributes:
         path: the directory.
-        tensors: name -> dtype and shape.
-        file_of: name -> name of the file that holds the tensor.
-        bytes_read: number of bytes of tensors that this object has read.
+        tensors: tensor name -> dtype and shape.
+        file_of: tensor name -> name of the file that holds the tensor.
+        bytes_read: number of tensor bytes that this object has read.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -47,8 +47,8 @@ class TensorFiles:
 
         Raises:
             ValueError: the directory or its weights are missing; a file is not safetensors; the index is malformed,
-                names files that do not exist, or tensors that are not in them; a tensor occurs twice or has an unknown
-                dtype.
+                names a file that does not exist, or lists a tensor that its file does not hold; a tensor occurs twice
+                or has an unknown dtype.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -82,10 +82,10 @@ class TensorFiles:
         self.tensors[name] = dtype, tuple(part.get_shape())
 
     def check_weight(self, name: str, expected: tuple[int, ...]) -> None:
-        """Refuse a tensor that cannot be a weight of this shape.
+        """Raise an error if a tensor cannot be a weight of the expected shape.
 
         Raises:
-            ValueError: the tensor has a different shape, or a dtype that weights only have when they are quantised.
+            ValueError: the tensor has a different shape, or a dtype that only quantised weights have.
         """
         dtype, _ = self.tensors[name]
         self.check_shape(name, expected)
@@ -96,7 +96,7 @@ class TensorFiles:
             )
 
     def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        """Refuse a tensor whose shape is not the expected one.
+        """Raise an error if a tensor does not have the expected shape.
 
         Raises:
             ValueError: the shapes differ.
@@ -107,7 +107,7 @@ class TensorFiles:
             raise ValueError(f"'{name}' of {file} is {list(shape)}, but config.json gives {list(expected)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor), in the file's dtype."""
+        """Read a tensor, or only the slice `index` of the tensor, in the file's dtype."""
         part: Tensor = self._slices[name][... if index is None else index]
         self.bytes_read += part.nbytes
         return part
@@ -117,7 +117,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     """Choose the files that hold the weights.
 
     Returns:
-        Names of the files, and the map from tensors to files in the index, which is empty if there is no index.
+        File names, and the index's map from tensor names to file names. The map is empty if there is no index.
 
     Raises:
         ValueError: the directory or its weights are missing, the index is malformed or names files that do not exist,
@@ -144,7 +144,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     for file in weight_map.values():
         if not isinstance(file, str):
             raise ValueError(f"{directory / INDEX}: expected a 'weight_map' of tensors to files")
-        # The file may be a link out of the folder: the hub's cache consists of links, and safetensors hold no code.
+        # Links out of the folder are allowed, because the hub's cache consists of links, and safetensors hold no code.
         if not file.isprintable() or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} names {file!r}; expected names of files beside it")
         if not (directory / file).is_file():
@@ -153,7 +153,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def other_weights(directory: Path) -> str:
-    """The end of a message about a folder without readable weights: the file found instead, and what to do about it."""
+    """The end of a message about missing weights: names a file that was found instead, and says what to do."""
 
     def first(*patterns: str) -> str | None:
         names: list[str] = []
@@ -179,5 +179,5 @@ def other_weights(directory: Path) -> str:
 
 
 def has_weights(directory: str | Path) -> bool:
-    """True if a directory has weights of any kind: pickles and unusual names count, so that they are refused later."""
+    """True if a directory has weights of any kind, even pickles or unusual names, which are refused later."""
     return any(any(Path(directory).glob(pattern)) for pattern in WEIGHTS)

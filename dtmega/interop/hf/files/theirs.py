@@ -1,14 +1,14 @@
-"""Translates tensors between models of transformers and their directories, where names and shapes differ.
+"""Translates tensors between transformers models and saved directories, which use different names and shapes.
 
-transformers renames tensors when it loads a directory and when it saves one. In some families its *converters* also
-make one parameter from many tensors: the experts of a mixture are stored one by one. Converters that only stack and
-concatenate become rules of names here (formats/rules.py), so that a rank reads the experts that it holds and no others.
+transformers renames tensors when it loads or saves a directory. In some families, transformers' *converters* also merge
+many tensors into one parameter, such as the experts of a mixture, which are stored one by one. Here, converters that
+only stack and concatenate become naming rules (formats/rules.py), so that a rank reads only the experts that it holds.
 
-Names, from the model's to the file's:
+Example, from the model's name to the file's name:
 
     model.layers.0.mlp.experts.gate_up_proj                 a parameter, [experts, 2 F, D]
-    model.layers.0.mlp.experts.3.w1.weight                  one of its components, [F, D]
-    model.layers.0.block_sparse_moe.experts.3.w1.weight     the component as it is stored
+    model.layers.0.mlp.experts.3.w1.weight                  a component of this parameter, [F, D]
+    model.layers.0.block_sparse_moe.experts.3.w1.weight     the name of this component in the file
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import Combined, Renamed, Source, Translated
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Operations, as (class, dim), of a converter that makes one parameter from tensors [rows, ...]. Either all tensors are
-# stacked, or each entry of the stack is first concatenated from several tensors.
+# The (operation class, dim) steps of converters that make one parameter from tensors [rows, ...]. STACKS only stacks
+# the tensors; STACKS_JOINED concatenates several tensors into each entry of the stack.
 STACKS = [("MergeModulelist", 0)]
 STACKS_JOINED = [*STACKS, ("Concatenate", 1)]
 
@@ -36,7 +36,7 @@ def conversions(model: Any) -> list[Any]:
     """The renamings and converters that transformers applies when it loads a model of this class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    # FSDP2 replaces the class of a model, but transformers looks up the conversions by the name of the class.
+    # FSDP2 replaces a model's class, but transformers looks up conversions by class name.
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     if plain is not type(model):
         with torch.device("meta"):
@@ -45,14 +45,14 @@ def conversions(model: Any) -> list[Any]:
 
 
 def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directions:
-    """The assembly of parameters from the components that files may hold, and of components from parameters.
+    """Rules that assemble parameters from the components that files may hold, and components from parameters.
 
     Args:
         conversions: result of `conversions`.
-        shapes: name -> shape, of all parameters of the model.
+        shapes: parameter name -> shape, for all parameters of the model.
 
     Raises:
-        ValueError: a parameter has a shape that cannot be cut into its components.
+        ValueError: a parameter's shape cannot be cut into the expected components.
     """
     rules: list[Rule] = []
     for converter in conversions:
@@ -62,7 +62,7 @@ def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directio
 
 
 def only_stacks(conversion: Any) -> bool:
-    """True if a conversion only stacks numbered tensors, or concatenates several into each entry and stacks those."""
+    """True if a conversion only stacks numbered tensors, perhaps after concatenating several tensors per entry."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(conversion, "operations", ())]
     joined = steps == STACKS_JOINED and conversion.operations[1].num_shards_attribute is None
     if not (steps == STACKS or joined) or len(conversion.target_patterns) != 1:
@@ -87,21 +87,21 @@ def _rules(converter: Any, names: Iterable[str]) -> Iterator[Rule]:
 
 
 def saved_names(model: Any, components: Iterable[str]) -> dict[str, str]:
-    """Name of each component -> the name under which `save_pretrained` stores it."""
+    """Component name -> name under which `save_pretrained` stores the component."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
 
-    # These are the steps of `revert_weight_conversion` for a model that was not loaded from a directory.
+    # Repeat the steps that `revert_weight_conversion` takes for a model that was not loaded from a directory.
     changes = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
     renamings: list[Any] = [c.reverse_transform() for c in reversed(changes) if isinstance(c, WeightRenaming)]
     return {name: apply_renamings(name, renamings) for name in components}
 
 
 def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Source:
-    """The tensors of a model, named and cut as by `save_pretrained`, so that old versions and other programs read them.
+    """The model's tensors, named and divided as in a directory that `save_pretrained` writes.
 
-    If a conversion of the family is not understood here, the tensors keep the model's own names: `from_pretrained` of
-    transformers 5 reads those for every family.
+    With these names, old transformers versions and other programs can read the tensors. If the family has a conversion
+    that is not understood here, the tensors keep the model's own names, which transformers 5 reads for every family.
 
     Args:
         source: the parameters and stored buffers, each under one name.
@@ -114,14 +114,14 @@ def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Sourc
     components = component_directions(conversions(model), shapes)
     uncut = [name for name in shapes if name not in components.ours]
 
-    # Ask transformers' own code under which names it would save the model. A parameter that is not converted is the
-    # same object in the result, so its saved name is found by its identity.
+    # Let transformers' own code choose the names. A parameter that is not converted is the same object in the result,
+    # so its saved name is found by object identity.
     saved_tensors = revert_weight_conversion(model, dict(tensors))
     saved_name_of = {id(tensor): name for name, tensor in saved_tensors.items()}
     names = saved_names(model, components.theirs)
     names |= {name: saved_name_of.get(id(tensors[name]), "") for name in uncut}
 
-    # Our names and shapes must equal those of transformers; otherwise it has a conversion that is not understood here.
+    # If our names and shapes differ from transformers' own, the family has a conversion that is not understood here.
     our_shapes = {names[name]: component.shape for name, component in components.theirs.items()}
     our_shapes |= {names[name]: shapes[name] for name in uncut}
     if our_shapes != {name: tuple(tensor.shape) for name, tensor in saved_tensors.items()}:

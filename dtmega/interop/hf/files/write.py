@@ -1,6 +1,6 @@
-"""Writes a directory of safetensors and the files beside them, all ranks together. The project has no other writer.
+"""Writes a folder of safetensors and other files; all ranks take part. No other module writes safetensors.
 
-The weights are in model.safetensors, or in model-00001-of-0000N.safetensors, ... with model.safetensors.index.json.
+The weights go into model.safetensors, or into model-00001-of-0000N.safetensors, ... with model.safetensors.index.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to write, without its values."""
+    """The name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -37,10 +37,10 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(source: Source) -> list[TensorSpec]:
-    """The tensors of a source, in its order.
+    """Specs of a source's tensors, in the source's order.
 
     Raises:
-        ValueError: a tensor of a dtype that weights do not have in safetensors.
+        ValueError: a tensor has a dtype that is not allowed for weights.
     """
     specs = [TensorSpec(name, dtype, shape) for name, (dtype, shape) in source.tensors.items()]
     for spec in specs:
@@ -50,7 +50,7 @@ def tensor_specs(source: Source) -> list[TensorSpec]:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> str:
-    """The name of the dtype to which all these promote, because a config.json names one dtype for the whole model."""
+    """The name of the dtype that all given dtypes promote to; config.json names one dtype for the whole model."""
     return str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
@@ -65,26 +65,26 @@ def write(
     barrier: Callable[[], None],
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a folder of safetensors. All ranks call this together.
+    """Write a folder of safetensors. All ranks must call this function together.
 
-    The names and sizes of the tensors alone decide which file holds which tensors. Rank r writes files r, r + size,
-    ..., reads only the tensors in them, and holds one tensor in memory at a time. The folder appears complete, by one
-    rename, or not at all.
+    The names and sizes of the tensors alone decide which file holds which tensors. Rank r writes files r, r + size, and
+    so on, reads only the tensors in these files, and holds one tensor in memory at a time. The folder appears complete,
+    through a single rename, or not at all.
 
     Args:
-        source: the tensors under their names in the files.
-        folder: the folder to write, new or empty.
-        tensors: the source's tensors, in the order in which they are distributed to files.
-        other_files: name -> content of every file that holds no weights.
+        source: tensors under the names that the files will use.
+        folder: output folder, new or empty.
+        tensors: specs of the source's tensors, in the order of filling the files.
+        other_files: file name -> content, for every file that holds no weights.
         rank: number of this process.
-        size: number of processes that write; all see the same file system.
-        barrier: function that waits for all of these processes. Its first call may raise an error, because a rank that
-            has refused something never gets there.
-        max_file_bytes: maximum number of bytes of tensors in one file, unless a single tensor is larger.
+        size: number of processes that write; all processes see the same file system.
+        barrier: function that waits for all of these processes. The first call may raise an error if another rank has
+            failed before and never reaches the barrier.
+        max_file_bytes: maximum number of tensor bytes in one file, unless a single tensor is larger.
 
     Raises:
-        ValueError: the folder exists and is not empty. Every rank raises this before anything is written.
-        OSError: writing failed on this rank. Rank 0 raises this if writing failed on any rank.
+        ValueError: the folder exists and is not empty. Every rank raises this error before anything is written.
+        OSError: writing failed on this rank. Rank 0 raises this error if writing failed on any rank.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; expected a new folder, or an empty one")
@@ -108,12 +108,12 @@ def write(
 
 
 def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File -> its tensors, in their order within the file."""
+    """File name -> the file's tensors, in the order within the file."""
     by_name = {tensor.name: tensor for tensor in tensors}
     n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
     contents: dict[str, list[TensorSpec]] = {}
     for file, names in split(n_bytes, max_file_bytes).items():
-        # Wider dtypes come first in a file, so that each tensor starts at a multiple of the width of its elements.
+        # Wider dtypes come first in a file, so that each tensor starts at a multiple of its element size.
         contents[file] = sorted((by_name[name] for name in names), key=lambda tensor: -tensor.dtype.itemsize)
     return contents
 
@@ -130,12 +130,12 @@ def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The steps in which the ranks write a folder, with a barrier after each.
+    """The steps of writing a folder, which all ranks run. A barrier follows each step.
 
     Attributes:
-        folder: the folder's final path, absolute.
-        contents: file of weights -> its tensors.
-        other_files: name -> content of every file that holds no weights.
+        folder: absolute final path of the folder.
+        contents: name of a weights file -> the file's tensors.
+        other_files: file name -> content, for every file that holds no weights.
     """
 
     source: Source
@@ -147,7 +147,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """The folder in which the files are written, beside the final one."""
+        """The folder, next to the final folder, that holds the files until all of them are complete."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:
@@ -165,7 +165,7 @@ class _Writer:
             os.rename(self.temporary / f"part-{file}", self.temporary / file)
 
     def publish(self) -> None:
-        """On rank 0, write the files without weights, and give the folder its final name if all weights are there."""
+        """On rank 0, write the files without weights, and give the folder its final name if all weights files exist."""
         if self.rank != 0:
             return
         temporary, folder = self.temporary, self.folder
@@ -179,17 +179,17 @@ class _Writer:
         atomic.sync_folder(folder.parent)
 
     def clean_up(self) -> None:
-        """Remove what a failed write has left; a folder that cannot be removed only takes up space."""
+        """Remove the leftovers of a failed write, if possible; a folder that cannot be removed only takes up space."""
         if self.rank == 0:
             with contextlib.suppress(OSError):
                 atomic.remove_folder(self.temporary)
 
 
 def header(tensors: Sequence[TensorSpec]) -> bytes:
-    """The header of a safetensors file of these tensors: the length of its JSON in 8 bytes, then the JSON.
+    """The header of a safetensors file with these tensors: 8 bytes with the length of the JSON, then the JSON.
 
-    The safetensors library is not used for writing: it needs all tensors of a file at once, and gives the file mode
-    0600.
+    The safetensors library is not used for writing, because it needs all tensors of a file at once and creates files
+    with mode 0600.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -204,14 +204,14 @@ def header(tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Distribute tensors to files, in order. A new file begins when the next tensor would make the last too large.
+    """Distribute tensors to files, in order. A new file begins when the current file would become too large.
 
     Args:
-        n_bytes: name of each tensor -> its size in bytes.
+        n_bytes: tensor name -> size in bytes.
         max_file_bytes: maximum size of a file, unless a single tensor is larger.
 
     Returns:
-        File -> names of its tensors.
+        File name -> names of the tensors in the file.
     """
     files: list[list[str]] = []
     filled = 0

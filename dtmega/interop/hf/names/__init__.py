@@ -1,4 +1,4 @@
-"""Names of our families' weights and keys in directories of transformers, one file per family.
+"""Names of our families' weights and config keys in transformers directories, with one module per family.
 
-`dtmega/families.py` joins them with the models; `dtmega/formats/` says what the rules mean.
+`dtmega/families.py` connects these names with the models; `dtmega/formats/` explains the rules.
 """

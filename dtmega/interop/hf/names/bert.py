@@ -1,4 +1,4 @@
-"""Names of BERT's weights and keys in transformers' BertForPreTraining and MegatronBertForPreTraining."""
+"""Names of BERT's weights and config keys in transformers' BertForPreTraining and MegatronBertForPreTraining."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dtmega.formats.rules import Rule
 from dtmega.interop.hf.names.gated import refuse_gated
 from dtmega.models.bert import N_TYPES
 
-# Form of GELU -> its names in transformers. Exports write the first name.
+# Form of GELU -> names of this form in transformers. Exports write the first name.
 ACTIVATIONS = {"erf": ("gelu",), "tanh": ("gelu_pytorch_tanh", "gelu_new")}
 
 
 def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model] for the GELU of the feed-forward and that of the head; config.json has one key for both.
+    """The [model] keys for the GELU in the feed-forward and in the head; config.json has one key for both.
 
     Raises:
         ValueError: the activation is not a GELU.
@@ -31,7 +31,7 @@ def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The entry of an exported config.json for the GELU of the feed-forward."""
+    """The config.json entry for the feed-forward's GELU, for an export."""
     assert isinstance(model, config.Bert)
     return {"hidden_act": ACTIVATIONS[model.gelu][0]}
 
@@ -53,7 +53,7 @@ def _refuse(model: config.Model) -> None:
 
 
 def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ...]) -> Format:
-    """The format of one of transformers' two BERT classes, which have their LayerNorms in different places."""
+    """The format of one of transformers' two BERT classes. The two classes place their LayerNorms differently."""
     attention = "bert.encoder.layer.{}.attention."
     apart = tuple(f"{attention}self.{name}." for name in ("query", "key", "value"))
     return Format(
@@ -100,7 +100,7 @@ def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ..
     )
 
 
-# transformers' BertForPreTraining and MegatronBertForPreTraining.
+# Formats of transformers' BertForPreTraining and MegatronBertForPreTraining.
 HF = (
     _format(
         *("BertForPreTraining", "bert", "post"),

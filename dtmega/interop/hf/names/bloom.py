@@ -1,4 +1,4 @@
-"""Names of BLOOM's weights and keys in transformers' BloomForCausalLM."""
+"""Names of BLOOM's weights and config keys in transformers' BloomForCausalLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _refuse(model: config.Model) -> None:
         )
 
 
-# transformers' BloomForCausalLM. The rows of its fused QKV have the same order as ours, so nothing is permuted.
+# Format of transformers' BloomForCausalLM. The rows of the fused QKV have our order already, so nothing is permuted.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.word_embeddings."),

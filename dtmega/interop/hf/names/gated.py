@@ -1,4 +1,4 @@
-"""Refuses a gated feed-forward, for which most of the classes in transformers that match our families have no names."""
+"""Refuses models with a gated feed-forward. Most of the matching transformers classes do not support a gate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dtmega import config
 
 
 def refuse_gated(model: config.Model) -> None:
-    """Refuse a model with a gated feed-forward, for a format whose class in transformers has none.
+    """Raise an error for a gated feed-forward. Formats whose transformers class has no gate use this check.
 
     Raises:
         ValueError: the model has a gated feed-forward.

@@ -1,4 +1,4 @@
-"""Names of GPT's weights and keys in transformers' GPT2LMHeadModel."""
+"""Names of GPT's weights and config keys in transformers' GPT2LMHeadModel."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dtmega.interop.hf.names.gated import refuse_gated
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The embedding's dropout rate, which config.json keeps under a key of its own."""
+    """The config.json entry for the embedding's dropout rate, which config.json stores under a separate key."""
     assert isinstance(model, config.GPT)
     return {"embd_pdrop": model.hidden_dropout}
 
 
-# transformers' GPT2LMHeadModel. Its linears are Conv1D with weights [in, out], and its fused QKV has all of q, then k,
-# then v, where ours is sorted by head.
+# Format of transformers' GPT2LMHeadModel, whose linears are Conv1D with weights [in, out]. GPT2LMHeadModel's fused QKV
+# holds q for all heads, then k, then v; our fused QKV holds q, k and v for each head in turn.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.wte."),

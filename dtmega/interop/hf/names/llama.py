@@ -1,4 +1,4 @@
-"""Names of Llama's weights and keys in transformers' LlamaForCausalLM."""
+"""Names of Llama's weights and config keys in transformers' LlamaForCausalLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 
-# Keys of [model] for scaled rotary positions -> their names in config.json.
+# [model] keys for scaled rotary positions -> names of these keys in config.json.
 SCALING = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -19,7 +19,7 @@ SCALING = {
 
 
 def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model] for rotary positions, from a config.json.
+    """The [model] keys for rotary positions, read from a config.json.
 
     Raises:
         ValueError: the file describes a Llama that this code would compute differently.
@@ -30,7 +30,7 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has head_dim={theirs['head_dim']!r:.80}, expected hidden_size / num_attention_heads = "
             f"{head_dim} ([model] name)"
         )
-    # transformers 5 has one object for all of these values; earlier versions keep theta outside of it.
+    # transformers 5 stores all these values in one object; earlier versions store theta outside the object.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     theta = {"rope_theta": rope.get("rope_theta", theirs.get("rope_theta", 10_000.0))}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -45,7 +45,7 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The entries of an exported config.json for rotary positions, in a form that transformers 4 reads as well."""
+    """The config.json entries for rotary positions, for an export; transformers 4 can read these entries too."""
     assert isinstance(model, config.Llama)
     scaling = {name: getattr(model, ours) for ours, name in SCALING.items()}
     return {
@@ -54,7 +54,7 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
     }
 
 
-# transformers' LlamaForCausalLM.
+# Format of transformers' LlamaForCausalLM.
 HF = Format(
     rules=(
         Rule("embed.", "model.embed_tokens."),

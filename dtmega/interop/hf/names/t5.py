@@ -1,4 +1,4 @@
-"""Names of T5's weights and keys in transformers' T5ForConditionalGeneration."""
+"""Names of T5's weights and config keys in transformers' T5ForConditionalGeneration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.formats.sources import Source
 
-# Name of a kind of feed-forward in transformers -> our name of the activation, and True if the feed-forward is gated.
+# Kind of feed-forward in transformers -> our name for the activation, and True if the feed-forward is gated.
 FEED_FORWARDS = {
     "relu": ("relu", False),
     "gated-relu": ("relu", True),
@@ -23,10 +23,10 @@ FEED_FORWARDS = {
 
 
 def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model] for the feed-forward and for the input of the head, from a config.json.
+    """The [model] keys for the feed-forward and for the head's input, read from a config.json.
 
-    The first T5 scales the input of its head, v1.1 does not. transformers 5 stores this as `scale_decoder_outputs`. In
-    a file of transformers 4, `tie_word_embeddings` = false means that the input is not scaled.
+    The original T5 scales the head's input; v1.1 does not. transformers 5 stores the choice as `scale_decoder_outputs`.
+    In a config.json from transformers 4, `tie_word_embeddings` = false means that the input is not scaled.
 
     Raises:
         ValueError: the kind of feed-forward is unknown.
@@ -43,10 +43,10 @@ def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_tensors(stored: Source) -> dict[str, Any]:
-    """The key `tied` of [model]: the head is tied to the embedding unless different values are stored for it.
+    """The [model] key `tied`: True if no head is stored, or if the stored head equals the stored embedding.
 
-    config.json does not tell: transformers 5 writes `tie_word_embeddings` = true for every T5, and applies this same
-    rule when it loads one (`tie_weights` in its modeling_utils.py).
+    config.json does not tell whether the head is tied: transformers 5 writes `tie_word_embeddings` = true for every T5.
+    When transformers 5 loads a T5, it applies the same rule (`tie_weights` in modeling_utils.py).
     """
     embedding, head = "shared.weight", "lm_head.weight"
     if head not in stored.tensors or embedding not in stored.tensors:
@@ -55,7 +55,7 @@ def _of_tensors(stored: Source) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The entries of an exported config.json for feed-forward and head, and the token with which `generate` begins."""
+    """The config.json entries for the feed-forward, the head and the first token of `generate`, for an export."""
     assert isinstance(model, config.T5)
     names = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
     return {
@@ -87,7 +87,7 @@ def _attention(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
-    """The rules of one stack; `feed_forward` is the index of the feed-forward in transformers' list `layer`."""
+    """The rules for one stack; `feed_forward` is the index of the feed-forward in transformers' list `layer`."""
     ours, theirs = f"{stack}.{{}}", f"{stack}.block.{{}}.layer"
     return (
         Rule(f"{stack}_bias.", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias."),
@@ -101,7 +101,7 @@ def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
 
 
 def _up(model: config.Model) -> tuple[Rule, ...]:
-    """The rules of `up`, which transformers names differently when there is a gate."""
+    """The rules for `up`, which has a different name in transformers if the feed-forward is gated."""
     assert isinstance(model, config.T5)
     name = "wi_1" if model.gated else "wi"
     layers = {"encoder": 1, "decoder": 2}
@@ -111,7 +111,7 @@ def _up(model: config.Model) -> tuple[Rule, ...]:
     )
 
 
-# transformers' T5ForConditionalGeneration, of the first T5 and of v1.1.
+# Format of transformers' T5ForConditionalGeneration, for the original T5 and for v1.1.
 HF = Format(
     rules=(
         Rule("embed.", "shared."),
@@ -123,7 +123,7 @@ HF = Format(
         Rule("head.", "lm_head."),
     ),
     rules_of=_up,
-    # A copy of the embedding, and a bias of cross-attention that old versions of transformers stored and never used.
+    # A copy of the embedding, and a cross-attention bias that old versions of transformers stored and never used.
     ignored=r"encoder\.embed_tokens\.weight|EncDecAttention\.relative_attention_bias\.weight",
     fixed={"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
     keys=(
@@ -137,7 +137,8 @@ HF = Format(
         Key("relative_buckets", ("relative_attention_num_buckets",), 32),
         Key("relative_max_distance", ("relative_attention_max_distance",), 128),
         Key("norm_eps", ("layer_norm_epsilon",), 1e-6),
-        # transformers has a single rate for all three. An export writes that of the last key, `hidden_dropout`.
+        # transformers has a single rate for all three keys. An export writes the rate of the last key,
+        # `hidden_dropout`.
         Key("attention_dropout", ("dropout_rate",), 0.1, free=True),
         Key("inner_dropout", ("dropout_rate",), 0.1, free=True),
         Key("hidden_dropout", ("dropout_rate",), 0.1, free=True),

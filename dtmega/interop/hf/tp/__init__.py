@@ -1,1 +1,1 @@
-"""Tensor parallelism of models of `transformers`: how each module is cut, and the proof of it."""
+"""Tensor parallelism for `transformers` models: cuts each module, and proves that the results do not change."""

@@ -1,4 +1,4 @@
-"""Verification of a plan as users call it: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2`."""
+"""The user interface for verifying a plan: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2`."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def verify_plan(
     *,
     generic: bool = False,
 ) -> Verification:
-    """Compare loss, logits and every gradient of a small clone of the model, cut over `mesh`, with one process.
+    """Compare a small clone of the model, cut over `mesh`, with an uncut clone: loss, logits and every gradient.
 
-    Every rank of the mesh calls this.
+    Every rank of the mesh must call this function.
 
     Args:
-        model: model of `transformers`, real or on meta; only its class and config are used.
+        model: `transformers` model, real or on meta; only the model's class and config are used.
         mesh: mesh over which the clone is cut; argument of `parallelize_hf`.
         sequence_parallel: argument of `parallelize_hf`.
         loss_parallel: argument of `parallelize_hf`.
         generic: argument of `parallelize_hf`.
 
     Returns:
-        The deviations; print them for a table. `.ok` is True if all are within the tolerance.
+        The deviations, which print as a table. `.ok` is True if all deviations are within the tolerance.
 
     Raises:
-        ValueError: an error of `parallelize_hf`.
+        ValueError: an error from `parallelize_hf`.
     """
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel,
@@ -58,9 +58,9 @@ def verify_plan(
 
 
 def verify_directory(directory: Path, tp: int, **options: bool) -> int:
-    """Print the plan for the model in a directory, and the deviations of a small cut clone from one process.
+    """Print the plan for a directory's model, and the deviations between a small cut clone and an uncut clone.
 
-    Under torchrun the ranks are the processes that it started; otherwise this function starts them.
+    Under torchrun, the ranks are the processes that torchrun started. Otherwise this function starts the processes.
 
     Args:
         directory: directory with the model's config.json.
@@ -71,7 +71,7 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
         The exit code: 0 if all deviations are within the tolerance, else 1.
 
     Raises:
-        ValueError: the model cannot be planned, or torchrun started a different number of processes.
+        ValueError: the model has no plan, or torchrun did not start `tp` processes.
     """
     plan = plan_for(on_meta(directory), tp, **options)
     if "WORLD_SIZE" in os.environ:
@@ -86,7 +86,7 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
     else:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(_rank, (folder, directory, tp, options), nprocs=tp)  # pyright: ignore[reportPrivateImportUsage]
-            # Our own rank 0 wrote the file, in a folder that only this user can write to.
+            # The file is safe to unpickle: our own rank 0 wrote it, in a folder that only this user can write to.
             verification = torch.load(Path(folder, "result"), weights_only=False)
             prints = True
             if isinstance(verification, ValueError):
@@ -103,8 +103,8 @@ def _rank(rank: int, folder: str, directory: Path, tp: int, options: dict[str, b
     try:
         result = _verification(directory, tp, options)
     except ValueError as error:
-        # All ranks refuse alike. The parent process raises the error once; raised here, each rank would print a
-        # traceback.
+        # All ranks get the same error. The parent process raises the error once; if each rank raised the error here,
+        # each rank would print a traceback.
         result = error
     if rank == 0:
         torch.save(result, Path(folder, "result"))
@@ -124,10 +124,10 @@ def _verification(directory: Path, tp: int, options: dict[str, bool]) -> Verific
 
 
 def on_meta(directory: Path) -> Any:
-    """Build the model that a directory's config.json describes, on meta.
+    """Build the model that a directory's config.json describes, on the meta device.
 
     Raises:
-        ValueError: the file is missing, refers to code of its own, or names a class that transformers does not have.
+        ValueError: config.json is missing, refers to custom code, or names a class that transformers does not have.
     """
     import transformers
 

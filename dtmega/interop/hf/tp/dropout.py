@@ -1,9 +1,9 @@
-"""Random numbers for dropout in models of `transformers`: one stream that the tp ranks share, and one for each rank.
+"""Random numbers for dropout in `transformers` models: one stream shared by the tp ranks, and one stream per rank.
 
 Where every rank has the whole hidden state, all ranks must drop the same elements, so they draw from the shared stream.
-Where the sequence is cut, each rank draws masks for its tokens from its own stream. The masks are random, but not those
-of one process, because `transformers` draws them from torch's generator and not from a key. Without sequence
-parallelism the heads of different ranks get the same masks.
+Where the sequence is cut, each rank draws masks for its tokens from its own stream. The masks are random, but differ
+from the masks of one process, because `transformers` draws masks from torch's generator and not from a key. Without
+sequence parallelism, heads on different ranks get the same masks.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
 
 
 class RandomStream:
-    """A rank's own stream of random numbers, seeded from the shared one, for dropout where the sequence is cut.
+    """A rank's own stream of random numbers, seeded from the shared stream, for dropout where the sequence is cut.
 
     Attributes:
-        shared: the generator and the saved state of the shared stream while the rank's own stream is in use, else None.
+        shared: generator and saved state of the shared stream while the rank's own stream is in use; otherwise None.
     """
 
     def __init__(self) -> None:
         self.shared: tuple[torch.Generator, Tensor] | None = None
 
     def enter(self, device: torch.device, rank: int) -> None:
-        """Change to the rank's own stream. The seed is drawn from the shared stream, so it differs in each forward."""
+        """Switch to the rank's own stream. The seed is drawn from the shared stream, so it differs in each forward."""
         generator = generator_of(device)
         seed = torch.randint(2**62, (1,), generator=generator, device=device).item()
         self.shared = (generator, generator.get_state())
         generator.manual_seed(int(seed) + rank)
 
     def leave(self) -> None:
-        """Return to the shared stream, where `enter` left it."""
+        """Return to the shared stream, in the state that `enter` saved."""
         if self.shared is not None:
             generator, state = self.shared
             generator.set_state(state)

@@ -1,9 +1,10 @@
-"""Tensor parallelism for the experts of a mixture: each rank holds some of the experts, whole.
+"""Tensor parallelism for mixtures of experts: each rank holds some of the experts, and does not cut any expert.
 
-Every rank has all tokens and routes them alike. It computes the tokens that are routed to its own experts, and the
-ranks' results are summed, so the collectives are those of a feed-forward that is cut by features. transformers' own
-code computes the experts. A token's experts on other ranks are replaced by the number after the last local expert, with
-weight 0, as in `transformers.distributed.expert_parallel.AllReduceEP`: every implementation there skips that number.
+Every rank has all tokens and routes them identically. Each rank computes the tokens routed to its own experts, and the
+ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features. transformers'
+own code computes the experts. If a token's expert is on another rank, the expert's number is replaced by the number
+after the last local expert, with weight 0, as in `transformers.distributed.expert_parallel.AllReduceEP`. Every
+implementation in transformers skips that number.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dtmega.plans.base import Style, computing_on, local_part
 
 
 class Experts(Style):
-    """Style of a module of E experts with parameters [E, ...]. Each rank gets E / tp experts.
+    """Style of a module with E experts and parameters [E, ...]. Each rank gets E / tp experts.
 
-    The module is called with tokens [N, D], the numbers of each token's experts [N, k], and their weights [N, k].
+    The module's inputs are the tokens [N, D], each token's expert numbers [N, k], and these experts' weights [N, k].
     """
 
     cost = ("all-reduce, backward two all-reduces", "")
@@ -44,10 +45,10 @@ class Experts(Style):
         super().check(module, tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Refuse a class that is not a module of experts of transformers, or cannot have experts on other ranks.
+        """Raise an error unless the class is a transformers experts module that allows experts on other ranks.
 
         Raises:
-            ValueError: the class is refused.
+            ValueError: the class is anything else.
         """
         n_experts = getattr(module, "num_experts", None)
         shapes = {name: list(p.shape) for name, p in module.named_parameters()}
@@ -66,11 +67,12 @@ class Experts(Style):
 
     def forward(self, module: Any, x: Tensor, *routing: Tensor) -> Tensor:
         numbers, weights = routing
-        # `_apply` has set this to the number of experts on a rank.
+        # `_apply` has set `num_experts` to the number of experts on each rank.
         n_local = module.num_experts
         numbers = numbers - self.group.rank() * n_local
         elsewhere = (numbers < 0) | (numbers >= n_local)
-        # A rank's experts give only part of the gradients of tokens and weights, so `copy` sums both in backward.
+        # A rank's experts contribute only a part of the gradients for tokens and weights, so `copy` sums both gradients
+        # in backward.
         x = mappings.copy(x, self.group)
         weights = mappings.copy(weights, self.group).masked_fill(elsewhere, 0.0)
         with computing_on(module, local_part):

@@ -1,8 +1,9 @@
-"""Plans how to cut a model without any other plan: all parameters become DTensors, on which its own code computes.
+"""Fallback plan for a model without any other plan: the model's own code computes on DTensors.
 
-The results are exact, but computed slowly. The linears of the blocks are cut, chosen by their names; operations that
-DTensor cannot run on cut tensors (most views of fused heads) gather them. Keys and values cannot be cached. Only
-`attn_implementation="eager"` works, because fused attention has no DTensor rule on a CPU.
+All parameters become DTensors. The results are exact, but the computation is slow. Linears inside blocks are chosen by
+name and cut over tp. Operations that DTensor cannot run on cut tensors (most views of fused heads) gather the tensors
+first. Keys and values cannot be cached. Only `attn_implementation="eager"` works, because fused attention has no
+DTensor rule on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dtmega.interop.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import as_function, distribute
 from dtmega.plans.vocabulary import VocabEmbedding
 
-# Patterns for names of linears in blocks: COLUMN for those cut by output features, ROW for those cut by input features.
+# Name patterns of linears in blocks: COLUMN linears are cut by output features, ROW linears by input features.
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
 COST = (
@@ -61,7 +62,7 @@ class GlobalLinear(ParallelStyle):
 
 
 class GlobalWhole(ParallelStyle):
-    """Style of a module whose parameters are whole on every rank. As DTensors they sum their gradients if needed."""
+    """Style of a module whose parameters are whole on every rank. DTensor sums the gradients over tp where needed."""
 
     placements: ClassVar[dict[str, Placement]] = {"": Replicate()}
     cost = ("as DTensor decides", "")
@@ -83,14 +84,14 @@ class GlobalEmbedding(VocabEmbedding):
 
 
 class GlobalHead(LogitsHead):
-    """A LogitsHead that turns the hidden state, a DTensor, into a plain tensor first."""
+    """A LogitsHead that first turns the hidden state, a DTensor, into a plain tensor."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return super().forward(module, local(x))
 
 
 class GlobalForward(ParallelStyle):
-    """Style of the whole model: plain tensors such as masks and positions count as replicated DTensors."""
+    """Style of the whole model: plain tensors, such as masks and positions, are treated as replicated DTensors."""
 
     cost = ("", "")
 
@@ -112,26 +113,26 @@ class GlobalForward(ParallelStyle):
         return module
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # torch's context `implicit_replication()` would end before the user calls backward, which needs it too. So the
-        # permission is given and never taken back.
+        # torch's context manager `implicit_replication()` would end before the user calls backward, but backward needs
+        # implicit replication too. So allow implicit replication permanently.
         DTensor._op_dispatcher._allow_implicit_replication = True
         return tree_map_only(DTensor, local, type(module).forward(module, *args, **kwargs))
 
 
 def local(x: Any) -> Any:
-    """A DTensor gathered to a plain tensor; any other value unchanged."""
+    """Gather a DTensor to a plain tensor; return any other value unchanged."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
 def pinned(x: Any, mesh: DeviceMesh) -> DTensor:
-    """x as a replicated DTensor, whose gradient is replicated too: a Partial gradient is summed at this point."""
+    """Make x a replicated DTensor with a replicated gradient: a Partial gradient is summed at this point."""
     return DTensor.from_local(local(x), mesh, [Replicate()], run_check=False)
 
 
 def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
-    """Plan a model about which only the names of its modules are known."""
+    """Plan a model for which only the module names are known."""
     plan = HFPlan(model.config.model_type, tp, False, {}, block_names(model))
     plan.table[""] = GlobalForward()
     embedding = model.get_input_embeddings()
@@ -143,7 +144,7 @@ def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
         direct_parameters = list(module.parameters(recurse=False))
         if name in plan.table or not direct_parameters:
             continue
-        # Parameters that are tied to those of the head are cut together with the head.
+        # Parameters that are tied to the head's parameters are cut together with the head.
         if module is not embedding and all(id(p) in head_parameters for p in direct_parameters):
             continue
         plan.table[name] = GlobalEmbedding(Stack()) if module is embedding else _style(name, module, plan.blocks)

@@ -1,4 +1,4 @@
-"""Loads weights from a directory of safetensors into a model cut on meta: each rank reads its part and nothing else.
+"""Loads weights from safetensors into a model that was cut on meta. Each rank reads only its own part.
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
@@ -27,7 +27,7 @@ from dtmega.ops.shards import boxes
 
 
 class Read(NamedTuple):
-    """The share of the files that this rank has read.
+    """The share of the stored weights that this rank has read.
 
     Attributes:
         bytes: number of bytes that this rank read.
@@ -42,18 +42,18 @@ TIED = 'config.json ties them; transformers un-ties such a model: set "tie_word_
 
 
 def open_folder(directory: Path | str, model: Any) -> Folder:
-    """Open the parameters and stored buffers in a directory, under the names of a model of `transformers`.
+    """Open a directory's parameters and stored buffers, under the names in a `transformers` model.
 
-    Tied parameters have to be stored with equal values. transformers un-ties parameters whose values differ. Here
-    config.json has to say that they are untied, because it decides what is trained.
+    Tied parameters must be stored with equal values. If stored values differ, transformers would untie the parameters.
+    Here, config.json decides what is trained, so config.json must say that the parameters are untied.
 
     Args:
         directory: directory with the safetensors.
-        model: the model, possibly on meta or cut.
+        model: the model; it may be on meta, and may be cut.
 
     Raises:
-        ValueError: `TensorFiles` refuses the files; a parameter is in no file, or has a different shape or dtype there;
-            a tensor has no place in the model.
+        ValueError: `TensorFiles` refuses the files; a parameter is missing from the files, or is stored with a
+            different shape or dtype; a stored tensor has no place in the model.
     """
     files = TensorFiles(directory)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -66,7 +66,7 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
         if not copies[known_as[0]]:
             raise ValueError(f"{directory} has no '{known_as[0]}' in its safetensors files")
         for name in copies[known_as[0]]:
-            # A parameter that is assembled has no key of its own; `_assembled` has checked its components.
+            # An assembled parameter has no key of its own; `_assembled` has already checked the parameter's components.
             if name in keys:
                 files.check_weight(keys[name], shapes[name])
     for name, buffer in model.state_dict().items():
@@ -77,13 +77,13 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
 
 
 def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directions, model: Any) -> Source:
-    """The files' tensors under the model's names, each stored whole or as several components.
+    """The stored tensors under the model's names. Each tensor is stored whole or as several components.
 
     Args:
         files: the directory's files.
-        keys: name of a tensor or of a component -> key in the files.
-        components: the assembly of parameters from components.
-        model: the model, for the names under which components are stored.
+        keys: tensor name or component name -> key in the files.
+        components: rules for assembling parameters from components.
+        model: the model, which determines the stored names of components.
 
     Raises:
         ValueError: some components of a parameter are missing or have a different shape, or the parameter is stored
@@ -110,12 +110,12 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
 
 @torch.no_grad()
 def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Read:
-    """Allocate a model that is on meta, and fill its parameters from the directory's safetensors.
+    """Allocate a model that is on meta, and load its parameters from the directory's safetensors.
 
-    Each rank reads only the boxes of tensors that it holds.
+    Each rank reads only its own boxes of the tensors.
 
     Args:
-        model: model of `transformers`, cut by `parallelize_hf` or not.
+        model: `transformers` model, uncut or cut by `parallelize_hf`.
         directory: directory with the safetensors.
         device: device of this rank's parts.
 
@@ -123,7 +123,7 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         The number of bytes that this rank has read, and the number that the files hold.
 
     Raises:
-        ValueError: an error of `open_folder`.
+        ValueError: an error from `open_folder`.
     """
     materialize(model, device)
     folder = open_folder(directory, model)
@@ -140,19 +140,20 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
 def materialize(model: Any, device: str | torch.device) -> None:
     """Allocate a model that is on meta, and compute the buffers that no file holds.
 
-    Ties are kept. Parameters have memory but no values yet.
+    Ties are kept. Parameters get memory but no values.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(parameter, []).append((module, name))
-    # `to_empty` gives each owner of a tied parameter memory of its own, so the ties are made again.
+    # `to_empty` gives each owner of a tied parameter separate memory, so restore the ties.
     model.to_empty(device=device)
     for (first, first_name), *others in owners.values():
         for module, name in others:
             module.register_parameter(name, first.get_parameter(first_name))
-    # transformers does not initialise what has the flag `_is_hf_initialized`. With the flag on every parameter, and on
-    # every module without buffers, `initialize_weights` draws nothing and computes only buffers.
+    # transformers does not initialise modules or parameters whose flag `_is_hf_initialized` is True. Set the flag on
+    # every parameter, and on every module without buffers: `initialize_weights` then draws nothing and computes only
+    # buffers.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():
@@ -161,14 +162,14 @@ def materialize(model: Any, device: str | torch.device) -> None:
 
 
 def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[str, str]:
-    """Name of a tensor of the model, or of a component -> key in the files.
+    """Map tensor names and component names in the model to keys in the files.
 
-    Keys are matched as `from_pretrained` matches them: renamed, with or without the prefix of the base model. Keys that
+    Keys are matched as in `from_pretrained`: after renaming, with or without the base model's prefix. Keys that
     transformers ignores for the model's class are left out.
 
     Raises:
         ValueError: a key has no place in the model, two keys have the same place, or transformers would convert a
-            tensor in a way that is not understood here.
+            tensor in a way that is not supported here.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -184,7 +185,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 
     def name_of(key: str) -> str | None:
         name, converter_pattern = rename_source_key(key, renamings, converters, prefix, names)
-        # A tensor may be stored under the model's own name already, which the renamings would change.
+        # A tensor may already be stored under the model's own name, which the renamings would change.
         if name not in names and key in names:
             name, converter_pattern = rename_source_key(key, [], [], prefix, names)
         if name not in names:
@@ -206,7 +207,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 def ignored_keys(model: Any) -> re.Pattern[str]:
     """A pattern for the keys that `from_pretrained` silently ignores if the model has no place for them.
 
-    Source: `PreTrainedModel._adjust_missing_and_unexpected_keys` of transformers.
+    Source: `PreTrainedModel._adjust_missing_and_unexpected_keys` in transformers.
     """
     patterns: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]

@@ -1,8 +1,8 @@
-"""Logits of models of `transformers` that are computed only when something needs their values.
+"""Lazy logits for `transformers` models, computed only when an operation needs the values.
 
-A model's own code scales and caps its logits, casts and flattens them, and calls `F.cross_entropy`. `VocabLogits`
-records these operations, and for the cross-entropy calls the fused kernel of `dtmega.ops.cross_entropy`, which never
-holds the logits [N, V]. Any other operation computes the whole logits first.
+A model's own code scales, caps, casts and flattens the logits, and then calls `F.cross_entropy`. `VocabLogits` records
+these operations and computes the cross-entropy with the fused kernel from `dtmega.ops.cross_entropy`, which never holds
+the logits [N, V]. Any other operation computes the whole logits first.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _METADATA = {
 }
 # Functions that cast or reshape.
 _CASTS_AND_VIEWS = {_T.contiguous, _T.view, _T.reshape, _T.float, _T.to}
-# Functions that are recorded as scale or softcap: Cohere and Granite scale, Gemma divides, takes tanh and multiplies.
+# Functions recorded as `scale` or `softcap`: Cohere and Granite scale; Gemma divides, takes tanh and multiplies.
 _MULTIPLIES, _DIVIDES, _TANH = {_T.mul, torch.mul}, {_T.div, torch.div}, {_T.tanh, torch.tanh}
 
 
 class Parts(NamedTuple):
-    """The tensors and numbers from which logits are computed.
+    """The tensors and numbers that define logits.
 
     With z = scale * (h weight^T + bias), the logits are softcap * tanh(z / softcap), or z without a softcap.
 
     Attributes:
-        h: hidden state [..., D], the same on all ranks. Its gradient is this rank's part of a sum over tp, {U_tp}.
+        h: hidden state [..., D], the same on all ranks; the gradient of h is this rank's part of a sum over tp, {U_tp}.
         weight: this rank's rows of the head's weight, [V_local, D].
         bias: this rank's elements of the bias, [V_local]; None if there is no bias.
-        size: number of columns of the whole logits, V.
-        start: global number of this rank's first row.
+        size: number of columns in the whole logits, V.
+        start: global index of this rank's first row.
         group: ranks over which the rows are cut; None if this rank has all rows.
-        unchanged: function that returns True if the weight still has the values that it had in the forward.
-        scale: factor of the logits before the cap.
+        unchanged: function that returns True if the weight has not changed since the forward.
+        scale: factor for the logits before the cap.
         softcap: bound of the logits; None if they are not capped.
     """
 
@@ -62,30 +62,30 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
-        """The parts of the logits times a number."""
+        """Parts for the same logits multiplied by a number."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
-        # With scale and softcap both multiplied by the factor, scale * z / softcap in the tanh stays the same.
+        # If scale and softcap are both multiplied by the factor, z / softcap inside the tanh stays the same.
         return self._replace(scale=self.scale * factor, softcap=self.softcap * factor)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
-        """h and bias times the scale; their product with the weight gives the logits before the cap."""
+        """h and bias, both multiplied by the scale: h weight^T + bias gives the logits before the cap."""
         if self.scale == 1.0:
             return self.h, self.bias
         return self.h * self.scale, None if self.bias is None else self.bias * self.scale
 
     def columns(self) -> Tensor:
-        """The logits [..., V_local] of this rank."""
+        """This rank's columns of the logits, [..., V_local]."""
         h, bias = self.scaled()
         logits = product(h, self.weight, bias)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class VocabLogits(torch.Tensor):
-    """Logits [..., V], cut over the ranks of a group, that are computed when they are used.
+    """Logits [..., V] that are cut over a group's ranks and computed only when used.
 
-    All ranks together must run an operation that needs the values. An operation that changes the logits in place first
-    computes the whole logits on every rank, and later operations see the changed values.
+    If an operation needs the values, all ranks must run the operation together. An operation that changes the logits in
+    place first computes the whole logits on every rank, and later operations see the changed values.
 
     Raises:
         RuntimeError: the logits are first used after the head's weight was changed (by the optimizer's step) or freed
@@ -103,7 +103,7 @@ class VocabLogits(torch.Tensor):
         return new
 
     def whole(self) -> Tensor:
-        """The logits [..., V] as a plain tensor, the same on all ranks. All ranks must call this together."""
+        """The logits [..., V] as a plain tensor, the same on all ranks. All ranks must call this method together."""
         if self._changed is not None:
             return self._changed
         p = self._checked()
@@ -111,10 +111,10 @@ class VocabLogits(torch.Tensor):
         return (logits if p.group is None else mappings.join(logits, p.group, -1, p.size)).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
-        """The cross-entropy of logits [N, V] with target [N], in which -100 is ignored.
+        """The cross-entropy of logits [N, V] and targets [N]. Targets of -100 are ignored.
 
         Args:
-            target: classes, int64 [N].
+            target: token ids, int64 [N].
             reduction: "sum" or "mean", over the tokens that are not ignored.
             label_smoothing: argument of `F.cross_entropy`.
         """
@@ -188,13 +188,13 @@ def _cast_or_view(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> 
 
 
 def _scale_or_tanh(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
-    """The logits times or divided by a number, or their tanh; None for anything else."""
+    """The logits multiplied or divided by a number, or the tanh of the logits; None for anything else."""
     parts = logits._parts
     if func in _TANH and not args and not kwargs and parts.softcap is None:
         return logits._with(softcap=1.0)
     if func in _MULTIPLIES | _DIVIDES and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
         number = float(args[0])
-        # A factor of 0 or less is applied to the whole logits, because a softcap times such a factor is not a bound.
+        # Apply a factor of 0 or less to the whole logits, because a softcap that is not positive is not a bound.
         if number <= 0:
             return None
         factor = number if func in _MULTIPLIES else 1.0 / number
@@ -203,7 +203,7 @@ def _scale_or_tanh(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) ->
 
 
 def _in_place(func: Any) -> bool:
-    """True if a function changes its first argument, as its name shows."""
+    """True if a function changes its first argument in place, judging by the function's name."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
@@ -218,7 +218,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` from this rank's columns; None for arguments that the fused kernel does not support."""
+    """`F.cross_entropy` from this rank's columns; None if the fused kernel does not support the arguments."""
     usual = weight is None and size_average is None and reduce is None and ignore_index == IGNORED
     if not (isinstance(logits, VocabLogits) and usual and logits.ndim == 2 and reduction in ("mean", "sum")):
         return None

@@ -1,7 +1,7 @@
-"""Plans how to cut a model from the plan that transformers has for it: `config.base_model_tp_plan` and `_tp_plan`.
+"""Plans how to cut a model by transformers' own plan: `config.base_model_tp_plan` and `_tp_plan`.
 
-The strings of that plan mean plain tensor parallelism, without sequence parallelism. Nobody else compares these plans
-with the gradients of one process, so `parallelize_hf` does so each time, on a small clone.
+The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nobody else compares the
+gradients under these plans with the gradients of one process, so `parallelize_hf` does, each time, on a small clone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtmega.interop.hf.tp.styles import GatheredColumn, SplitRow, Stack
 from dtmega.plans.styles import Column, KVColumn, Row, Whole, check_kv_heads
 from dtmega.plans.vocabulary import VocabEmbedding
 
-# String of transformers' plans -> a function that makes the style it stands for.
+# String in transformers' plans -> function that makes the corresponding style.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": lambda: Column(Stack()).entering(),
     "rowwise": lambda: Row(Stack()),
@@ -37,18 +37,18 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = False) -> HFPlan:
-    """Plan a model from the strings of the plan that transformers has for it.
+    """Plan a model from the strings in transformers' own plan.
 
     Args:
-        model: model of `transformers`, real or on meta.
+        model: `transformers` model, real or on meta.
         tp: number of ranks.
         loss_parallel: True if the loss is computed from each rank's part of the logits.
-        rest_whole: True to keep a module whole on every rank if its string in the plan has no style here, or if tp
-            cannot cut the module in that way; False to refuse such a module.
+        rest_whole: True to keep a module whole on every rank if the plan's string for the module has no style here, or
+            if tp cannot cut the module in that style; False to raise an error instead.
 
     Raises:
-        ValueError: tp does not divide the heads; or, without `rest_whole`, the plan has a string without a style here,
-            or a string for a single parameter.
+        ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string without a
+            style here or a string for a single parameter.
     """
     config = model.config
     check_heads(config, tp)
@@ -72,7 +72,7 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
 
 
 def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
-    """Add a style for each string of the model's plan. Returns the patterns whose modules stay whole instead."""
+    """Add a style for each string in the model's plan. Return the patterns whose modules stay whole instead."""
     prefix, _ = base_model(model)
     strings = {joined(prefix, name): string for name, string in (model.config.base_model_tp_plan or {}).items()}
     strings |= type(model)._tp_plan or {}
@@ -80,8 +80,8 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
     mixtures = [pattern for pattern, string in strings.items() if string == "moe_tp_experts"]
     left_whole: list[str] = []
     for pattern, string in strings.items():
-        # transformers would cut each expert, and has strings for the parameters inside. Here each expert is whole on
-        # one rank, so only the string of the whole mixture counts.
+        # transformers would cut each expert, so its plan has strings for the experts' parameters. Here each expert is
+        # whole on one rank, so only the string for the whole mixture counts.
         if pattern.rpartition(".")[0] in mixtures:
             continue
         modules = [module for _, module in matching(model, pattern)]
@@ -103,10 +103,10 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
 
 
 def _shares(style: Any, experts: list[nn.Module], tp: int, rest_whole: bool) -> bool:
-    """True if tp ranks can share these experts; otherwise the experts are whole on every rank.
+    """True if the experts can be divided among tp ranks; otherwise the experts are whole on every rank.
 
     Raises:
-        ValueError: the ranks cannot share the experts, and `rest_whole` is False.
+        ValueError: the experts cannot be divided among the ranks, and `rest_whole` is False.
     """
     try:
         for module in experts:
@@ -127,10 +127,10 @@ def _no_style(family: str, string: str, pattern: str, is_parameter: bool) -> str
 
 
 def check_heads(config: Any, tp: int) -> None:
-    """Refuse heads that tp does not divide, and heads of keys that can be neither cut nor copied evenly.
+    """Raise an error if tp does not divide the head count, or if the kv heads can be neither cut nor copied evenly.
 
     Raises:
-        ValueError: the heads are refused.
+        ValueError: the number of heads or the number of kv heads does not fit tp.
     """
     key = "num_attention_heads"
     heads = getattr(config, key, None)
@@ -142,10 +142,10 @@ def check_heads(config: Any, tp: int) -> None:
 
 
 def copy_heads(plan: HFPlan, model: Any) -> None:
-    """Copy heads of keys if there are fewer of them than ranks: a rank computes the head that its queries need.
+    """Copy kv heads if there are fewer kv heads than ranks. Each rank computes the kv head that its queries need.
 
     Raises:
-        ValueError: keys and values are not separate linears that are cut by output features.
+        ValueError: keys and values do not come from separate linears that are cut by output features.
     """
     kv_heads, tp = getattr(model.config, "num_key_value_heads", None), plan.tp
     if not kv_heads or kv_heads % tp == 0:
@@ -158,12 +158,12 @@ def copy_heads(plan: HFPlan, model: Any) -> None:
         )
     for name in projections:
         plan.table[name] = KVColumn(kv_heads, Stack()).entering()
-        # All heads of queries on a rank share its one head of keys.
+        # All query heads on a rank share the rank's single kv head.
         plan.table[name.rpartition(".")[0]] = Counts({"num_key_value_groups": model.config.num_attention_heads // tp})
 
 
 def block_names(model: Any) -> list[str]:
-    """Names of the blocks that FSDP2 wraps: the modules of the list that has the most parameters."""
+    """Names of the blocks that FSDP2 wraps: the modules in the list with the most parameters."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     if not lists:
         return []
@@ -172,6 +172,6 @@ def block_names(model: Any) -> list[str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """True if a parameter's name matches a pattern, in which `*` stands for one part between dots."""
+    """True if a parameter's name matches a pattern. In the pattern, `*` stands for one part between dots."""
     parts, expected = name.split("."), pattern.split(".")
     return len(parts) == len(expected) and all(e in ("*", p) for p, e in zip(parts, expected, strict=True))

@@ -1,9 +1,9 @@
 """Styles for fused projections and for Conv1D, GPT-2's transposed linear.
 
 The weight of a fused projection consists of several matrices side by side. Each matrix is cut, so a rank's part is not
-contiguous. DTensor's placement for that is `_StridedShard`: `full_tensor()` returns the columns in transformers' order
-on any layout (in torch 2.11 it raises an error; `shards.full_tensor` works there too). A checkpoint must not treat such
-a shard as one box; see `docs/log/2026-11.md`.
+contiguous. DTensor has the placement `_StridedShard` for non-contiguous parts. With this placement, `full_tensor()`
+returns the columns in transformers' order on any layout; in torch 2.11 it fails, but `shards.full_tensor` works.
+A checkpoint must not treat a strided shard as one box; see `docs/log/2026-11.md`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dtmega.plans.styles import Column, Row
 
 
 class PackedColumn(Column):
-    """Style of an nn.Linear whose weight is `parts` matrices of the same size, side by side along the output.
+    """Style of an nn.Linear whose weight consists of `parts` matrices of the same size, side by side along the output.
 
-    Each of the matrices is cut.
+    Each matrix is cut over tp.
 
-    The bias stays whole on every rank: FSDP2 cuts dim 0 as well, and a vector that is cut twice in this way would be
-    gathered in the wrong order.
+    The bias stays whole on every rank, because FSDP2 also cuts dim 0. A vector that is first cut by parts over tp and
+    then cut by FSDP2 would be gathered in the wrong order.
     """
 
     of_heads = True  # the whole bias is used for this rank's heads only, so its gradient has to be summed
@@ -57,7 +57,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """Style of an nn.Linear whose input is `parts` vectors of the same size, concatenated. Each vector is cut."""
+    """Style of an nn.Linear whose input consists of `parts` concatenated vectors of the same size, each cut over tp."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)
@@ -73,13 +73,13 @@ class PackedRow(Row):
 
 
 class MultiQueryColumn(Column):
-    """Style of an nn.Linear to all heads of queries, then one head of keys and one of values, which the queries share.
+    """Style of an nn.Linear whose output holds all query heads, then a key head and a value head that queries share.
 
-    The weight is whole on every rank. A rank computes its own heads of queries, and the keys and values; the gradient
-    of the weight is summed over tp.
+    The weight is whole on every rank. Each rank computes its own query heads, and the shared keys and values. The
+    weight's gradient is summed over tp.
 
     Args:
-        heads: number of heads of queries.
+        heads: number of query heads.
     """
 
     of_heads = True
@@ -123,9 +123,9 @@ class _Conv(Style):
 
 
 class _Transposed(torch.autograd.Function):
-    """Transposes [in, out] to [out, in], with a gradient that has the strides of the weight.
+    """Transposes a weight [in, out] to [out, in]. The gradient has the weight's strides.
 
-    A gradient with other strides would be copied by autograd into a new DTensor, which torch 2.11 cannot make with a
+    Autograd would copy a gradient with other strides into a new DTensor, but torch 2.11 cannot make a DTensor with a
     `_StridedShard`.
     """
 
@@ -151,7 +151,7 @@ class ConvRow(_Conv, Row):
 
 
 class ConvPacked(_Conv, PackedColumn):
-    """A PackedColumn for GPT-2's Conv1D to [q | k | v]; a contiguous cut would give a rank q and half of k."""
+    """A PackedColumn for GPT-2's Conv1D with output [q | k | v]. For tp=2, a plain cut would put all of q on rank 0."""
 
     dim = 1
 

@@ -1,4 +1,4 @@
-"""Cuts a model of `transformers`: checks and plans it, cuts it over tp, then applies FSDP2."""
+"""Cuts a `transformers` model: checks the model, plans the cut, cuts the model over tp, then applies FSDP2."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dtmega.plans.apply import apply_plan
 def plan_for(
     model: Any, tp: int = 2, sequence_parallel: bool = True, loss_parallel: bool = True, *, generic: bool = False
 ) -> HFPlan:
-    """The plan that `parallelize_hf` would carry out. Print the plan for a table. The model is not changed.
+    """The plan that `parallelize_hf` would carry out. Print the plan to see a table. The model is not changed.
 
     Args:
-        model: model of `transformers`, real or on meta.
+        model: `transformers` model, real or on meta.
         tp: number of ranks to cut over.
         sequence_parallel: argument of `parallelize_hf`.
         loss_parallel: argument of `parallelize_hf`.
-        generic: True to plan any model: modules that nobody knows how to cut stay whole, and a model without any plan
+        generic: True to plan any model: modules stay whole if no way to cut them is known, and a model without any plan
             computes on DTensors.
 
     Raises:
@@ -67,32 +67,32 @@ def parallelize_hf(
     generic: bool = False,
     verify_native: bool = True,
 ) -> Any:
-    """Cut an unmodified model of `transformers` over tp, and with FSDP2 over the other dims of the mesh, in place.
+    """Cut an unmodified `transformers` model in place: over tp, and with FSDP2 over the other dims of the mesh.
 
-    Every parameter becomes a DTensor, and tied ones stay one parameter. The model is called as before:
+    Every parameter becomes a DTensor, and tied parameters stay one parameter. The model is called as before:
     `model(input_ids, attention_mask=..., labels=...)` computes the loss, and `generate` works with its cache. After
-    each backward the gradients are those of one process (under FSDP2, for the mean of the data ranks' losses).
+    each backward the gradients equal the gradients of one process (under FSDP2, for the mean of the data ranks'
+    losses).
 
     Args:
-        model: model of `transformers`, on meta, or with weights, which must be the same on every rank (this is
-            checked).
-        mesh: 1-D, or with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
+        model: `transformers` model, on meta or with weights. A check makes sure that all ranks have the same weights.
+        mesh: 1-D mesh, or a mesh with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
         sequence_parallel: True to give each rank S/tp of the tokens between attention and feed-forward. Forwards whose
-            S is not divisible by tp, forwards with output_hidden_states, and models with transformers' own plan are
-            plain tensor parallel.
-        loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. `out.logits`
-            are then computed when they are first used, by all ranks of tp together.
-        generic: True to let a model without any plan compute on DTensors, with a warning. Modules for which
-            transformers' own plan has a string that is unknown here then stay whole on every rank.
-        verify_native: True to verify transformers' own plan on a small clone first, as `verify_plan` does; this takes
+            S is not divisible by tp, forwards with output_hidden_states, and models with transformers' own plan use
+            plain tensor parallelism.
+        loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. All ranks of
+            tp then compute `out.logits` together, on first use.
+        generic: True to let a model without any plan compute on DTensors, with a warning, and to keep a module whole on
+            every rank if transformers' own plan has an unknown string for the module.
+        verify_native: True to verify transformers' own plan on a small clone first, as `verify_plan` does, which takes
             about a second.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has dims
-            other than those above, or transformers' own plan is wrong. The model is unchanged then.
+        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has
+            unsupported dims, or transformers' own plan is wrong. After an error, the model is unchanged.
     """
     tp, _ = meshes(mesh)
     plan.check(model, mesh.device_type)
@@ -107,16 +107,16 @@ def parallelize_hf(
 
 
 def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cut the model in `stage` over tp for the trainer, which applies FSDP2 itself. On one rank only the loss is fused.
+    """Cut the model in `stage` over tp for the trainer, which applies FSDP2 itself. On one rank, only fuse the loss.
 
     Args:
-        stage: the module that the trainer calls, with labels or without.
-        model: the model of `transformers` in `stage`, on meta, whole or one stage of a pipeline.
+        stage: the module that the trainer calls, with or without labels.
+        model: the `transformers` model in `stage`, on meta, whole or one pipeline stage.
         tp: 1-D mesh.
         sequence_parallel: argument of `parallelize_hf`.
 
     Raises:
-        ValueError: an error of `parallelize_hf`.
+        ValueError: an error from `parallelize_hf`.
     """
     if tp.size() > 1:
         hf_plan = plan_for(model, tp.size(), sequence_parallel)
@@ -136,19 +136,19 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
 
 
 def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
-    """Raise a ValueError if a style cannot cut its module over these ranks."""
+    """Raise a ValueError if a style cannot split its module across the ranks of `tp`."""
     for pattern, style in hf_plan.table.items():
         for _, module in plan.matching(model, pattern):
             style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify the plan that transformers brings on a small clone, which is cut with the same options.
+    """Verify transformers' own plan on a small clone that is cut with the same options.
 
     Raises:
-        ValueError: the results of the clone differ from those of one process.
+        ValueError: the cut clone's results differ from the results on one process.
     """
-    # Without `verify_native=False` the clone would be verified on a clone of its own.
+    # Without `verify_native=False`, the clone would be verified on yet another clone.
     verification = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
     if not verification.ok:
         raise ValueError(f"the plan that transformers brings for '{hf_plan.family}' is wrong:\n{verification}")
@@ -167,10 +167,10 @@ def cut(model: Any, mesh: DeviceMesh, hf_plan: HFPlan) -> Any:
 
 
 def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of tp, and the mesh of the data ranks (None if there is only one data rank).
+    """The tp mesh, and the mesh of the data ranks (None if there is only one data rank).
 
     Raises:
-        ValueError: the mesh has dims other than those that `parallelize_hf` accepts.
+        ValueError: the mesh has dims that `parallelize_hf` does not accept.
     """
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1 and names in ((), ("tp",)):
@@ -188,7 +188,7 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
     """Check that all ranks have the same weights, because each rank cuts its part from its own copy.
 
     Raises:
-        ValueError: a parameter differs; the message names it and the ranks.
+        ValueError: a parameter differs between ranks; the message names the parameter and the ranks.
     """
     real = {name: p for name, p in model.named_parameters() if not p.is_meta}
     for dim in range(mesh.ndim):
@@ -199,7 +199,7 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def watch_labels(model: nn.Module, head: LogitsHead) -> None:
-    """Tell the head before each forward of `model` whether there are labels."""
+    """Before each forward of `model`, tell the head whether there are labels."""
 
     def note_labels(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         head.labelled = kwargs.get("labels") is not None
@@ -215,5 +215,5 @@ def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> No
 
 
 def allow_views() -> None:
-    """Silence FSDP2's warning about blocks that return a view, as OPT's do; no family changes such a view in place."""
+    """Silence FSDP2's warning about blocks that return a view, as in OPT; no family changes the view in place."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

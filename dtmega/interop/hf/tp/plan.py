@@ -1,4 +1,4 @@
-"""Plans how to cut a model of `transformers`: refuses it, or finds a style for every module that has parameters."""
+"""Plans how to cut a `transformers` model: finds a style for every module with parameters, or raises an error."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_a
 
 @dataclass
 class HFPlan:
-    """The plan that `parallelize_hf` carries out for a model. Print it for a table of placements and collectives.
+    """The plan that `parallelize_hf` carries out for a model. Print the plan to see placements and collectives.
 
     Attributes:
         family: `model_type` of the config.
         tp: number of ranks over which the model is cut.
         sequence_parallel: True if the hidden state between attention and feed-forward is cut along the sequence.
-        table: pattern of module names -> style; an argument of `plans.apply_plan`.
+        table: module name pattern -> style; an argument of `plans.apply_plan`.
         blocks: names of the modules that FSDP2 wraps one by one.
-        head: style of the head to the vocabulary; None if the model has none.
-        parameters: pattern of module names -> names of the parameters of these modules.
-        native: True if this plan is made from the plan that transformers has for the model.
-        notes: further lines for the user.
+        head: style of the language model head; None if the model has no linear head.
+        parameters: module name pattern -> parameter names of the matching modules.
+        native: True if this plan is based on transformers' own plan for the model.
+        notes: further lines to print for the user.
     """
 
     family: str
@@ -85,7 +85,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     """Plan a model whose family has `styles` in `families.KNOWN`. The model itself is not changed.
 
     Raises:
-        ValueError: an error of `check_sizes`, or the family has no style for a module inside a block.
+        ValueError: an error from `check_sizes`, or the family has no style for a module inside a block.
     """
     config = model.config
     facts = families.KNOWN[config.model_type]
@@ -93,7 +93,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     prefix, base = base_model(model)
     plan = HFPlan(config.model_type, tp, sequence_parallel, {}, [])
 
-    # Each list of blocks is a stack: the sequence is cut before its first block and whole again after its last.
+    # Each list of blocks is a stack: the sequence is cut before the first block and gathered after the last block.
     stacks: dict[str, Stack] = {}
     for owner, blocks in facts.stacks.items():
         path = joined(owner, blocks)
@@ -105,7 +105,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
         numbers = [number for number, _ in base.get_submodule(path).named_children()]
         names = [joined(prefix, path, number) for number in numbers]
         plan.blocks += names
-        # A single block is both the first and the last.
+        # A single block is both the first and the last block.
         for name in dict.fromkeys((*names[:1], *names[-1:])):
             plan.table[name] = StackBoundary(stack, name == names[0], name == names[-1])
 
@@ -129,7 +129,7 @@ def _style_in_stack(spec: StyleSpec, stack: Stack, facts: FamilyFacts, config: A
     heads = getattr(config, facts.heads)
     kv_heads = (getattr(config, facts.kv_heads) or heads) if facts.kv_heads else heads
     if isinstance(spec, Attention):
-        # Fewer key heads than ranks are copied, so every rank has at least one.
+        # If there are fewer kv heads than ranks, the kv heads are copied, so every rank has at least one.
         kv_here = max(1, kv_heads // tp)
         counts = {spec.groups: heads // tp // kv_here, spec.kv_heads: kv_here}
         attributes = {name: count for name, count in counts.items() if name is not None}
@@ -156,12 +156,12 @@ def _style_in_stack(spec: StyleSpec, stack: Stack, facts: FamilyFacts, config: A
 
 
 def add_guard(plan: HFPlan, model: Any, stack: Stack, owner: str) -> None:
-    """Add the `Guard` of the module that runs a stack."""
+    """Add a `Guard` for the module that runs a stack."""
     plan.table[owner] = Guard(stack, bool(dropouts(model)))
 
 
 def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHead] = LogitsHead) -> None:
-    """Add the style of the head to the vocabulary, if the model has a linear head."""
+    """Add a style for the language model head, if the model has a linear head."""
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         plan.head = style(loss_parallel)
@@ -169,20 +169,20 @@ def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHe
 
 
 def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
-    """Add a style that keeps a module whole on each rank, for every other module with parameters.
+    """Give every other module with parameters a style that keeps the module whole on each rank.
 
-    A module needs no style if its parameters are all tied to parameters with a style: BERT has a second name for the
-    bias of its head.
+    A module needs no style of its own if other styles already cover all its parameters through ties. For example, BERT
+    has a second name for the head's bias.
 
     Args:
-        plan: the plan, with its other styles.
+        plan: the plan, which must already have all other styles.
         model: the model.
-        in_blocks: True to keep modules inside blocks whole too; False to refuse such a module.
+        in_blocks: True to keep modules inside blocks whole too; False to raise an error for a module inside a block.
 
     Raises:
-        ValueError: the plan has no place for a module with parameters.
+        ValueError: the plan does not cover the parameters of a module.
     """
-    # These styles change what enters and leaves a module, and leave its parameters alone.
+    # These styles change a module's inputs and outputs, but not its parameters.
     without_parameters = (Guard, StackBoundary, Counts, Enter)
     styled_modules: set[str] = set()
     for pattern, style in plan.table.items():
@@ -206,10 +206,11 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
 
 
 def check(model: Any, device_type: str) -> None:
-    """Refuse a model that is not of `transformers`, or whose attention cannot compute under tp.
+    """Raise an error if the model's class is not from `transformers`, or if its attention does not work under tp.
 
     Raises:
-        ValueError: the model's code is not from transformers, or its attention implementation cannot work.
+        ValueError: the model's code is not from transformers, or the attention implementation does not work under tp or
+            on `device_type`.
     """
     config = getattr(model, "config", None)
     module, auto_map = type(model).__module__, getattr(config, "auto_map", None)
@@ -230,10 +231,10 @@ def check(model: Any, device_type: str) -> None:
 
 
 def check_sizes(config: Any, facts: FamilyFacts, tp: int) -> None:
-    """Refuse a configuration with sizes that tp does not divide, or with a key that the family's styles cannot honour.
+    """Raise an error if tp does not divide a size in the config, or if the family's styles do not support a config key.
 
     Raises:
-        ValueError: such a size or key; the message names it.
+        ValueError: tp does not divide a size, or a key is not supported; the message names the size or the key.
     """
     heads = getattr(config, facts.heads)
     if heads % tp:
@@ -255,7 +256,7 @@ def check_sizes(config: Any, facts: FamilyFacts, tp: int) -> None:
 
 
 def dropouts(model: Any) -> list[str]:
-    """The rates of dropout and other noise in the model's modules, as `name=rate`, each once."""
+    """The rates of dropout and other noise in the model's modules, as `name=rate`, without duplicates."""
     rates: dict[str, None] = {}
     for module in model.modules():
         values = {"dropout": module.p} if isinstance(module, nn.Dropout) else vars(module)
@@ -266,7 +267,7 @@ def dropouts(model: Any) -> list[str]:
 
 
 def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
-    """Pattern of module names -> names of the parameters that these modules have, each once."""
+    """Module name pattern -> parameter names of the matching modules, without duplicates."""
     names_of: dict[str, list[str]] = {}
     for pattern in plan.table:
         names: dict[str, None] = {}
@@ -283,16 +284,16 @@ def base_model(model: Any) -> tuple[str, nn.Module]:
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose names match a pattern, in which `*` stands for one part between dots."""
+    """Modules whose names match a pattern. In the pattern, `*` stands for one part between dots."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return ((name, module) for name, module in model.named_modules() if expression.fullmatch(name))
 
 
 def has(module: nn.Module, path: str) -> bool:
-    """True if a module has a submodule of that name; "" is the module itself."""
+    """True if a module has a submodule at `path`; "" is the module itself."""
     return not path or any(name == path for name, _ in module.named_modules())
 
 
 def joined(*parts: str) -> str:
-    """Join parts of a module's name with dots, without the empty ones."""
+    """Join the parts of a module's name with dots, leaving out empty parts."""
     return ".".join(part for part in parts if part)

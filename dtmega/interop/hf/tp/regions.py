@@ -1,7 +1,8 @@
-"""Styles for the places at which the hidden state is cut or gathered: around a stack of blocks, and around attention.
+"""Styles for the places where the hidden state is cut or gathered: around a stack of blocks, and around attention.
 
-The modules keep their own forwards. A forward with wrong results is refused: it asks for attention probabilities, but a
-rank has only those of its own heads; or it has dropout for which the ranks would draw different masks.
+The modules keep their own forwards. A forward raises an error in two cases where the results would be wrong: if it is
+asked for attention probabilities, because a rank has only the probabilities of its own heads; or if the ranks would
+draw different dropout masks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dtmega.plans.styles import Enter
 
 
 class Counts(ParallelStyle):
-    """Style of a module with attributes that count heads or groups of heads: they are set to this rank's numbers.
+    """Style of a module with attributes that count heads or head groups; sets each attribute to this rank's count.
 
     Args:
-        set: attribute -> its new value.
+        set: name of an attribute -> new value.
     """
 
     cost = ("", "")
@@ -41,14 +42,16 @@ class Counts(ParallelStyle):
 
 
 class EnterHeads(Enter):
-    """Style of an attention module: the input enters once for all projections, and tp divides the numbers of heads.
+    """Style of an attention module: the input is gathered once for all projections, and head counts are divided by tp.
 
     Args:
-        stack: the stack of blocks that the module is in.
-        also: further keyword arguments that are hidden states, whole on every rank, such as an encoder's output.
-        alibi: keyword argument [B H, 1, S] or [H, 1, S] that is cut to this rank's heads; `divide[0]` counts the heads.
-        divide: attributes that count heads or features, which the module's views use; each is divided by tp.
-        set: attribute -> its new value.
+        stack: stack of blocks that contains the module.
+        also: names of further keyword arguments that hold hidden states, whole on every rank, such as an encoder's
+            output.
+        alibi: name of the keyword argument with biases [B H, 1, S] or [H, 1, S], which are reduced to this rank's
+            heads; `divide[0]` then names the attribute that counts the heads.
+        divide: names of attributes that count heads or features in the module's views; each count is divided by tp.
+        set: name of an attribute -> new value.
     """
 
     def __init__(
@@ -79,22 +82,22 @@ class EnterHeads(Enter):
 
 
 def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
-    """The biases of this rank's `heads` heads, [B H, 1, S] -> [B H/tp, 1, S].
+    """Select the biases of this rank's `heads` heads, [B H, 1, S] -> [B H/tp, 1, S].
 
-    The slope of a head depends on the total number of heads, so the model computes the biases of all heads.
+    A head's slope depends on the total number of heads, so the model computes the biases of all heads.
     """
     return alibi.unflatten(0, (-1, group.size(), heads))[:, group.rank()].flatten(0, 1)
 
 
 class StackBoundary(ParallelStyle):
-    """Style of the first and the last block of a stack: cuts the sequence before the first, gathers it after the last.
+    """Style of a stack's first and last block: cuts the sequence before the first block, gathers it after the last.
 
-    Each forward decides anew whether the sequence is cut; see `styles.Stack`.
+    Whether the sequence is cut is decided separately for each forward; see `styles.Stack`.
 
     Args:
         stack: the stack of blocks.
         first: True for the first block.
-        last: True for the last block; a single block is both.
+        last: True for the last block. If a stack has only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
@@ -110,7 +113,7 @@ class StackBoundary(ParallelStyle):
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
-            # Hidden states that the user asks for have to be whole after each block.
+            # If the user asks for hidden states, every block must output a whole hidden state.
             stack.cut = stack.sequence_parallel and not stack.hidden_states_wanted and x.shape[1] % group.size() == 0
             if not stack.cut:
                 return None
@@ -137,7 +140,7 @@ class StackBoundary(ParallelStyle):
 
 
 class Guard(ParallelStyle):
-    """Style of the module that runs a stack: refuses forwards whose results would be wrong when the model is cut.
+    """Style of the module that runs a stack: raises an error before a forward whose results would be wrong under tp.
 
     Args:
         stack: the stack of blocks.

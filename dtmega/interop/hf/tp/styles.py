@@ -1,9 +1,9 @@
-"""The stacks of models of `transformers`, and styles that these models need in addition to `plans/styles.py`.
+"""Stacks of `transformers` models, and the styles that these models need in addition to `plans/styles.py`.
 
-Inside a block, attention and feed-forward compute on this rank's heads and features. Outside of the blocks every rank
-has the whole hidden state and computes the same. The gradients of parameters are complete after each backward: where a
-replicated parameter sees only this rank's tokens or heads, autograd sums its gradient over tp, so that any training
-loop is correct without changes.
+Inside a block, attention and feed-forward compute on this rank's heads and features. Outside the blocks, every rank has
+the whole hidden state and does the same computation. If a replicated parameter sees only this rank's tokens or heads,
+autograd sums the parameter's gradient over tp. So all gradients are complete after each backward, and any training loop
+is correct without changes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from dtmega.plans.styles import Column, Row, check_kv_heads
 
 
 class Stack(base.Stack):
-    """A stack of blocks whose hidden state is cut along S in every forward whose S is divisible by tp.
+    """A stack of blocks. The hidden state is cut along S in every forward where tp divides S.
 
-    Any other forward is plain tensor parallel, with the same results. So a prompt of odd length works, and so does
-    every token that `generate` adds.
+    Any other forward uses plain tensor parallelism, with the same results. So a prompt of odd length works, and
+    `generate` can add tokens one by one.
 
     Args:
-        sequence_parallel: True if the hidden state is to be cut at all.
+        sequence_parallel: True to cut the hidden state along S; False to never cut it.
 
     Attributes:
-        hidden_states_wanted: True if the current forward returns all hidden states, which are then not cut.
+        hidden_states_wanted: True if the current forward returns all hidden states; the hidden state is then not cut.
         cut: True if the hidden state is cut in the current forward.
-        random: this rank's own random numbers, for dropout while the hidden state is cut.
+        random: this rank's own stream of random numbers, for dropout while the hidden state is cut.
     """
 
     sums_in_backward = True
@@ -50,7 +50,7 @@ class Stack(base.Stack):
 
 
 class GatheredColumn(Column):
-    """transformers' `colwise_gather_output`: a linear cut by output features, which are gathered on every rank."""
+    """transformers' `colwise_gather_output`: a linear cut by output features; the output is gathered on every rank."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -66,7 +66,7 @@ class GatheredColumn(Column):
 
 
 class SplitRow(Row):
-    """transformers' `rowwise_split_input`: a linear cut by input features, whose input is whole on every rank."""
+    """transformers' `rowwise_split_input`: a linear cut by input features; the input is whole on every rank."""
 
     cost = ("all-reduce, backward all-gather", "")
 
@@ -78,11 +78,11 @@ class SplitRow(Row):
 
 
 class NormOfEachHead(base.Style):
-    """Style of a module with one LayerNorm for each head in its list `norms`; the input is [B, H/tp, S, K].
+    """Style of a module whose list `norms` has one LayerNorm per head; the input is [B, H/tp, S, K].
 
     A rank applies the norms of its own heads; if there are fewer heads than ranks, several ranks share a head. All
-    norms are whole on every rank. Their gradients are summed over tp in one collective for all norms, because a rank
-    would never reach the collective of a norm that it does not use.
+    norms are whole on every rank. A single collective sums the gradients of all norms over tp, because a rank would
+    never reach a separate collective for a norm that it does not use.
     """
 
     cost = ("backward all-reduce of the weights", "backward all-reduce of the weights")

@@ -1,4 +1,4 @@
-"""Builds a small clone of a large model, with everything that decides how tp cuts the model, and a batch for it."""
+"""Builds a small clone that tp cuts in the same way as a large model, and a batch of input for the clone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Sizes(NamedTuple):
     """The sizes of the clone's attention.
 
     Attributes:
-        heads: number of heads of queries.
-        kv_heads: number of heads of keys and values.
+        heads: number of query heads.
+        kv_heads: number of key/value heads.
         hidden: width of the hidden state.
     """
 
@@ -41,14 +41,14 @@ class _Sizes(NamedTuple):
 
 
 def tiny_config(config: Any, tp: int) -> Any:
-    """A configuration like `config`, with two layers (or one of each kind), few and small heads, and no dropout.
+    """A config like `config`, but with two layers (or one layer of each kind), few small heads, and no dropout.
 
-    It keeps what decides how tp cuts: whether there are fewer heads of keys than of queries, or than ranks, whether the
-    heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. A rank gets two heads and
-    two experts, so that an error in the order of heads or experts shows.
+    The new config keeps everything that affects how tp cuts: whether there are fewer kv heads than query heads or
+    ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. Each
+    rank gets two heads and two experts, so that a wrong order of heads or experts becomes visible.
 
     Args:
-        config: configuration of the large model, which is not changed.
+        config: the large model's config, which is not changed.
         tp: number of ranks over which the clone is to be cut.
 
     Raises:
@@ -59,7 +59,7 @@ def tiny_config(config: Any, tp: int) -> Any:
     _shrink_layers(config, new)
     _put(config, new, HEAD_KEYS, sizes.heads)
     _put(config, new, ("num_key_value_heads",), sizes.kv_heads)
-    # Latent attention has several head sizes of its own, which stay.
+    # Latent attention has several head sizes of its own; leave these sizes unchanged.
     if not getattr(config, "qk_rope_head_dim", None):
         _put(config, new, ("head_dim", "d_kv"), HEAD_DIM)
     _put(config, new, HIDDEN_KEYS, sizes.hidden)
@@ -79,12 +79,12 @@ def tiny_config(config: Any, tp: int) -> Any:
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> Any:
-    """The value of the first of these keys that a configuration sets; None if it sets none."""
+    """The value of the first key in `keys` that a config sets; None if the config sets none of the keys."""
     return next((getattr(config, key) for key in keys if getattr(config, key, None)), None)
 
 
 def _put(config: Any, new: Any, keys: tuple[str, ...], value: Any) -> None:
-    """Set those keys in `new` that `config` sets. Properties are skipped, because they follow from other keys."""
+    """Set in `new` each key that `config` sets. Properties are skipped, because properties follow from other keys."""
     for key in keys:
         if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
             setattr(new, key, value)
@@ -101,14 +101,14 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
     if kv_heads == heads:
         few_kv = few = 2 * tp
     else:
-        # If tp divides the number of key heads, it divides the clone's too. Otherwise key heads are copied to several
-        # ranks, and the clone keeps their number.
+        # If tp divides the number of kv heads, tp must divide the clone's number too. Otherwise kv heads are copied to
+        # several ranks, and the clone keeps the number of kv heads.
         few_kv = tp if kv_heads % tp == 0 else kv_heads
         few = max(2 * few_kv, 2 * tp)
     if facts := KNOWN.get(config.model_type):
         few, few_kv = few * facts.head_blocks, few_kv * facts.head_blocks
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
-    # Heads that do not add up to the hidden size must not do so in the clone either.
+    # If the heads' widths do not add up to the hidden size, the clone's widths must not add up either.
     width = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
     return _Sizes(few, few_kv, width)
 
@@ -127,14 +127,14 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     if n_experts and per_token and not getattr(config, "n_group", None):
         # At least two experts for each rank, and more experts than a token uses.
         _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
-    # These keys say which layers are dense; of the two layers, the second must have experts if any layer has.
+    # The next keys decide which layers are dense. If any layer has experts, the clone's second layer must have experts.
     _put(config, new, ("first_k_dense_replace",), 1)
     _put(config, new, ("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
     _put(config, new, ("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
 
 
 def _put_tokens(config: Any, new: Any) -> None:
-    """Give special tokens ids that the small vocabulary has."""
+    """Give special tokens ids that exist in the small vocabulary."""
     for key, value in TOKENS.items():
         if getattr(config, key, None) is not None:
             setattr(new, key, value)
@@ -143,11 +143,11 @@ def _put_tokens(config: Any, new: Any) -> None:
 
 
 def build(model_class: type[Any], config: Any, attention: str) -> Any:
-    """Build a model in fp32 with the same values on every rank, and with biases and norms other than 0 and 1.
+    """Build a model in fp32 with the same values on every rank. Biases are not 0, and norm weights are not 1.
 
     Args:
-        model_class: a class of transformers.
-        config: the model's configuration.
+        model_class: model class from transformers.
+        config: the model's config.
         attention: name of the attention implementation.
     """
     with torch.random.fork_rng():
@@ -157,7 +157,7 @@ def build(model_class: type[Any], config: Any, attention: str) -> Any:
 
 
 def without_dropout(model: nn.Module) -> Any:
-    """Set all dropout to 0, even in modules whose rate no key of the config sets.
+    """Set all dropout rates to 0, even rates that no config key controls.
 
     Random masks would make a correct cut look wrong.
     """
@@ -172,7 +172,7 @@ def without_dropout(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def perturbed(model: nn.Module) -> Any:
-    """Add noise to every parameter, seeded by the parameter's name, so that a missing or doubled term shows."""
+    """Add noise to every parameter, seeded by the parameter's name, so that a missing or doubled term shows up."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.ndim < 2 else 0.05))
@@ -183,15 +183,15 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
     """A batch of random tokens.
 
     Args:
-        model: the model that is to read it.
-        length: number of tokens in a row.
+        model: the model that will read the batch.
+        length: number of tokens per row.
         padded: True to mask the last three tokens of the first row and the first two of the last row.
         rows: number of rows.
         seed: seed of the tokens.
 
     Returns:
-        input_ids [rows, length], and attention_mask if `padded`. A model with a head also gets labels, in which every
-        fifth is -100; an encoder-decoder without a head gets decoder_input_ids.
+        input_ids [rows, length], and attention_mask if `padded`. A model with a head also gets labels (every fifth
+        label is -100); an encoder-decoder without a head gets decoder_input_ids.
     """
     generator = torch.Generator().manual_seed(seed)
     size = model.config.vocab_size
@@ -211,7 +211,7 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward, and return a loss and the output that it depends on.
+    """Run a forward, and return a loss and the output that the loss depends on.
 
     Returns:
         (loss, logits). Without labels: (a random linear function of the hidden states, the hidden states).

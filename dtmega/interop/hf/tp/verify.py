@@ -1,8 +1,8 @@
-"""Verifies a plan: cuts a small clone of the model, and compares its loss, logits and gradients with one process.
+"""Verifies a plan: cuts a small clone of the model, and compares loss, logits and gradients with an uncut clone.
 
-A plausible plan can be wrong without raising any error: gradients of per-head norms that nobody sums, wrong numbers of
-heads that a view still accepts, slopes of other heads, fused projections cut in the wrong place, ties that sharding
-broke.
+A plausible plan can be wrong without raising any error. For example, gradients of per-head norms are not summed, a view
+accepts a wrong head count, a rank uses the slopes of other heads, a fused projection is cut in the wrong place, or
+sharding breaks a tie.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtmega.interop.hf.tp import tiny
 from dtmega.ops.shards import full_tensor
 
-TOLERANCE = 2e-5  # right plans deviate by 1e-6 to 1e-8 in fp32, the wrong ones that we know by 1e-2 and more
+TOLERANCE = 2e-5  # in fp32, correct plans deviate by 1e-6 to 1e-8, and known wrong plans by at least 1e-2
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of comparing a clone that is cut over ranks with the whole clone. Print the object for a table.
+    """The result of comparing a clone cut over ranks with an uncut clone. Print the object to see a table.
 
     Attributes:
-        errors: (case, name of a tensor) -> relative deviation from the whole clone, the largest over all ranks; inf if
-            the tensor is missing.
+        errors: (case, tensor name) -> relative deviation from the uncut clone, the maximum over all ranks; inf if the
+            tensor is missing.
         raised: errors that the cut clone raised on this rank.
-        tolerance: largest deviation with which a plan counts as correct.
+        tolerance: largest deviation at which a plan counts as correct.
     """
 
     errors: dict[tuple[str, str], float]
@@ -46,7 +46,7 @@ class Verification:
         return {key: error for key, error in self.errors.items() if not error <= self.tolerance}
 
     def __str__(self) -> str:
-        """A table with the largest deviation of each tensor in all cases."""
+        """A table with each tensor's largest deviation over all cases."""
         worst: dict[str, float] = {}
         for (_, name), error in self.errors.items():
             worst[name] = max(worst.get(name, error), error)
@@ -57,17 +57,17 @@ class Verification:
 
 
 def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh], Any]) -> Verification:
-    """Compare a small clone of the model, cut over `mesh`, with one process. All ranks call it.
+    """Compare a small clone of the model, cut over `mesh`, with an uncut clone. All ranks must call this function.
 
     Args:
-        model: model of `transformers`, real or on meta, whole or a stage; only its config and the classes of its
-            modules are used.
+        model: `transformers` model, real or on meta, whole or one stage; only the config and the module classes are
+            used.
         mesh: mesh over which the clone is cut.
         parallelize: function that cuts the clone.
 
     Raises:
-        ValueError: `parallelize` refuses the clone, no clone can be made, or the clone lacks a kind of module that the
-            model has, so that it would prove nothing.
+        ValueError: `parallelize` refuses the clone, no clone can be made, or the clone would prove nothing because it
+            lacks a class of module that the model has.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     try:
@@ -90,7 +90,7 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
         ours = parallelize(ours, mesh)
         try:
             case_errors = deviations(ours, truth, inputs)
-        except Exception as error:  # a plan under which the model raises anything is wrong
+        except Exception as error:  # a plan is wrong if the cut model raises any error
             raised.append(f"{case}: the cut model raised {type(error).__name__}: {error}")
             names = (name for name, _ in truth.named_parameters(remove_duplicate=False))
             case_errors = dict.fromkeys(("loss", "logits", *names), float("inf"))
@@ -99,21 +99,21 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
 
 
 def _classes(model: nn.Module) -> set[str]:
-    """Names of the classes of modules that have parameters."""
+    """Class names of the modules that have parameters."""
     with_parameters = [module for module in model.modules() if list(module.parameters(recurse=False))]
     return {type(module).__name__ for module in with_parameters}
 
 
 def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
-    """Run a forward and a backward of both models, and compare loss, logits and every gradient.
+    """Run forward and backward in both models, and compare loss, logits and every gradient.
 
     Args:
-        ours: the model that is cut.
+        ours: the cut model.
         truth: the same model on one process.
-        inputs: batch for both.
+        inputs: batch for both models.
 
     Returns:
-        Name of a tensor -> relative deviation.
+        Tensor name -> relative deviation.
     """
     results: list[dict[str, Any]] = []
     for model in (truth, ours):
@@ -129,12 +129,12 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
 def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float:
     """The relative deviation |ours - truth| / |truth|; inf if one is missing or the shapes differ.
 
-    A gradient that is only rounding noise is compared with the norm of all gradients instead: softmax does not see a
-    bias of the keys, so its gradient is such noise.
+    If a gradient is only rounding noise, its deviation is divided by the norm of all gradients instead. For example, a
+    key bias has only noise as its gradient, because softmax cancels the bias.
 
     Args:
-        ours: tensor of the model that is cut; None if that model does not have it.
-        truth: the same tensor of the model on one process.
+        ours: tensor of the cut model; None if the cut model lacks this tensor.
+        truth: the same tensor of the uncut model on one process.
         of_all: norm of all gradients together.
     """
     if ours is None or truth is None:

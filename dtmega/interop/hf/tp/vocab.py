@@ -1,4 +1,4 @@
-"""The head of a model of `transformers`, cut over the vocabulary. Its logits are computed only when they are used."""
+"""Cuts the head of a `transformers` model over the vocabulary. Logits are computed only when they are used."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHOLE = "all-gather of the logits, backward all-reduce"
 
 
 class LogitsHead(VocabStyle):
-    """Style of the nn.Linear to the vocabulary, which is cut by rows: [..., D] -> logits [..., V] on every rank.
+    """Style of the head, an nn.Linear cut by rows: [..., D] -> logits [..., V] on every rank.
 
-    With `fused`, a forward with labels returns `VocabLogits`: the loss is computed from this rank's columns, and the
-    whole logits only if something else asks for them.
+    If `fused`, a forward with labels returns `VocabLogits`: the loss is computed from this rank's columns, and the full
+    logits are computed only if other code needs them.
 
     Args:
         fused: True to return `VocabLogits` if there are labels; False to gather the logits in every forward.
@@ -43,7 +43,7 @@ class LogitsHead(VocabStyle):
             self.cost = (_WHOLE, _WHOLE)
 
     def fuse(self, module: Any) -> None:
-        """Fuse head and loss on one rank, where nothing is cut and the module keeps its parameters as they are."""
+        """Fuse head and loss on a single rank. Nothing is cut, and the module's parameters stay unchanged."""
         self.check(module, 1)
         module.forward = types.MethodType(self._function, module)
 

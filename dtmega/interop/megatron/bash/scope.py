@@ -1,0 +1,138 @@
+"""The state of a shell: its variables, functions, arguments, and the files that it wrote; how a statement ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+from dtmega.interop.megatron.bash.words import Unknown, Word
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+    from dtmega.interop.megatron.bash.grammar import Source
+
+
+class Flow(enum.Enum):
+    """How a statement ends."""
+
+    NEXT = "next"
+    BREAK = "break"
+    CONTINUE = "continue"
+    RETURN = "return"
+    EXIT = "exit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """A variable.
+
+    Attributes:
+        value: the variable's text, or for an array its items by index.
+        is_exported: True if child processes get the variable.
+    """
+
+    value: Word | dict[str, Word]
+    is_exported: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of the script.
+
+    Attributes:
+        source: text that defines the function.
+        body: the function's statements.
+    """
+
+    source: Source
+    body: Node
+
+
+@dataclasses.dataclass
+class Scope:
+    """The state of a shell. Every value in it is immutable, so a copy is shallow.
+
+    Attributes:
+        variables: variables by name.
+        functions: functions by name.
+        arguments: arguments of the script or function; None if they are not known.
+        folder: working directory, relative to the script's folder; None if it is not known.
+        files: contents of files that the script wrote, by path.
+        output: text that was written to the standard output; None if nobody reads it.
+        input: text on the standard input; None if it is not known.
+        status: True or False if the last command succeeded or failed; None if that is not known.
+    """
+
+    variables: dict[str, Variable] = dataclasses.field(default_factory=dict)
+    functions: dict[str, Function] = dataclasses.field(default_factory=dict)
+    arguments: tuple[Word, ...] | None = None
+    folder: str | None = None
+    files: dict[str, Word] = dataclasses.field(default_factory=dict)
+    output: tuple[Word, ...] | None = None
+    input: Word | None = None
+    status: bool | None = True
+
+    def copy(self) -> Scope:
+        """A copy that can change without changing this one, as for a subshell."""
+        return dataclasses.replace(
+            self, variables={**self.variables}, functions={**self.functions}, files={**self.files}
+        )
+
+    def items(self, name: str) -> dict[str, Word] | None:
+        """The items of a variable by index; a variable that is no array has item 0. None if it was never set."""
+        variable = self.variables.get(name)
+        if variable is None:
+            return None
+        return variable.value if isinstance(variable.value, dict) else {"0": variable.value}
+
+    def assign(self, name: str, value: Word | dict[str, Word]) -> None:
+        """Set a variable. It stays exported if it was."""
+        before = self.variables.get(name)
+        self.variables[name] = Variable(value, before is not None and before.is_exported)
+
+    def export(self, name: str) -> None:
+        """Let child processes have a variable, if it is set."""
+        if name in self.variables:
+            self.variables[name] = dataclasses.replace(self.variables[name], is_exported=True)
+
+    def write(self, words: tuple[Word, ...]) -> None:
+        """Write to the standard output, if somebody reads it."""
+        if self.output is not None:
+            self.output = (*self.output, *words)
+
+
+def merged(first: Scope, second: Scope, condition: str, names: str, line: int) -> Scope:
+    """The state after a condition that is not known.
+
+    What differs between the two branches depends on the condition.
+
+    Args:
+        first: state after the branch for a condition that holds.
+        second: state after the other branch.
+        condition: the condition and its line.
+        names: names of the condition's unknown variables, separated by blanks.
+        line: line of the condition.
+    """
+    scope = first.copy()
+    for name in {**first.variables, **second.variables}:
+        if first.variables.get(name) == second.variables.get(name):
+            continue
+        one_of_both = first.variables.get(name) or second.variables[name]
+        text = f"${{{name}}}"
+        scope.variables[name] = Variable((Unknown(text, line, names, condition),), one_of_both.is_exported)
+    for path in {**first.files, **second.files}:
+        if first.files.get(path) != second.files.get(path):
+            scope.files[path] = (Unknown(path, line, names, condition),)
+    for name in {**first.functions, **second.functions}:
+        if first.functions.get(name) is None:
+            scope.functions[name] = second.functions[name]
+    if first.arguments != second.arguments:
+        scope.arguments = None
+    if first.folder != second.folder:
+        scope.folder = None
+    if first.output != second.output:
+        scope.output = ((Unknown("output", line, names, condition),),)
+    scope.status = first.status if first.status == second.status else None
+    return scope

@@ -1,0 +1,143 @@
+"""Words of a shell command as sequences of pieces: known text, and text that only a running shell would know.
+
+Each piece has the line of the script that it comes from, so that a message about a flag can name the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LONGEST = 1_000_000  # limit in characters for one word
+
+
+class Text(NamedTuple):
+    """A piece of known text.
+
+    Attributes:
+        text: the text.
+        line: number of the line in the script.
+    """
+
+    text: str
+    line: int
+
+
+class Unknown(NamedTuple):
+    """A piece whose value is not known: a variable of the environment, or the output of another program.
+
+    Attributes:
+        text: the piece as the script writes it.
+        line: number of the line in the script.
+        name: variable with which a user can give the value; '' if there is none.
+        condition: condition on which the value depends, with its line; '' if the value does not depend on a condition.
+        path: the path that the piece stands for, relative to the script's folder; '' if it is not known.
+    """
+
+    text: str
+    line: int
+    name: str = ""
+    condition: str = ""
+    path: str = ""
+
+
+Piece = Text | Unknown
+Word = tuple[Piece, ...]
+
+
+class Undecided(ValueError):
+    """A condition decides about the command, and its value is not known."""
+
+    def __init__(self, condition: str, names: Iterable[str]) -> None:
+        # All arguments are known if their number is. A shell takes an unquoted # for a comment.
+        known_by = ["'#=VALUE'" if name in ("#", "@", "*") else f"{name}=VALUE" for name in names if name]
+        options = " ".join(f"--set {option}" for option in dict.fromkeys(known_by))
+        cure = f"give it with {options}" if options else "write the script without it"
+        super().__init__(f"{condition} is not known, and the command depends on it: {cure}")
+
+
+def known(word: Word) -> str | None:
+    """The text of a word; None if a piece is not known."""
+    if any(isinstance(piece, Unknown) for piece in word):
+        return None
+    return "".join(piece.text for piece in word)
+
+
+def written(word: Word) -> str:
+    """The text of a word, with unknown pieces as the script writes them."""
+    return "".join(piece.text for piece in word)
+
+
+def unknowns(words: Iterable[Word]) -> list[Unknown]:
+    """All unknown pieces of some words."""
+    return [piece for word in words for piece in word if isinstance(piece, Unknown)]
+
+
+def joined(words: Iterable[Word]) -> Word:
+    """One word from several, with neighbouring texts of one line merged.
+
+    Raises:
+        ValueError: the word is longer than LONGEST.
+    """
+    pieces: list[Piece] = []
+    length = 0
+    for word in words:
+        for piece in word:
+            length += len(piece.text)
+            last = pieces[-1] if pieces else None
+            if isinstance(piece, Text) and isinstance(last, Text) and last.line == piece.line:
+                pieces[-1] = Text(last.text + piece.text, piece.line)
+            else:
+                pieces.append(piece)
+    if length > LONGEST:
+        raise ValueError(f"line {pieces[0].line}: the variables of this line make a text of {length:,} characters")
+    return tuple(pieces)
+
+
+def with_blanks(words: Iterable[Word], line: int) -> Word:
+    """One word from several, with a blank between neighbours."""
+    parts: list[Word] = []
+    for word in words:
+        if parts:
+            parts.append((Text(" ", line),))
+        parts.append(word)
+    return joined(parts)
+
+
+class Fields:
+    """The words that an expansion makes, built piece by piece.
+
+    Attributes:
+        words: the finished words.
+    """
+
+    def __init__(self) -> None:
+        self.words: list[Word] = []
+        self._open: list[Word] | None = None
+
+    def add(self, word: Word) -> None:
+        """Add text to the last word as it is, as for text in quotes."""
+        self._open = self._open or []
+        self._open.append(word)
+
+    def add_split(self, word: Word) -> None:
+        """Add text that is split at blanks, as for a variable without quotes."""
+        for piece in word:
+            if isinstance(piece, Unknown):
+                self.add((piece,))
+                continue
+            parts = piece.text.split()
+            if piece.text[:1].isspace():
+                self.close()
+            for i, part in enumerate(parts):
+                if i:
+                    self.close()
+                self.add((Text(part, piece.line),))
+            if parts and piece.text[-1:].isspace():
+                self.close()
+
+    def close(self) -> None:
+        """End the last word."""
+        if self._open is not None:
+            self.words.append(joined(self._open))
+            self._open = None

@@ -1,0 +1,1 @@
+"""Translate launch scripts of Megatron and its forks into configurations."""

@@ -1,0 +1,258 @@
+"""The family of a command's model, and the keys of [model] that several flags decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dtmega.interop.megatron.launch.command import Command
+from dtmega.interop.megatron.launch.draft import Draft
+
+# Script -> the family that it trains unless its flags say otherwise.
+FAMILY_OF_SCRIPT = {
+    "pretrain_gpt": "gpt",
+    "pretrain_gpt2": "gpt",
+    "pretrain_prefix_lm": "gpt",
+    "pretrain_bert": "bert",
+    "pretrain_t5": "t5",
+}
+# Keys of [model] that no flag sets: every T5 of Megatron has these values.
+THEIR_T5: Mapping[str, Any] = MappingProxyType(
+    {
+        "positions": "learned",
+        "norm": "layer",
+        "bias": True,
+        "scale_head": False,
+        "scale_scores": True,
+        "init": "normal",
+    }
+)
+ROTARY = ("rotary", "rope")
+ABSOLUTE = ("absolute", "learned_absolute")
+# Llama 3.1's scaling of rotary frequencies, as megatron-core has it (`rotary_pos_embedding.py`, _apply_scaling).
+ROPE_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_length": 8192}
+# Query-key layer scaling was on by default until Megatron-LM's commit 94a3749f87 of 2 November 2023. Flags that it lost
+# before that day, and flags that it got afterwards, tell the time. The forks for DeepSpeed never changed the default.
+UNTIL_2023 = (
+    *("--checkpoint-activations", "--checkpoint-num-layers", "--activations-checkpoint-method", "--batch-size"),
+    *("--model-parallel-size", "--data-impl", "--mmap-warmup", "--DDP-impl", "--scattered-embeddings", "--warmup"),
+)
+SINCE_2023 = (
+    *("--use-legacy-models", "--attention-backend", "--overlap-param-gather", "--ckpt-format", "--rotary-base"),
+    *("--mock-data", "--log-throughput", "--deterministic-mode", "--calculate-per-token-loss", "--decoupled-lr"),
+    *("--no-mmap-bin-files", "--no-create-attention-mask-in-dataloader", "--cross-entropy-loss-fusion"),
+    *("--use-dist-ckpt", "--dist-ckpt-format", "--log-progress"),
+)
+FOR_DEEPSPEED = (
+    *("--deepspeed", "--deepspeed_config", "--zero-stage", "--no-pipeline-parallel", "--ds-sequence-parallel-size"),
+    *("--embed-layernorm", "--pad-vocab-size-to", "--kill-switch-path", "--sync-tp-duplicated-parameters"),
+    *("--train-weighted-split-paths", "--train-weighted-split-paths-path", "--glu-activation", "--valid-num-workers"),
+)
+# --original -> True if query-key layer scaling is on without a flag.
+SCALES_BY_DEFAULT = {"megatron-lm": True, "megatron-deepspeed": True, "megatron-core": False}
+
+
+def positions_of(command: Command) -> str:
+    """The kind of positions that a command's flags choose: absolute, rope, alibi, none, or another word."""
+    values = command.values.get("--position-embedding-type")
+    kind = values[0] if values else "absolute"
+    if "--use-rotary-position-embeddings" in command.values:
+        kind = "rope"
+    elif "--no-position-embedding" in command.values and kind in ABSOLUTE:
+        kind = "none"
+    if kind in ROTARY:
+        return "rope"
+    return "absolute" if kind in ABSOLUTE else kind
+
+
+def family_of(command: Command) -> str:
+    """The family of a command's model.
+
+    Raises:
+        ValueError: the script trains a model that is not built here.
+    """
+    if command.script not in FAMILY_OF_SCRIPT:
+        known = ", ".join(f"{name}.py" for name in FAMILY_OF_SCRIPT)
+        raise ValueError(f"{command.script}.py trains a model that is not built here; expected one of {known}")
+    family = FAMILY_OF_SCRIPT[command.script]
+    if family != "gpt":
+        return family
+    return {"alibi": "bloom", "rope": "llama"}.get(positions_of(command), "gpt")
+
+
+def set_model(draft: Draft) -> None:
+    """Set the keys of [model], except those of the vocabulary, and the run's directory."""
+    draft.keys["model.name"] = draft.family
+    draft.keys["run.dir"] = f"runs/{draft.family}"
+    if "max_position_embeddings" in draft.fields_of("model"):
+        _set_length(draft)
+    _check_positions(draft)
+    _check_parts(draft)
+    _set_gelu(draft)
+    if draft.family == "llama":
+        _set_llama(draft)
+    elif draft.family == "t5":
+        draft.keys |= {f"model.{key}": value for key, value in THEIR_T5.items()}
+    if draft.has("swiglu") and draft.family != "llama":
+        _set_swiglu(draft)
+    if draft.has("untie-embeddings-and-output-weights") and draft.family != "llama":
+        if "tied" in draft.fields_of("model") and draft.family != "t5":
+            draft.keys["model.tied"] = False
+        else:
+            draft.refuse("--untie-embeddings-and-output-weights", f"a {draft.family} has one weight for both")
+    _set_scaling(draft)
+
+
+def _set_length(draft: Draft) -> None:
+    if draft.has("max-position-embeddings"):
+        if draft.unknown("--max-position-embeddings"):
+            draft.lack(
+                "model.max_position_embeddings",
+                draft.unknown("--max-position-embeddings"),
+                "--max-position-embeddings",
+            )
+        else:
+            draft.keys["model.max_position_embeddings"] = draft.number("max-position-embeddings")
+
+
+def _check_positions(draft: Draft) -> None:
+    """Leave the flags of positions that the family does not have to the user."""
+    kind = positions_of(draft.command)
+    expected = {"bloom": "alibi", "llama": "rope"}.get(draft.family, "absolute")
+    if kind != expected:
+        name = "rotary" if kind == "rope" else kind
+        draft.refuse(_positions_flag(draft), f"{name} positions in a {draft.family} are not built")
+    is_bloom = draft.family == "bloom"
+    if draft.has("embed-layernorm") and not is_bloom:
+        draft.refuse("--embed-layernorm", f"a {draft.family} has none")
+    if is_bloom and not draft.has("embed-layernorm"):
+        draft.refuse(
+            "--position-embedding-type", "without --embed-layernorm; a bloom has a LayerNorm after its embedding"
+        )
+
+
+def _check_parts(draft: Draft) -> None:
+    """Leave norms, biases and grouped heads that the family does not have to the user."""
+    family = draft.family
+    norm = (draft.value("normalization") or "").lower()
+    if norm != ("rmsnorm" if family == "llama" else "layernorm"):
+        if draft.has("normalization"):
+            draft.refuse("--normalization", f"a {family} does not have it")
+        else:
+            _refuse_positions(draft, "--normalization RMSNorm", "a llama has RMSNorm")
+    if draft.has("disable-bias-linear") != (family == "llama"):
+        if family == "llama":
+            _refuse_positions(draft, "--disable-bias-linear", "a llama has no biases")
+        else:
+            draft.refuse("--disable-bias-linear", f"a {family} has biases")
+    if family != "llama":
+        for flag in ("--group-query-attention", "--num-query-groups", "--rotary-base", "--use-rope-scaling"):
+            if flag in draft.command.values:
+                draft.refuse(flag, f"a {family} has none")
+    width = draft.number("kv-channels") if draft.has("kv-channels") else None
+    size, heads = draft.number("hidden-size"), draft.number("num-attention-heads")
+    if family != "t5" and width and size and heads and width * heads == size:
+        # The value is the default, so families without the key have it, too.
+        draft.open.pop("--kv-channels", None)
+        draft.read.add("--kv-channels")
+
+
+def _refuse_positions(draft: Draft, flag: str, reason: str) -> None:
+    """Leave a llama to the user that lacks a flag of every llama."""
+    name = _positions_flag(draft)
+    before = draft.open.get(name)
+    more = f"{before.reason}; " if before else "rotary positions are built in a llama only: "
+    draft.refuse(name, f"{more}without {flag}, and {reason}")
+
+
+def _positions_flag(draft: Draft) -> str:
+    """The flag of the command that chooses its positions."""
+    names = ("--use-rotary-position-embeddings", "--no-position-embedding", "--position-embedding-type")
+    return next((name for name in names if name in draft.command.values), names[-1])
+
+
+def _set_gelu(draft: Draft) -> None:
+    """Set the GELU of the feed-forward: fused, it is the approximation with tanh."""
+    is_erf = draft.has("no-bias-gelu-fusion") and not draft.has("openai-gelu")
+    gelu = "erf" if is_erf else "tanh"
+    if draft.family == "bert":
+        draft.keys["model.gelu"] = gelu
+    elif draft.family == "t5":
+        draft.keys["model.activation"] = f"gelu_{gelu}"
+    elif is_erf and draft.family != "llama" and not (draft.has("swiglu") or draft.has("glu-activation")):
+        draft.refuse("--no-bias-gelu-fusion", f"a {draft.family} has the GELU with tanh")
+
+
+def _set_swiglu(draft: Draft) -> None:
+    """Set a gated feed-forward of a model with Megatron's layers."""
+    if "glu" not in draft.fields_of("model"):
+        draft.refuse("--swiglu", f"a {draft.family} has no gated feed-forward with SiLU")
+        return
+    draft.keys["model.glu"] = "swiglu"
+    _set_gated_width(draft)
+
+
+def _set_gated_width(draft: Draft) -> None:
+    """Set the width of a gated feed-forward, whose default in Megatron is 8/3 D in multiples of 64."""
+    size = draft.number("hidden-size")
+    if not draft.has("ffn-hidden-size") and size:
+        # megatron/training/arguments.py, validate_args
+        draft.keys["model.ffn_hidden_size"] = int((4 * size * 2 / 3) / 64) * 64
+
+
+def _set_llama(draft: Draft) -> None:
+    """Set the keys of a llama, and leave to the user where the command's model is none."""
+    if draft.has("swiglu"):
+        _set_gated_width(draft)
+    else:
+        _refuse_positions(draft, "--swiglu", "the feed-forward of a llama is gated")
+    draft.keys["model.tied"] = not draft.has("untie-embeddings-and-output-weights")
+    for flag, key in (("rotary-base", "rope_theta"), ("num-query-groups", "n_kv_heads")):
+        if draft.unknown(f"--{flag}"):
+            draft.lack(f"model.{key}", draft.unknown(f"--{flag}"), f"--{flag}")
+    base = draft.number("rotary-base")
+    if base is not None and draft.has("rotary-base"):
+        draft.keys["model.rope_theta"] = float(base)
+    groups = draft.number("num-query-groups")
+    if groups is not None and (draft.has("group-query-attention") or draft.has("num-query-groups")):
+        draft.keys["model.n_kv_heads"] = groups
+    if draft.has("use-rope-scaling"):
+        draft.keys |= {f"model.{key}": value for key, value in ROPE_SCALING.items()}
+        draft.keys["model.rope_factor"] = draft.number("rope-scaling-factor")
+    for name in ("attention-dropout", "hidden-dropout"):
+        flag = f"--{name}"
+        if draft.number(name) == 0:
+            draft.open.pop(flag, None)
+            draft.read.add(flag)
+        else:
+            written = "" if draft.has(name) else f", Megatron's default, is {draft.value(name)}"
+            draft.refuse(flag, f"a llama has no dropout{written}")
+
+
+def _set_scaling(draft: Draft) -> None:
+    """Set query-key layer scaling, which changes something in float16 only."""
+    if not draft.has("fp16") or "query_key_layer_scaling" not in draft.fields_of("model"):
+        return
+    if draft.has("no-query-key-layer-scaling") or draft.has("apply-query-key-layer-scaling"):
+        scales: bool | None = draft.has("apply-query-key-layer-scaling")
+    else:
+        scales = _scales_by_default(draft)
+    if scales is None:
+        draft.refuse(
+            "--fp16",
+            "query-key layer scaling was the default until November 2023, and no flag tells the time: give --original",
+        )
+    if scales is not False:
+        draft.keys["model.query_key_layer_scaling"] = True
+
+
+def _scales_by_default(draft: Draft) -> bool | None:
+    """True or False for the default of the command's fork and version; None if its flags do not tell."""
+    if draft.original:
+        return SCALES_BY_DEFAULT[draft.original]
+    written = {*draft.command.values, *draft.command.names.values()}
+    if written & {*FOR_DEEPSPEED}:
+        return True
+    is_old, is_new = bool(written & {*UNTIL_2023}), bool(written & {*SINCE_2023})
+    return None if is_old == is_new else is_old

@@ -1,0 +1,173 @@
+"""Find a Megatron command in a launch script, or in a line of text, and sort its words by flag."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dtmega.interop.megatron.bash import run
+from dtmega.interop.megatron.bash.words import Unknown, Word, known, unknowns, written
+from dtmega.interop.megatron.launch.flags import MANY, by_name, first_name
+
+SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
+# Programs that can have a pretrain_*.py among their words without running it.
+OTHERS = (
+    "grep",
+    "ls",
+    "find",
+    "git",
+    "wc",
+    "head",
+    "tail",
+    "diff",
+    "scp",
+    "rsync",
+    "vim",
+    "nano",
+    "less",
+    "du",
+    "stat",
+)
+
+
+class Command(NamedTuple):
+    """A Megatron command.
+
+    Attributes:
+        script: name of the program, such as pretrain_bert.
+        values: flag -> words that follow the flag. A flag has its first name of the table, whatever the command calls
+            it. Unknown parts of a word are as the script writes them.
+        stray: words that belong to no flag.
+        lines: flag or stray word -> line of the script.
+        unknown: flag or stray word -> the first unknown part of its words.
+        names: flag -> name that the command calls it.
+        files: contents of the files that the script wrote, by path; None where they are not known.
+    """
+
+    script: str
+    values: dict[str, list[str]]
+    stray: list[str]
+    lines: Mapping[str, int] = {}
+    unknown: Mapping[str, Unknown] = {}
+    names: Mapping[str, str] = {}
+    files: Mapping[str, str | None] = {}
+
+
+def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Command, list[str]]:
+    """Read a command.
+
+    Args:
+        source: text of a command that contains `pretrain_….py`, or path of a launch script.
+        given: variable -> value in the script's environment.
+        number: number of the command, from 1, if the script has several; 0 if there may be only one.
+
+    Returns:
+        The command, and remarks for the user.
+
+    Raises:
+        ValueError: `source` has no such command or several, is not bash, or leaves open which command would run.
+        OSError: the file cannot be read.
+    """
+    path = Path(source)
+    is_line = " " in source.strip() and not _is_file(source)
+    text = source if is_line else path.read_text(encoding="utf-8", errors="replace")
+    launches, notes = run.launches(text, is_training, None if is_line else path.parent, given)
+    if not launches:
+        raise ValueError(f"'{source:.80}' has no command with a pretrain_....py in it")
+    different = _different(launches)
+    if number > len(different):
+        raise ValueError(f"--command {number}: expected at most {len(different)}, the number of different commands")
+    if len(different) > 1 and not number:
+        lines = ", ".join(str(launch.line) for launch in different[:5])
+        raise ValueError(
+            f"the script runs {len(different)} different commands (lines {lines}{', ...' if different[5:] else ''}): "
+            f"choose one with --command 1 to {len(different)}"
+        )
+    launch = different[max(number, 1) - 1]
+    files = {path: known(content) for path, content in launch.files.items()}
+    files |= _files_beside(launch, None if is_line else path.parent)
+    return _sorted_by_flag(launch.words, files), notes
+
+
+def is_training(words: Sequence[Word]) -> bool:
+    """True for the words of a command that runs a pretrain_*.py."""
+    program = written(words[0]).rpartition("/")[2]
+    return program not in OTHERS and any(_script(word) for word in words)
+
+
+def _script(word: Word) -> str:
+    """The name of the training program that a word names; '' if it names none."""
+    text = written(word)
+    match = SCRIPT.search(text)
+    return match[1] if match and "=" not in text else ""
+
+
+def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
+    """The commands with different arguments, each once."""
+    seen: dict[tuple[str, ...], run.Launch] = {}
+    for launch in launches:
+        texts = [written(word) for word in launch.words]
+        first = next(i for i, word in enumerate(launch.words) if _script(word))
+        seen.setdefault(tuple(texts[first:]), launch)
+    return list(seen.values())
+
+
+def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
+    """The contents of files in the script's folder that the command names, by path."""
+    files: dict[str, str] = {}
+    for word in launch.words:
+        path = written(word)
+        if folder is None or path in launch.files or not path.endswith(".json"):
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            full = (folder / path).resolve()
+            if folder.resolve() in full.parents and full.stat().st_size < 1_000_000:
+                files[path] = full.read_text(encoding="utf-8")
+    return files
+
+
+def _sorted_by_flag(words: Sequence[Word], files: Mapping[str, str | None]) -> Command:
+    """Sort the words behind the program by flag."""
+    first = next(i for i, word in enumerate(words) if _script(word))
+    flags = by_name()
+    values: dict[str, list[str]] = {}
+    stray: list[str] = []
+    lines: dict[str, int] = {}
+    unknown: dict[str, Unknown] = {}
+    names: dict[str, str] = {}
+    flag = ""  # the last flag
+    room = 0  # number of further values that the last flag takes; MANY, which is negative, never runs out
+    for word in words[first + 1 :]:
+        text = written(word)
+        owner = flag
+        if text.startswith("--") and known(word[:1]) is not None:
+            name, equals, value = text.partition("=")
+            flag = owner = first_name(name)
+            names[flag] = name
+            lines[flag] = word[0].line
+            values[flag] = [value] if equals else []
+            unknown.pop(flag, None)
+            n_values = flags[name].n_values if name in flags else MANY
+            room = 0 if equals else n_values
+        elif room and (
+            room != MANY or flag not in flags or known(word) is not None or len(word) > 1 or not values[flag]
+        ):
+            values[flag].append(text)
+            room -= 1
+        else:
+            stray.append(text)
+            owner = text
+            lines[text] = word[0].line if word else 0
+        missing = unknowns([word])
+        if missing:
+            unknown.setdefault(owner, missing[0])
+    return Command(_script(words[first]), values, stray, lines, unknown, names, files)
+
+
+def _is_file(path: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # a command is too long for a path, or contains a NUL
+        return Path(path).is_file()
+    return False

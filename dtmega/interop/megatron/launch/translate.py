@@ -1,0 +1,111 @@
+"""Translate a Megatron command into a TOML configuration, as far as its flags go.
+
+translation = translate("pretrain_bert.py --num-layers 24 ...")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dtmega.interop.megatron.launch import architecture, command, corpora, layout, precision, schedule
+from dtmega.interop.megatron.launch.command import Command
+from dtmega.interop.megatron.launch.draft import Draft, by_section
+
+LAYOUT = ("mesh", "pipeline", "recompute", "fsdp")  # sections that do not change what a run computes
+
+
+class Translation(NamedTuple):
+    """The configuration that a command's flags give.
+
+    Attributes:
+        toml: text of the configuration, with comments in place of the keys that the flags do not give.
+        left_out: lines for the user, one for each flag that was not carried over.
+        notes: further remarks for the user, about files that were not read.
+        missing: lines for the user, one for each key whose value the flags do not give.
+        open: lines about everything that the user has to decide before a run accepts the configuration: every key of
+            `missing`, and the flags of `left_out` that change what a run computes. The text has them as
+            `[run] untranslated`.
+    """
+
+    toml: str
+    left_out: list[str]
+    notes: list[str]
+    missing: list[str]
+    open: list[str]
+
+
+def translate(
+    source: str,
+    given: Mapping[str, str] | None = None,
+    allowed: Sequence[str] = (),
+    original: str = "",
+    number: int = 0,
+) -> Translation:
+    """Translate a command line, or the command in a launch script.
+
+    Args:
+        source: text of a command that contains `pretrain_….py`, or path of a launch script.
+        given: variable -> value in the script's environment.
+        allowed: flags and keys that may be missing from the configuration.
+        original: fork and version that the command is for: megatron-lm (until November 2023), megatron-deepspeed or
+            megatron-core; '' if its flags have to tell.
+        number: number of the command, from 1, if the script has several; 0 if there may be only one.
+
+    Raises:
+        ValueError: `source` has no such command, leaves open which command would run, or the command trains a model
+            that is not built here.
+        OSError: the file cannot be read.
+    """
+    found, notes = command.read(source, given or {}, number)
+    draft = _filled_draft(found, original)
+    draft.close(allowed)
+    title = f"From {found.script}.py's flags by dtmega from-megatron."
+    return Translation(
+        draft.text(title), draft.left_out(), notes, draft.missing(), [str(each) for each in draft.open.values()]
+    )
+
+
+def translate_known_model(
+    found: Command, known: Mapping[str, Any], title: str
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Translate a command whose model is known, without its layout.
+
+    Args:
+        found: the command.
+        known: values by "section.key". The [model] section gets only these values. In other sections they replace the
+            values from the flags.
+        title: first line of the text, a comment.
+
+    Returns:
+        The text of the configuration, and its values by section.
+    """
+    draft = _filled_draft(found, "")
+    for keys in (draft.keys, draft.lacking):
+        for key in [key for key in keys if key.partition(".")[0] in ("model", *LAYOUT)]:
+            del keys[key]
+    draft.keys |= known
+    # The checkpoint decides about the model, so its flags leave nothing open.
+    draft.open.clear()
+    return draft.text(title), by_section(draft.keys)
+
+
+def _filled_draft(found: Command, original: str) -> Draft:
+    """The draft of a configuration after all flags of the command have been translated."""
+    draft = Draft(found, architecture.family_of(found), original)
+    # The order matters: each step reads keys that were copied or set before, and replaces some of them.
+    draft.copy_values()
+    for step in (
+        architecture.set_model,
+        corpora.set_vocabulary,
+        schedule.set_batch,
+        schedule.set_length,
+        schedule.set_schedule,
+        schedule.set_optimizer,
+        precision.set_precision,
+        layout.set_layout,
+        corpora.set_data,
+        corpora.set_evaluation,
+    ):
+        step(draft)
+    return draft
