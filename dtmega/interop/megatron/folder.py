@@ -34,7 +34,7 @@ class Contents(NamedTuple):
     Attributes:
         path: the checkpoint's folder.
         args: the run's arguments as plain values; empty if the files have none.
-        weights: tensors of the whole model, under Megatron's names.
+        weights: tensors of the whole model, under the program's names.
         moments: exp_avg and exp_avg_sq, each with the names of the weights; empty if the moments are incomplete.
         progress: the run's progress; meaningful only if there are moments.
         updates: number of updates made to the weights; meaningful only if there are moments.
@@ -42,6 +42,7 @@ class Contents(NamedTuple):
         order: Megatron fork that decided the run's sample order, as a value of [data] order.
         vocab_size: number of the tokenizer's ids, without padding; 0 if the files do not say.
         notes: lines for the user.
+        program: key of `Family.formats` for the names of the tensors.
     """
 
     path: Path
@@ -54,6 +55,7 @@ class Contents(NamedTuple):
     order: str = "megatron-lm"
     vocab_size: int = 0
     notes: tuple[str, ...] = ()
+    program: str = "megatron"
 
     @property
     def embedding_rows(self) -> int:
@@ -223,6 +225,7 @@ def _contents_of_core(folder: Path, args: dict[str, Any], weights: Source, run_s
         *(folder, args, weights, moments, progress, updates, run_state.scale),
         order="megatron-core",
         notes=notes,
+        program="megatron-core",
     )
 
 
