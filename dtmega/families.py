@@ -33,6 +33,7 @@ from dtmega.interop.hf.names import gpt as gpt_names
 from dtmega.interop.hf.names import llama as llama_names
 from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.interop.hf.record import Transformers
+from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
@@ -181,8 +182,8 @@ class BuiltInFamily:
 
 FAMILIES: dict[str, Family] = {
     "bloom": BuiltInFamily(bloom.Bloom, bloom_plan, {"hf": [bloom_names.HF], "megatron": [megatron.BLOOM_FORM]}),
-    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], "megatron": [megatron.GPT_FORM]}),
-    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama_names.HF]}),
+    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], **core.GPT_FORMS}),
+    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama_names.HF], **core.LLAMA_FORMS}),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},

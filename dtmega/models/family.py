@@ -1,4 +1,4 @@
-"""The interface of a family of models, and the checks that all families share.
+"""The interface of a model family, and the checks that all families share.
 
 families.py has one record for each family; no other file knows a family by name.
 """
@@ -25,7 +25,7 @@ from dtmega.ops.cost import Piece
 
 
 class Family(Protocol):
-    """The interface through which all other code uses a family of models.
+    """The interface through which all other code uses a model family.
 
     Attributes:
         libraries: libraries besides torch whose versions must be the same on all ranks.
@@ -76,7 +76,7 @@ class Family(Protocol):
             trained: `digest` of the directory during training; '' if the digest is not known.
 
         Raises:
-            ValueError: a directory that no longer exists, or that has another configuration than during training.
+            ValueError: a directory that no longer exists, or whose configuration has changed since training.
         """
         ...
 
@@ -110,7 +110,7 @@ class Family(Protocol):
         ...
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        """Cut a stage on meta over tp. Return the names of the parameters whose gradients must be summed over tp."""
+        """Cut a meta stage over tp. Return the names of the parameters whose gradients must be summed over tp."""
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
@@ -143,7 +143,7 @@ class Family(Protocol):
 
         Args:
             program: a key of `formats`.
-            source: tensors of a whole model by the program's names; padding rows of the vocabulary are dropped.
+            source: a whole model's tensors, keyed by the program's names; padding rows of the vocabulary are dropped.
             where: path of the source, for messages.
 
         Raises:
@@ -168,11 +168,11 @@ class Family(Protocol):
 
         Args:
             program: a key of `formats`.
-            source: tensors of the whole model by our names.
+            source: the whole model's tensors, keyed by our names.
 
         Returns:
-            The program's configuration, and the tensors by the program's names: without vocabulary padding, and with
-            each tied tensor only once.
+            The program's configuration, and the tensors keyed by the program's names: without vocabulary padding, and
+            with each tied tensor only once.
 
         Raises:
             ValueError: a model that the program does not support, or a source of a different model.
@@ -183,7 +183,7 @@ class Family(Protocol):
         """Write weights as a directory that transformers can load. All ranks call this method together.
 
         Args:
-            source: tensors of the whole model by our names.
+            source: the whole model's tensors, keyed by our names.
             folder: directory to write.
             tokenizer: text of tokenizer.json; None: the tokenizer in the model's own directory, if there is one.
             options: options of `hf.files.export.export`.
