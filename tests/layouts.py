@@ -110,6 +110,7 @@ AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
 TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *GATED, *PREFIX}
+TRUTH_KEYS |= {"data.decoder_seq_len"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -197,8 +198,53 @@ OF_MEGATRON: dict[str, tuple[int, dict[str, Any]]] = {
 }
 LAYOUTS |= {f"t5, {name}": (n, T5 | keys) for name, (n, keys) in OF_T5.items()}
 LAYOUTS |= {f"t5 of megatron, {name}": (n, MEGATRON | keys) for name, (n, keys) in OF_MEGATRON.items()}
+# Ranks that share sequences: alone, and together with each other axis, in both forms of attention. With `dp_replicate`
+# parameters are cut over cp, and each shard has a copy.
+WITH_CP: dict[str, tuple[int, dict[str, Any]]] = {}
+for _form in ("gather", "heads"):
+    _cp2 = {"mesh.cp": 2, "mesh.cp_form": _form}
+    WITH_CP |= {
+        f"cp 2, {_form}": (2, _cp2 | FOURS),
+        f"cp 3, {_form}": (3, _cp2 | {"mesh.cp": 3} | FOURS),
+        f"cp 4, {_form}": (4, _cp2 | {"mesh.cp": 4} | FOURS),
+        f"cp 2 x tp 2, {_form}": (4, _cp2 | {"mesh.tp": 2} | FOURS),
+        f"cp 2 x pp 2, 1F1B, {_form}": (4, _cp2 | {"mesh.pp": 2} | PAIRS),
+        f"cp 2 x pp 2, ZBV, {_form}": (4, _cp2 | {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"} | PAIRS),
+        f"cp 2 x dp_shard 2, {_form}": (4, _cp2 | {"mesh.dp_shard": 2} | PAIRS),
+        f"cp 2 x dp_replicate 2, {_form}": (4, _cp2 | {"mesh.dp_replicate": 2} | PAIRS),
+    }
+# At a rate of 1e-2 one process with microbatches of 1 is 4e-6 (GPT) and 2e-5 (Llama) from one with 4 in the gradient's
+# norm after 20 steps, so that no layout could be closer.
+SLOWER = {"optim.lr": 3e-3}
+OF_CP: dict[str, dict[str, Any]] = {"": {}, "bert, ": BERT}
+OF_CP |= {"gpt, ": {"model.name": "gpt"} | SLOWER, "llama, ": {"model.name": "llama"} | SLOWER}
+OF_CP |= {"prefix, ": PREFIX, "t5, ": T5, "t5 of megatron, ": MEGATRON}
+# Llama has 2 heads of keys, of which tp 2 leaves a rank one. Backward of a T5 does not run in two parts.
+REFUSED = {f"llama, {name}, heads" for name in ("cp 3", "cp 4", "cp 2 x tp 2")}
+REFUSED |= {f"{t5}, cp 2 x pp 2, ZBV, {form}" for t5 in ("t5", "t5 of megatron") for form in ("gather", "heads")}
+for _prefix, _what in OF_CP.items():
+    _rows = {_prefix + name: (n, _what | keys) for name, (n, keys) in WITH_CP.items()}
+    LAYOUTS |= {name: row for name, row in _rows.items() if name not in REFUSED}
+for _name in [name for name in LAYOUTS if name.startswith("t5") and "cp 4" in name]:
+    # The decoder's other length, 12, is not 2 x 4 slices.
+    LAYOUTS[_name] = (4, LAYOUTS[_name][1] | {"data.decoder_seq_len": 16})
+# What users run beside the numbers, once.
+LAYOUTS["cp 2, gather"] = (2, LAYOUTS["cp 2, gather"][1] | AS_USED)
+LAYOUTS |= {
+    "HSDP 2 x 2 x cp 2": (8, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "mesh.cp": 2} | PAIRS),
+    "cp 2 x tp 2, no sequence parallel": (4, {"mesh.cp": 2, "mesh.tp": 2, "mesh.sequence_parallel": False} | FOURS),
+    "V 131, cp 2 x tp 2": (4, V131 | {"mesh.cp": 2, "mesh.tp": 2} | FOURS),
+    "recompute full, cp 2": (2, {"recompute.mode": "full", "mesh.cp": 2} | FOURS),
+    "recompute selective, cp 2": (2, {"recompute.mode": "selective", "mesh.cp": 2} | FOURS),
+    "compile, cp 2, gather": (2, {"compile.enable": True} | WITH_CP["cp 2, gather"][1]),
+    "compile, cp 2, heads": (2, {"compile.enable": True} | WITH_CP["cp 2, heads"][1]),
+    "bf16, cp 2": (2, BF16 | {"mesh.cp": 2} | FOURS),
+    "fp16, cp 2": (2, FP16 | {"mesh.cp": 2} | FOURS),
+}
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
+# Ranks of cp compute what one process does, but for the order of a few sums.
+FP32_WITH_CP = FP32 | {"loss": 1e-6, "grad_norm": 1e-6}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
 # for rounding (softmax does not see them), and AdamW makes steps of full length of it.
 BF16_BOUND = {"loss": 2e-3, "grad_norm": 1e-2, "model": 2e-2}
@@ -223,7 +269,8 @@ def truth_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def bound_of(keys: dict[str, Any]) -> dict[str, float]:
-    return BOUNDS[keys.get("precision.params", "float32")]
+    dtype = keys.get("precision.params", "float32")
+    return FP32_WITH_CP if dtype == "float32" and "mesh.cp" in keys else BOUNDS[dtype]
 
 
 class Run:

@@ -97,6 +97,12 @@ LIGHT_OF_T5 = {f"t5, {name}" for name in ("HSDP 2 x 2", "pp 3, split")}
 LIGHT_OF_T5 |= {f"t5 of megatron, {name}" for name in ("V 131, pp 3", "V 131, tp 3")}
 FULL |= {name for name in LAYOUTS if name.startswith("t5")} - LIGHT_OF_T5
 FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
+# Each family once, and among these both forms of attention over cp, and cp with each other axis.
+LIGHT_OF_CP = {"cp 2, gather", "cp 2 x pp 2, ZBV, heads", "prefix, cp 3, heads", "bert, cp 3, heads"}
+LIGHT_OF_CP |= {"gpt, cp 2 x dp_shard 2, gather", "llama, cp 2 x tp 2, gather"}
+LIGHT_OF_CP |= {"t5, cp 2, gather", "t5 of megatron, cp 3, heads"}
+FULL |= {name for name in LAYOUTS if "mesh.cp" in LAYOUTS[name][1]}
+FULL -= LIGHT_OF_CP
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 
@@ -196,9 +202,10 @@ def test_ranks_have_other_numbers_of_masked_tokens_and_some_samples_have_padding
     assert padded == {True, False}
 
 
+# 3 does not divide what a sample is otherwise padded to, and no rank of cp has a part of it.
 @pytest.mark.parametrize(
-    "name", ["tp 3", "t5 of megatron, V 131, tp 3"]
-)  # 3 does not divide what a sample is otherwise padded to
+    "name", ["tp 3", "t5 of megatron, V 131, tp 3", "cp 2, gather", "bert, cp 3, heads", "t5 of megatron, cp 3, heads"]
+)
 def test_a_finished_run_shows_a_sample(trained, name):
     assert "\na sample:\n" in trained[name].said
 
