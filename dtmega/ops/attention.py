@@ -224,7 +224,7 @@ class _ByChunks(torch.autograd.Function):
                 attn_mask=_in_dtype(rule.bias(chunk), q),
                 scale=ctx.scale,
             )
-            if len(chunks) == 1:
+            if len(chunks) == 1 and chunk_dk.shape == dk.shape:
                 dq, dk, dv = chunk_dq, chunk_dk, chunk_dv
             else:
                 dq[:, :, queries] = chunk_dq
