@@ -16,6 +16,9 @@ from dtmega.models.model import consecutive
 from dtmega.ops.context_parallel import ContextParallel
 
 LEAST_TOKENS = 16  # in a sequence of the clone, whose windows have 6
+# In fp32, OPT's gradients deviate by up to 1e-5, because they are what is left of large numbers; all others by at most
+# 6e-6, and known wrong attention by at least 1e-2.
+TOLERANCE = 1e-4
 
 
 def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
@@ -48,7 +51,8 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
         raise ValueError(
             f"cp={size} does not work with '{kind}' ([mesh] cp): its small clone raised {type(error).__name__}: {error}"
         ) from None
-    verification = Verification(worst({("", name): e for name, e in errors.items()}, [ranks.group], device.type))
+    of_case = {("plain", name): error for name, error in errors.items()}
+    verification = Verification(worst(of_case, [ranks.group], device.type), tolerance=TOLERANCE)
     if not verification.ok:
         raise ValueError(f"'{kind}' over cp={size} is not what one process computes ([mesh] cp):\n{verification}")
 
