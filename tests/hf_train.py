@@ -50,6 +50,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2 x dp 2": (4, {"mesh": {"tp": 2}}),
     "tp 2 x dp 2, recompute": (4, {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}),
     "pp 2 x tp 2": (4, {"mesh": {"pp": 2, "tp": 2}}),
+    "cp 2": (2, {"mesh": {"cp": 2, "cp_form": "gather"}, "batch": {"micro_batch_size": 2}}),
+    "cp 2, heads": (2, {"mesh": {"cp": 2, "cp_form": "heads"}, "recompute": {"mode": "full"}}),
+    "cp 2 x tp 2": (4, {"mesh": {"cp": 2, "tp": 2}, "recompute": {"mode": "full"}}),
+    "cp 2 x pp 2": (4, {"mesh": {"cp": 2, "pp": 2}}),
+    "cp 2 x dp 2": (4, {"mesh": {"cp": 2}}),
 }
 
 

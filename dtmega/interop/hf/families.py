@@ -38,6 +38,18 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Families whose models are always causal, whatever `is_decoder` in config.json says.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
+# Families whose sequences several ranks can share ([mesh] cp): their layers pass all that changes attention through
+# transformers' attention interface, and their forward takes the positions of a rank's tokens.
+OVER_CP = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
+OVER_CP += ("cohere2", "phi", "phi3", "granite", "glm", "glm4", "smollm3", "arcee", "ernie4_5", "exaone4", "starcoder2")
+OVER_CP += ("gpt2", "gpt_neox", "gpt_bigcode", "opt", "stablelm", "mixtral", "olmoe", "qwen3_moe")
+# Families whose sequences stay whole -> the reason.
+WHOLE_SEQUENCES = {
+    "bloom": "its class has no attention interface (name = 'bloom' trains the same model over cp)",
+    "gpt_oss": "its attention has sinks, which it passes as 's_aux'",
+    "deepseek_v3": "its heads of values have another size than its heads of queries and keys",
+}
+
 
 @dataclass(frozen=True)
 class Attention:

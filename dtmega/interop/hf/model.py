@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.formats.whole import aliases
+from dtmega.interop.hf import context as over_cp
 from dtmega.interop.hf import families
 from dtmega.interop.hf.directory import build, initial_values, read_config
 from dtmega.models.model import Model
+from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
 
 
@@ -62,6 +64,21 @@ class HF(Model):
         self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
+        self._context: ContextParallel | None = None
+        self._own_attention: Mapping[int, str] = {}
+
+    @property
+    def context(self) -> ContextParallel | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Ranks that share the sequences of the batch at hand. While there are any, attention is `context.py`'s."""
+        return self._context
+
+    @context.setter
+    def context(self, context: ContextParallel | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._context is None and context is not None:
+            self._own_attention = over_cp.switch(self.hf)
+        elif self._context is not None and context is None:
+            over_cp.switch(self.hf, self._own_attention)
+        self._context = context
 
     def forward(
         self,
@@ -76,17 +93,18 @@ class HF(Model):
     ) -> Tensor | dict[str, Tensor]:
         """Run the model, as described in `Model`.
 
-        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache; without a cache,
-        transformers counts positions itself.
+        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache, or if ranks share
+        the sequences; otherwise transformers counts positions itself.
 
         Args:
             tokens: token ids, [B, S]; ignored by stages other than the first.
             labels: ids of the tokens to predict, [B, S]. If None, the last stage returns logits.
             hidden: hidden state from the previous stage, [B, S, D].
             cache: keys and values of the earlier tokens, for generation.
-            document_ids: document number of each token, [B, S]: 0 for the text, any other number for padding to the
-                left of the text. Used only with a cache.
-            position_ids: position of each token, [B, S]. Used only with a cache and `document_ids`.
+            document_ids: document number of each token, [B, S]. Used only with a cache, where it is 0 for the text and
+                any other number for padding to the left of the text; or if ranks share the sequences.
+            position_ids: position of each token, [B, S]. Used only with a cache and `document_ids`, or if ranks share
+                the sequences.
 
         Returns:
             The hidden state for the next stage, logits [B, S, V], or the loss summed over the microbatch.
@@ -103,9 +121,13 @@ class HF(Model):
             cache.inner = out.past_key_values
             return out.logits
         inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
-        if not self.is_last:
-            return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}
-        logits = self.hf(**inputs, use_cache=False).logits
+        positions = places if position_ids is None else position_ids
+        if self.context is not None and positions is not None:
+            inputs["position_ids"] = positions
+        with over_cp.at_hand(places, document_ids, self.context, fused=labels is not None):
+            if not self.is_last:
+                return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}
+            logits = self.hf(**inputs, use_cache=False).logits
         if labels is None:
             return logits
         smoothing = self.cfg.label_smoothing if self.training else 0.0

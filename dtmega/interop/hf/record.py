@@ -18,9 +18,9 @@ from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
-from dtmega.interop.hf import resolve
-from dtmega.interop.hf.directory import initial_values
-from dtmega.interop.hf.families import KNOWN
+from dtmega.interop.hf import context_proof, resolve
+from dtmega.interop.hf.directory import initial_values, read_config
+from dtmega.interop.hf.families import KNOWN, OVER_CP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
@@ -30,9 +30,10 @@ from dtmega.interop.hf.tp.parallel import cut_stage, plan_for
 from dtmega.mesh import World
 from dtmega.models import count
 from dtmega.models.family import check_units, hidden_state
-from dtmega.models.lengths import lengths_of
+from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
 from dtmega.models.show import CONTINUATION
+from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cost import Piece
 
 
@@ -71,7 +72,7 @@ class Transformers:
         model = cfg.model
         with torch.device("meta"):
             whole = HF(model)
-        lengths_of(cfg, whole)
+        lengths = lengths_of(cfg, whole)
         check_units(cfg, whole)
         kind = whole.hf.config.model_type
         if not model.init_from and not has_weights(model.directory):
@@ -84,9 +85,9 @@ class Transformers:
                 f"the dtype of the parameters; here it stays as it is: expected float32 ([precision] params)"
             )
         if sizes["cp"] > 1:
-            raise ValueError(
-                f"a model of transformers has whole sequences: expected cp=1, got {sizes['cp']} ([mesh] cp)"
-            )
+            _check_context(whole.hf.config, cfg)
+            # tp cuts a sequence only if it can, and with cp every rank needs two slices.
+            check_lengths(cfg, whole, lengths, {**sizes, "tp": 1})
         if sizes["tp"] > 1:
             try:
                 plan_for(whole.hf, sizes["tp"])
@@ -100,9 +101,13 @@ class Transformers:
             )
 
     def attends_by_heads(self, cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-        return False
+        n_kv_heads = getattr(read_config(cfg.model.directory), "num_key_value_heads", None) or cfg.model.n_heads
+        return attends_by_heads(cfg, cfg.model.n_heads, n_kv_heads, sizes)
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
+        if world.sizes["cp"] > 1:
+            ranks = ContextParallel(world.groups["cp"], self.attends_by_heads(cfg, world.sizes))
+            context_proof.prove(stage.hf, ranks, world.device)
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
         return []
 
@@ -110,9 +115,8 @@ class Transformers:
         materialize(stage.hf, device)
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # The sequence is always whole between stages, because sequence parallelism begins and ends within a stack of
-        # blocks.
-        return {"hidden": hidden_state(cfg, 1, "seq_len")}
+        # tp cuts no sequence between stages, because sequence parallelism begins and ends within a stack of blocks.
+        return {"hidden": hidden_state(cfg, sizes["cp"], "seq_len")}
 
     def weights(self, model: config.Model) -> Source | None:
         if model.init_from and not is_hf_folder(model.init_from):
@@ -152,3 +156,40 @@ class Transformers:
 def _always_fp32(hf: Any, name: str) -> bool:
     """True if transformers keeps this tensor in float32, whatever the parameters' dtype."""
     return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())
+
+
+def _check_context(hf_config: Any, cfg: config.Config) -> None:
+    """Refuse a model whose ranks cannot share sequences.
+
+    Raises:
+        ValueError: a family that is not listed, or a key of its config that attention over cp does not know.
+    """
+    kind = hf_config.model_type
+    if kind not in OVER_CP:
+        why = f": {WHOLE_SEQUENCES[kind]}" if kind in WHOLE_SEQUENCES else ""
+        raise ValueError(
+            f"ranks cannot share the sequences of '{kind}'{why}; expected cp=1, or one of {', '.join(OVER_CP)} "
+            f"([mesh] cp)"
+        )
+    if softcap := getattr(hf_config, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"attention over cp has no soft cap of scores: expected attn_logit_softcapping=null in config.json, or "
+            f"cp=1, got {softcap} ([mesh] cp, [model] path)"
+        )
+    if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
+        raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
+    for rope in _rope_parameters(hf_config):
+        # With this type, the longest position in a forward chooses the frequencies, and each rank has another one.
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and original and cfg.data.seq_len > original:
+            raise ValueError(
+                f"rope_type='longrope' looks at the positions of whole sequences: expected seq_len up to "
+                f"original_max_position_embeddings={original} or cp=1, got seq_len={cfg.data.seq_len} ([data] seq_len, "
+                f"[mesh] cp)"
+            )
+
+
+def _rope_parameters(hf_config: Any) -> list[dict[str, Any]]:
+    """The parameters of rotary embeddings in a config: one table, or a table for each kind of layer."""
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]

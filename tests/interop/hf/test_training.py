@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dtmega import train
 from dtmega.__main__ import main as command
+from dtmega.interop.hf.families import OVER_CP
 from tests import hf_models, hf_train, layouts
 from tests.hf_models import Case
 from tests.hf_train import Job
@@ -40,6 +41,9 @@ OTHERS = ["arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2", "gemma", "gem
 OTHERS += ["gptj", "codegen", "mpt", "xglm", "gpt_bigcode", "stablelm parallel, norms"]
 OTHERS += ["phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
 EVERY = [*CASES, *STAGED, *MIXTURES, *(Case(name, tied=i % 2 == 0) for i, name in enumerate(OTHERS))]
+# Over cp: windows of all layers and of some, layers that rotate nothing, scales of scores, positions that are learned,
+# heads that share keys, experts.
+SHARING = [Case(name, tied=False) for name in ("mistral", "gemma3_text", "smollm3", "granite", "opt", "mixtral")]
 # Layout -> what is trained there. Each family is cut into stages here; by tp in interop/hf/tp/test_plan.py, and here
 # one of them.
 EVERYWHERE = {
@@ -48,12 +52,21 @@ EVERYWHERE = {
     "pp 2": [*ALONE, *STAGED, DEEPSEEK],
     "dp 2": [GPT2, XGLM, UNKNOWN, DEEPSEEK],
     "tp 2 x dp 2": [GPT2, PACKED],
+    "cp 2": [*SHARING, GPT2, Case("qwen3")],
+    "cp 2, heads": [STAGED[0]],
+    "cp 2 x tp 2": [PACKED],
+    "cp 2 x pp 2": [STAGED[0]],
 }
 REPEATING = {"tp 2 x dp 2, recompute": CASES, "pp 2": EVERY, "pp 2 x tp 2": EVERY}
 REPEATING |= {
     layout: [*(case for case in CASES if case not in EVERYWHERE[layout]), *MIXTURES] for layout in ("1", "tp 2")
 }
 REPEATING["tp 2"].append(NATIVE)
+SHARED = [case for case in EVERY if case.family in OVER_CP and case != CAPPED]
+REPEATING |= dict.fromkeys(("cp 2", "cp 2 x pp 2", "cp 2 x dp 2"), SHARED)
+# Those whose heads of keys and values are enough for two ranks.
+REPEATING |= {"cp 2, heads": [case for case in SHARED if case.name != "gpt_bigcode"]}
+REPEATING |= {"cp 2 x tp 2": SHARED}
 REPEATING |= {"dp 2": [*MIXTURES, Case("mamba")], "tp 2 x dp 2": MIXTURES}
 # What is saved where, and where it is read.
 WRITERS = {
@@ -209,14 +222,15 @@ def test_the_same_on_two_axes_at_once(layout: str, case: Case):
 @pytest.mark.parametrize("layout", EVERYWHERE)
 def test_a_rank_reads_of_the_files_what_it_holds_and_no_more(layout: str):
     # What tp does not cut are norms, biases and positions, of which OPT has 2050; the embedding is cut 66 : 65.
-    share = {"1": 1.0, "tp 2": 0.6, "dp 2": 0.52, "tp 2 x dp 2": 0.32, "pp 2": 1.0}[layout]
+    share = {"1": 1.0, "tp 2": 0.6, "dp 2": 0.52, "tp 2 x dp 2": 0.32, "pp 2": 1.0}
+    share |= {"cp 2": 0.52, "cp 2, heads": 0.52, "cp 2 x tp 2": 0.32, "cp 2 x pp 2": 0.52}
     for case in EVERYWHERE[layout]:
         found = [(result[case]["bytes_read"], result[case]["bytes_held"]) for result in measured()[layout]]
         assert all(read == held for read, held in found), case
         model = hf_models.build(case)
         alone = sum(tensor.nbytes for tensor in [*model.parameters(), *hf_models.stored_buffers(model).values()])
         if case.name not in ("opt", "deepseek_v3"):  # whose attention transformers leaves whole
-            assert max(read for read, _ in found) <= share * alone, case
+            assert max(read for read, _ in found) <= share[layout] * alone, case
 
 
 def test_label_smoothing_is_of_training_only():

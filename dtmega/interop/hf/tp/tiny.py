@@ -21,8 +21,7 @@ from dtmega.interop.hf.families import (
 from dtmega.interop.hf.files.config_json import NOISE
 
 VOCAB, HEAD_DIM, POSITIONS, WINDOW = 131, 16, 64, 6
-SIZES = {"vocab_size": VOCAB, "n_positions": POSITIONS, "sliding_window": WINDOW, "rotary_dim": HEAD_DIM // 2}
-SIZES |= dict.fromkeys(POSITION_KEYS, POSITIONS)
+SIZES = {"vocab_size": VOCAB, "sliding_window": WINDOW, "rotary_dim": HEAD_DIM // 2}
 TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
@@ -40,7 +39,7 @@ class _Sizes(NamedTuple):
     hidden: int
 
 
-def tiny_config(config: Any, tp: int) -> Any:
+def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
     """A config like `config`, but with two layers (or one layer of each kind), few small heads, and no dropout.
 
     The new config keeps everything that affects how tp cuts: whether there are fewer kv heads than query heads or
@@ -50,6 +49,7 @@ def tiny_config(config: Any, tp: int) -> Any:
     Args:
         config: the large model's config, which is not changed.
         tp: number of ranks over which the clone is to be cut.
+        length: number of tokens that the clone must be able to read.
 
     Raises:
         ValueError: the model has no heads (Mamba).
@@ -70,6 +70,7 @@ def tiny_config(config: Any, tp: int) -> Any:
         new.word_embed_proj_dim = sizes.hidden // 2 if is_projected else sizes.hidden
     for key, value in SIZES.items():
         _put(config, new, (key,), value)
+    _put(config, new, ("n_positions", *POSITION_KEYS), max(length, POSITIONS))
     _put_tokens(config, new)
     for key, value in config.to_dict().items():
         if NOISE.search(key) and isinstance(value, float):

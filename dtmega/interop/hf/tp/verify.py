@@ -7,7 +7,7 @@ sharding breaks a tie.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,8 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
             names = (name for name, _ in truth.named_parameters(remove_duplicate=False))
             case_errors = dict.fromkeys(("loss", "logits", *names), float("inf"))
         errors |= {(case, name): error for name, error in case_errors.items()}
-    return Verification(_worst(errors, mesh), tuple(raised))
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return Verification(worst(errors, groups, mesh.device_type), tuple(raised))
 
 
 def _classes(model: nn.Module) -> set[str]:
@@ -147,10 +148,12 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
     return (ours - truth).norm().item() / (of_all if is_noise else max(size, 1e-30))
 
 
-def _worst(errors: dict[tuple[str, str], float], mesh: DeviceMesh) -> dict[tuple[str, str], float]:
-    """The largest deviations over all ranks; NaN counts as inf."""
-    local = torch.tensor(list(errors.values()), dtype=torch.float64, device=mesh.device_type)
-    worst = local.nan_to_num(torch.inf, torch.inf)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return dict(zip(errors, worst.tolist(), strict=True))
+def worst(
+    errors: dict[tuple[str, str], float], groups: Sequence[dist.ProcessGroup], device_type: str
+) -> dict[tuple[str, str], float]:
+    """The largest deviations over all ranks of these groups; NaN counts as inf."""
+    local = torch.tensor(list(errors.values()), dtype=torch.float64, device=device_type)
+    largest = local.nan_to_num(torch.inf, torch.inf)
+    for group in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return dict(zip(errors, largest.tolist(), strict=True))

@@ -1,0 +1,171 @@
+"""Attention of `transformers` models whose sequences several ranks share ([mesh] cp).
+
+transformers looks up two functions under the name in `config._attn_implementation`: one makes the mask of a forward,
+the other computes attention in each layer. `switch` puts the name of the two functions of this file there:
+
+    mask         makes the attention rules of the tokens at hand, once per forward    {window: rule}
+    attention    gets these rules as its `attention_mask`, and picks the one with the layer's window
+
+The rules travel as an argument of each layer, so that a recomputed layer gets the rules of its own forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from dtmega.ops.attention import attention
+from dtmega.ops.attention_rule import AttentionRule, attention_rule
+from dtmega.ops.context_parallel import ContextParallel
+
+NAME = "dtmega_over_cp"
+# Keywords of attention that change nothing here: the rules know the places, and nothing is cached.
+WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k"})
+Rules: TypeAlias = dict[int, AttentionRule]
+
+
+class Tokens:
+    """The tokens of the forward at hand, of which this rank has a part.
+
+    Args:
+        places: [B, S / cp], places of the tokens in their sequences.
+        document_ids: [B, S / cp], document number of each token; None: each sequence is one document.
+        context: ranks that share the sequences.
+        fused: argument of `attention_rule`.
+    """
+
+    def __init__(self, places: Tensor, document_ids: Tensor | None, context: ContextParallel, fused: bool) -> None:
+        self._places, self._document_ids, self._context, self._fused = places, document_ids, context, fused
+        self._rules: Rules = {}
+
+    def rules(self, windows: set[int]) -> Rules:
+        """The rules of these tokens for each window; 0 stands for no window."""
+        for window in sorted(windows - self._rules.keys()):
+            self._rules[window] = attention_rule(
+                self._places,
+                causal=True,
+                window=window,
+                document_ids=self._document_ids,
+                fused=self._fused,
+                context=self._context,
+            )
+        return {window: self._rules[window] for window in windows}
+
+
+_AT_HAND: ContextVar[Tokens | None] = ContextVar("tokens at hand", default=None)
+
+
+@contextlib.contextmanager
+def at_hand(
+    places: Tensor | None, document_ids: Tensor | None, context: ContextParallel | None, fused: bool
+) -> Iterator[None]:
+    """Make the masks of the model that is called inside the `with` block; without `context`, change nothing."""
+    if context is None:
+        yield
+        return
+    assert places is not None
+    token = _AT_HAND.set(Tokens(places, document_ids, context, fused))
+    try:
+        yield
+    finally:
+        _AT_HAND.reset(token)
+
+
+def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, str]:
+    """Let a transformers model use the functions of this file, or its own functions again.
+
+    Args:
+        model: the model, whole or one pipeline stage.
+        own: result of an earlier call, to undo that call; None to switch to the functions of this file.
+
+    Returns:
+        The names in the model's configs before the call, by id of the config.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    before: dict[int, str] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and id(config) not in before:
+            before[id(config)] = config._attn_implementation
+            config._attn_implementation = NAME if own is None else own[id(config)]
+    return before
+
+
+def windows_of(config: Any) -> set[int]:
+    """The windows of a model's layers; 0 stands for no window."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    return {window if kind == "sliding_attention" else 0 for kind in kinds} if kinds else {window}
+
+
+def _mask(config: Any, use_vmap: bool = False, **_: Any) -> Rules:
+    """The function that makes a mask in transformers: it returns the rules of the tokens at hand."""
+    tokens = _AT_HAND.get()
+    assert tokens is not None, "called outside of `at_hand`"
+    # transformers sets this argument if the model combines the causal mask with a mask of its own.
+    if use_vmap:
+        raise ValueError(f"'{config.model_type}' has a mask of its own, which ranks that share sequences do not know")
+    return tokens.rules(windows_of(config))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Rules,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The function that computes attention in transformers, for this rank's tokens.
+
+    Raises:
+        ValueError: an argument that would change the results in a way that is unknown here.
+    """
+    name = type(module).__name__
+    _check(module, name, query, value, dropout, others)
+    rule = attention_mask.get(sliding_window or 0)
+    if rule is None:
+        raise ValueError(
+            f"{name} has sliding_window={sliding_window}, but the windows in its config are {sorted(attention_mask)}, "
+            f"where 0 means none"
+        )
+    out = attention(query, key, value, rule, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check(
+    module: nn.Module, name: str, query: Tensor, value: Tensor, dropout: float, others: Mapping[str, Any]
+) -> None:
+    """Refuse what the attention rules do not express.
+
+    Raises:
+        ValueError: such an argument, which the message names.
+    """
+    causal = others.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(f"{name} attends both ways: expected is_causal=True, got False")
+    if dropout:
+        raise ValueError(f"{name} drops attention probabilities: expected dropout=0, got {dropout}")
+    if query.shape[-1] != value.shape[-1]:
+        raise ValueError(
+            f"{name} has heads of another size for values: expected {query.shape[-1]} as for queries, got "
+            f"{value.shape[-1]}"
+        )
+    for keyword, given in others.items():
+        # False asks for nothing, for example for no `output_attentions`.
+        if keyword != "is_causal" and keyword not in WITHOUT_EFFECT and given is not None and given is not False:
+            raise ValueError(
+                f"{name} passes '{keyword}' to its attention, which is unknown where ranks share sequences: expected "
+                f"None, got {type(given).__name__}"
+            )

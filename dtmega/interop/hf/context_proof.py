@@ -1,0 +1,87 @@
+"""Proves before a run that ranks which share sequences compute what one process computes, on a small clone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtmega.interop.hf import context
+from dtmega.interop.hf.tp import tiny
+from dtmega.interop.hf.tp.verify import Verification, deviation, worst
+from dtmega.models.model import consecutive
+from dtmega.ops.context_parallel import ContextParallel
+
+LEAST_TOKENS = 16  # in a sequence of the clone, whose windows have 6
+# In fp32, OPT's gradients deviate by up to 1e-5, because they are what is left of large numbers; all others by at most
+# 6e-6, and known wrong attention by at least 1e-2.
+TOLERANCE = 1e-4
+
+
+def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
+    """Compare a small clone of the model that shares sequences with a clone on one process. All ranks call this.
+
+    Args:
+        model: `transformers` model on meta, whole or one stage; only the config and the model's class are used.
+        ranks: ranks that share the sequences.
+        device: device of this rank.
+
+    Raises:
+        ValueError: no clone can be made, attention refuses the clone, or gradients deviate.
+    """
+    kind, size = model.config.model_type, ranks.group.size()
+    # Each rank needs two slices of the same length.
+    length = 2 * size * -(-LEAST_TOKENS // (2 * size))
+    try:
+        # In the form `heads`, the ranks divide heads as in tp.
+        config = tiny.tiny_config(model.config, size if ranks.by_heads else 2, length)
+        attention = model.config._attn_implementation
+        truth, ours = (tiny.build(type(model), config, attention).to(device) for _ in range(2))
+    except Exception as error:  # each family checks its sizes in its own way
+        raise ValueError(
+            f"cp={size} of '{kind}' cannot be proven ([mesh] cp), since no small clone can be made: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    try:
+        errors = _deviations(ours, truth, length, ranks, device)
+    except Exception as error:  # attention refuses arguments that it does not know, but a family may raise anything
+        raise ValueError(
+            f"cp={size} does not work with '{kind}' ([mesh] cp): its small clone raised {type(error).__name__}: {error}"
+        ) from None
+    of_case = {("plain", name): error for name, error in errors.items()}
+    verification = Verification(worst(of_case, [ranks.group], device.type), tolerance=TOLERANCE)
+    if not verification.ok:
+        raise ValueError(f"'{kind}' over cp={size} is not what one process computes ([mesh] cp):\n{verification}")
+
+
+def _deviations(ours: Any, truth: Any, length: int, ranks: ContextParallel, device: torch.device) -> dict[str, float]:
+    """The relative deviations of the loss and of every gradient, by name of the tensor."""
+    rows = {name: row.to(device) for name, row in tiny.batch(truth, length, padded=False).items()}
+    tokens, labels = rows["input_ids"], rows["labels"]
+    alone = _loss(truth, tokens, labels)
+    alone.backward()
+    tokens, labels, places = (ranks.slice(row, balanced=True) for row in (tokens, labels, consecutive(tokens)))
+    context.switch(ours)
+    with context.at_hand(places, None, ranks, fused=False):
+        loss = _loss(ours, tokens, labels, position_ids=places)
+    loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss, group=ranks.group)
+    of_truth = dict(truth.named_parameters())
+    total = torch.stack([p.grad.norm() for p in of_truth.values() if p.grad is not None]).norm().item()
+    errors = {"loss": deviation(loss, alone.detach(), total)}
+    for name, parameter in ours.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient, group=ranks.group)
+        expected = of_truth[name].grad
+        errors[name] = deviation(gradient, torch.zeros_like(gradient) if expected is None else expected, total)
+    return errors
+
+
+def _loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> Tensor:
+    """The loss summed over the labels."""
+    logits = model(input_ids=tokens, use_cache=False, **rows).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
