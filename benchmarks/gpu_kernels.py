@@ -8,7 +8,9 @@ length, and are compiled as a run compiles them, forward and backward, by Dynamo
 sm_90 (H100, H200). None of them runs. A line says how many graphs the two blocks took (one, which they share), how many
 kernels each direction has, and the most shared memory that one asks for, of which a block of threads may have 227 KiB;
 then what the passes of a block (all but matrix products and attention) read and write, beside a closed form's least.
-The head and its loss follow, over two chunks of tokens of different length, in the same words.
+The head and its loss follow, over two chunks of tokens of different length, in the same words. Last come two blocks of
+a BLOOM as the first rank of cp 2 compiles them: FlexAttention with the block masks of the rank's two runs (`gather`),
+or of all queries for half of the heads (`heads`). Collectives are those of torch's fake process group.
 """
 
 from __future__ import annotations
@@ -65,12 +67,15 @@ if reason := missing(Path(found.origin).parent):
 load_gpu(Path(found.origin).parent)
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from dtmega import config, families  # noqa: E402 (it imports torch)
 from dtmega.ops import cross_entropy, softmax  # noqa: E402
+from dtmega.ops.context_parallel import ContextParallel  # noqa: E402
 
 SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
 SIZES = ("bloom-560m", "bloom-1b1", "bloom-3b", "bloom-7b1", "gpt2", "llama-3.2-1b", "llama-3-8b")
+SHARED_SIZE = "bloom-560m"  # the model whose sequences two ranks share
 # No kernel takes a mask of dropped probabilities; the other dropout stays.
 NO_DROPOUT = ("--model.attention_dropout", "0")
 H100 = SimpleNamespace(
@@ -205,8 +210,13 @@ def compiling_for_it(made: Made) -> Iterator[None]:
         yield
 
 
-def compile_blocks(arguments: Sequence[str]) -> Made:
-    """Compile two blocks of a model of tokens, as the command line `arguments` says it, forward and backward."""
+def compile_blocks(arguments: Sequence[str], context: ContextParallel | None = None) -> Made:
+    """Compile two blocks of a model of tokens, forward and backward.
+
+    Args:
+        arguments: command line of a run.
+        context: ranks that share the sequence; None: one process has it.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     cfg = config.load([*arguments, "--model.n_layers", "2"])
@@ -221,8 +231,26 @@ def compile_blocks(arguments: Sequence[str]) -> Made:
             block.compile(backend=made.backend, fullgraph=True, dynamic=False)
         tokens = torch.zeros(1, cfg.data.seq_len, dtype=torch.int64, device=device)
         sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
-        model(tokens=tokens, labels=tokens, sample_ids=sample_ids)
+        rows = {"tokens": tokens, "labels": tokens, "sample_ids": sample_ids}
+        if context is not None:
+            rows = model.part_of(rows, context)
+            model.context = context
+        model(**rows)
     return made
+
+
+@contextlib.contextmanager
+def sharing(cp: int) -> Iterator[dist.ProcessGroup]:
+    """Make this process the first of `cp` ranks, whose other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+    finally:
+        dist.destroy_process_group()
 
 
 def _allocate(model: torch.nn.Module, device: torch.device) -> None:
@@ -296,6 +324,15 @@ def main(names: list[str]) -> int:
         logits_bytes = 2 * cross_entropy.CHUNK_TOKENS["cuda"] * vocab_size
         for way, moved, least in zip(("sums", "derivatives"), made.passes_bytes, (1, 2), strict=True):
             print(f"  {way}: {moved / logits_bytes:.3f} times the logits of a chunk, at least {least}", flush=True)
+    with sharing(cp=2) as group:
+        for form in ("gather", "heads"):
+            started_s = time.process_time()
+            context = ContextParallel(group, by_heads=form == "heads")
+            made = compile_blocks(["--config", f"{SHARED_SIZE}.toml", *NO_DROPOUT], context)
+            describe(f"{SHARED_SIZE} over cp 2, {form}: {made.graphs} graph for two blocks", made, started_s)
+            attention = [kernel for kernel in made.kernels if kernel.name.startswith("triton_tem")]
+            most = " + ".join(f"{kernel.shared_bytes / 1024:.0f}" for kernel in attention)
+            print(f"  FlexAttention: {len(attention)} kernels, KiB of shared memory {most}", flush=True)
     return 0
 
 
