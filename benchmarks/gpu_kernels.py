@@ -8,20 +8,18 @@ length, and are compiled as a run compiles them, forward and backward, by Dynamo
 sm_90 (H100, H200). None of them runs. A line says how many graphs the two blocks took (one, which they share), how many
 kernels each direction has, and the most shared memory that one asks for, of which a block of threads may have 227 KiB;
 then what the passes of a block (all but matrix products and attention) read and write, beside a closed form's least.
-The head and its loss follow, over two chunks of tokens of different length, in the same words.
+The head and its loss follow, over two chunks of tokens of different length, in the same words. Last come two blocks of
+a BLOOM as the first rank of cp 2 compiles them: FlexAttention with the block masks of the rank's two runs (`gather`),
+or of all queries for half of the heads (`heads`). Collectives are those of torch's fake process group.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib.util
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,83 +28,37 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import one_gpu
+
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Inductor reads it when it is imported
 
 
-def missing(torch_folder: Path) -> str:
+def missing() -> str:
     """The reason why nothing can be compiled here; '' if it can."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton: pip install triton -c constraints.txt"
-    if (torch_folder / "lib" / "libtorch_cuda.so").exists():
-        return "needs a torch that is built for CPUs: one for CUDA looks for a GPU"
-    return "" if shutil.which("g++") else "needs g++"
+    return one_gpu.missing()
 
 
-def load_gpu(torch_folder: Path) -> None:
-    """Compile one_gpu.cpp and load it into this process."""
-    libraries = torch_folder / "lib"
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "one_gpu.so")
-        command = ["g++", "-shared", "-fPIC", "-std=c++20", str(ROOT / "benchmarks" / "one_gpu.cpp")]
-        command += [f"-I{torch_folder / 'include'}", f"-L{libraries}", "-lc10", "-ltorch_cpu", "-o", str(library)]
-        subprocess.run(command, check=True)
-        ctypes.CDLL(str(libraries / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(library))
-
-
-# Before torch is imported, which asks once whether there is a GPU.
-found = importlib.util.find_spec("torch")
-assert found is not None
-assert found.origin is not None
-if reason := missing(Path(found.origin).parent):
+if reason := missing():
     sys.exit(f"compiles nothing: {reason}")
-load_gpu(Path(found.origin).parent)
+one_gpu.load()
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from dtmega import config, families  # noqa: E402 (it imports torch)
 from dtmega.ops import cross_entropy, softmax  # noqa: E402
+from dtmega.ops.context_parallel import ContextParallel  # noqa: E402
 
-SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
 SIZES = ("bloom-560m", "bloom-1b1", "bloom-3b", "bloom-7b1", "gpt2", "llama-3.2-1b", "llama-3-8b")
+SHARED_SIZE = "bloom-560m"  # the model whose sequences two ranks share
 # No kernel takes a mask of dropped probabilities; the other dropout stays.
 NO_DROPOUT = ("--model.attention_dropout", "0")
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=80 * 2**30,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    shared_memory_per_block_optin=SHARED_BYTES,
-    shared_memory_per_multiprocessor=SHARED_BYTES + 1024,
-    L2_cache_size=50 * 2**20,
-    gcnArchName="",
-)
 VOCABULARIES = (50_257, 128_256)  # with more, a chunk has more than the 1e9 numbers that torch counts of a kernel
 LOSS_TOKENS = 4096 + 1500  # a whole chunk and a shorter one
-# What torch asks of a device.
-ANSWERS: dict[str, Any] = {
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "_lazy_init": lambda: None,
-    "device_count": lambda: 1,
-    "current_device": lambda: 0,
-    "_exchange_device": lambda device: 0,
-    "_maybe_exchange_device": lambda device: 0,
-    "get_device_capability": lambda device=None: (H100.major, H100.minor),
-    "get_device_properties": lambda device=None: H100,
-    "get_device_name": lambda device=None: H100.name,
-    "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-    "set_rng_state": lambda state, device=None: None,
-    "is_bf16_supported": lambda including_emulation=True: True,
-    "synchronize": lambda device=None: None,
-}
 
 
 class Kernel(NamedTuple):
@@ -157,14 +109,6 @@ class Made:
         self.kernels.append(Kernel(autotuner.fn.__name__, most, len(compiled)))
 
 
-def answer() -> None:
-    """Let torch.cuda speak of an H100, for the rest of this process."""
-    for name, said in ANSWERS.items():
-        setattr(torch.cuda, name, said)
-    if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
-        setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # noqa: B010
-
-
 @contextlib.contextmanager
 def compiling_for_it(made: Made) -> Iterator[None]:
     """Inductor and Triton compile for sm_90, and load nothing."""
@@ -188,7 +132,7 @@ def compiling_for_it(made: Made) -> Iterator[None]:
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device=0: 0,
-        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}),
+        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": one_gpu.SHARED_BYTES}),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(type(triton.runtime.driver), "active", driver))
@@ -205,8 +149,13 @@ def compiling_for_it(made: Made) -> Iterator[None]:
         yield
 
 
-def compile_blocks(arguments: Sequence[str]) -> Made:
-    """Compile two blocks of a model of tokens, as the command line `arguments` says it, forward and backward."""
+def compile_blocks(arguments: Sequence[str], context: ContextParallel | None = None) -> Made:
+    """Compile two blocks of a model of tokens, forward and backward.
+
+    Args:
+        arguments: command line of a run.
+        context: ranks that share the sequence; None: one process has it.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     cfg = config.load([*arguments, "--model.n_layers", "2"])
@@ -221,8 +170,26 @@ def compile_blocks(arguments: Sequence[str]) -> Made:
             block.compile(backend=made.backend, fullgraph=True, dynamic=False)
         tokens = torch.zeros(1, cfg.data.seq_len, dtype=torch.int64, device=device)
         sample_ids = torch.zeros(1, dtype=torch.int64, device=device)
-        model(tokens=tokens, labels=tokens, sample_ids=sample_ids)
+        rows = {"tokens": tokens, "labels": tokens, "sample_ids": sample_ids}
+        if context is not None:
+            rows = model.part_of(rows, context)
+            model.context = context
+        model(**rows)
     return made
+
+
+@contextlib.contextmanager
+def sharing(cp: int) -> Iterator[dist.ProcessGroup]:
+    """Make this process the first of `cp` ranks, whose other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+    finally:
+        dist.destroy_process_group()
 
 
 def _allocate(model: torch.nn.Module, device: torch.device) -> None:
@@ -279,7 +246,7 @@ def compile_loss(n_tokens: int, hidden_size: int, vocab_size: int) -> Made:
 
 
 def main(names: list[str]) -> int:
-    answer()
+    one_gpu.answer()
     for name in names or SIZES:
         started_s = time.process_time()
         arguments = ["--config", f"{name}.toml", *(() if name.startswith("llama") else NO_DROPOUT)]
@@ -296,6 +263,15 @@ def main(names: list[str]) -> int:
         logits_bytes = 2 * cross_entropy.CHUNK_TOKENS["cuda"] * vocab_size
         for way, moved, least in zip(("sums", "derivatives"), made.passes_bytes, (1, 2), strict=True):
             print(f"  {way}: {moved / logits_bytes:.3f} times the logits of a chunk, at least {least}", flush=True)
+    with sharing(cp=2) as group:
+        for form in ("gather", "heads"):
+            started_s = time.process_time()
+            context = ContextParallel(group, by_heads=form == "heads")
+            made = compile_blocks(["--config", f"{SHARED_SIZE}.toml", *NO_DROPOUT], context)
+            describe(f"{SHARED_SIZE} over cp 2, {form}: {made.graphs} graph for two blocks", made, started_s)
+            attention = [kernel for kernel in made.kernels if kernel.name.startswith("triton_tem")]
+            most = " + ".join(f"{kernel.shared_bytes / 1024:.0f}" for kernel in attention)
+            print(f"  FlexAttention: {len(attention)} kernels, KiB of shared memory {most}", flush=True)
     return 0
 
 

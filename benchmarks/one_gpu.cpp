@@ -1,5 +1,5 @@
 // A GPU in name only, for a torch built without CUDA: tensors that say they are on it can be sliced and differentiated.
-// Nothing is allocated or launched; `benchmarks/gpu_kernels.py` gives it fake tensors, which have no memory.
+// Nothing is allocated or launched; the scripts that load it (`one_gpu.py`) give it fake tensors, which have no memory.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -264,3 +264,6 @@ def test_two_blocks_share_a_graph_whose_kernels_fit_into_an_h100():
     # The loss: one reads the logits, one reads and overwrites them, whatever the length of a chunk.
     assert len(re.findall(r"loss, V [\d,]+: 2 graphs for chunks of two lengths, 2 kernels", words)) == 2
     assert re.findall(r"(sums|derivatives): ([\d.]+) times", words) == [("sums", "1.000"), ("derivatives", "2.000")] * 2
+    # Under cp, forward and backward of attention for each of a rank's two runs, or once for a part of the heads.
+    shared = re.findall(r"over cp 2, (\w+): (\d) graph for two blocks.*\n  FlexAttention: (\d) kernels", words)
+    assert shared == [("gather", "1", "4"), ("heads", "1", "2")]
