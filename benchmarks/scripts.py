@@ -152,7 +152,7 @@ def our_commands(path: Path) -> tuple[list[list[Word]], dict[str, str]]:
         try:
             found, _ = run.launches(path.read_text(errors="replace"), command.is_training, path.parent, given)
         except Undecided as error:
-            new = [name for name in re.findall(r"--set (\S+)=VALUE", str(error)) if name not in given]
+            new = [name for name in re.findall(r"--set '?(\S+?)=VALUE", str(error)) if name not in given]
             if not new:
                 raise
             given |= {name: "0" if name == "#" else "" for name in new}

@@ -33,10 +33,12 @@ from dtmega.interop.hf.names import gpt as gpt_names
 from dtmega.interop.hf.names import llama as llama_names
 from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.interop.hf.record import Transformers
+from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
-from dtmega.models.family import Family, attends_by_heads, check_lengths, check_units, hidden_state, lengths_of
+from dtmega.models.family import Family, check_units, hidden_state
+from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
 from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
 from dtmega.ops.cost import Piece
@@ -180,8 +182,8 @@ class BuiltInFamily:
 
 FAMILIES: dict[str, Family] = {
     "bloom": BuiltInFamily(bloom.Bloom, bloom_plan, {"hf": [bloom_names.HF], "megatron": [megatron.BLOOM_FORM]}),
-    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], "megatron": [megatron.GPT_FORM]}),
-    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama_names.HF]}),
+    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], **core.GPT_FORMS}),
+    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama_names.HF], **core.LLAMA_FORMS}),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},

@@ -52,14 +52,18 @@ These commands read checkpoints from any number of tensor ranks, stages and virt
 - those that Megatron-LM has saved since 2019 (`iter_.../mp_rank_*`, `release`), of GPT, BERT and its T5, with and
   without `checkpoint_version`, in torch's older format too;
 - the layer files of BLOOM by Megatron-DeepSpeed;
-- for a GPT, the distributed checkpoints of megatron-core (`torch_dist`; `zarr` is refused).
+- the distributed checkpoints of megatron-core, saved by any number of ranks (`torch_dist`; `zarr` is refused), of a GPT
+  and of Llama: grouped queries, rotary positions, SwiGLU, RMSNorm, and the scaling of Llama 3.1. Variants such as
+  `--qk-layernorm`, `--apply-layernorm-1p`, `--squared-relu`, `--rotary-percent 0.5`, `--num-experts` and
+  `--multi-latent-attention` are refused by name.
 
 Nothing in the pickles runs: they are decoded as data, and other contents are refused. Shards that are missing,
 duplicated or contradictory are refused by name, and a refusal leaves no output.
 
 - **Weights** are the fp32 masters, if the files have them.
 - **To continue the run:** with `--to dtmega`, Adam's moments, step and samples are converted too if they are complete
-  (all files of ZeRO's partitions, bf16 only). The command then prints the line that continues the run, with
+  (all files of ZeRO's partitions, bf16 only; of megatron-core's distributed optimizer those saved with
+  `--dist-ckpt-optim-fully-reshardable`). The command then prints the line that continues the run, with
   `--checkpoint.resume OUT --checkpoint.allow_changed_data true`, because the files do not say which data the run has
   read. To start a new run with the weights instead, use `[model] init_from`.
 - **`OUT/config.toml`** is made from the arguments in the files, without their layout. To continue a GPT or BLOOM, it
@@ -75,21 +79,38 @@ duplicated or contradictory are refused by name, and a refusal leaves no output.
 
 To convert in the other direction:
 
-    python -m dtmega convert --from hf gpt2-medium --to megatron checkpoints/gpt2 --tp 2 --pp 2
+    python -m dtmega convert --from hf gpt2-medium --to megatron checkpoints/gpt2
     python -m dtmega convert --from dtmega runs/bert --to megatron checkpoints/bert --tp 2 --dtype float16
 
-The first command writes weights for a run with
-`--load checkpoints/gpt2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2`. They are in a folder
-`release`, from which Megatron's loader starts at iteration 0 with a new optimizer.
+Each command writes weights in a folder `release` for `--load`, from which Megatron's loader starts at iteration 0 with
+a new optimizer. Two formats exist, because Megatron-LM has had two implementations of its models:
 
-- **Versions:** files of GPT, BERT (with LayerNorms first) and Megatron's own T5 are for Megatron-LM v2.1 (2021) or
-  later. Those of BLOOM are for BigScience's Megatron-DeepSpeed without `--deepspeed`.
-- **Vocabulary:** the embedding is padded with rows of zeros to a multiple of 128 for each tensor-parallel rank,
-  Megatron's default of `--make-vocab-size-divisible-by`. In Megatron these rows take part in the softmax.
-- **Tokenizer:** Megatron's loader compares `--tokenizer-type`. Use `GPT2BPETokenizer` for GPT, `PretrainedFromHF` for
-  BLOOM, and `BertWordPieceLowerCase` for BERT and T5, or `BertWordPieceCase` with `--tokenizer bert-cased:VOCAB`.
+- **`--format core`**, the default for GPT and Llama: for the models of megatron-core, which are Megatron-LM's own since
+  core 0.8 (2024) and its only ones since core 0.18. The files are a distributed checkpoint, today's default of
+  `--ckpt-format`; core 0.8 needs `--use-dist-ckpt`. megatron-core 0.16.1 itself loads them strictly and computes the
+  logits of transformers. The empty states that modules of Transformer Engine ask for are included.
+- **`--format legacy`** for GPT, BERT (with LayerNorms first) and Megatron's own T5: for Megatron-LM from v2.1 (2021)
+  on; from core 0.8 to 0.17 with `--use-legacy-models` (and from 0.9 on `--ckpt-format torch`). Later versions do not
+  refuse such files: they start from random weights.
+- **`--format legacy`** for BLOOM: for BigScience's Megatron-DeepSpeed without `--deepspeed`. megatron-core has no
+  ALiBi, so it cannot hold a BLOOM. Its own BERT and T5 are not written.
+
+What to know about both:
+
+- **Layout:** `core` takes no `--tp` and `--pp`: Megatron-LM loads the same files on any number of ranks. `legacy` needs
+  those of the run, `--tensor-model-parallel-size` and `--pipeline-model-parallel-size`.
+- **Vocabulary:** it is padded with rows of zeros to a multiple of 128, Megatron's default of
+  `--make-vocab-size-divisible-by`; in `legacy`, for each tensor-parallel rank. A run that pads `core` to another
+  multiple gets further rows of zeros. In Megatron these rows take part in the softmax.
+- **Tokenizer:** Megatron's loader compares `--tokenizer-type` if the run has a `--vocab-file`. Use `GPT2BPETokenizer`
+  for GPT, `HuggingFaceTokenizer` for Llama, `PretrainedFromHF` for BLOOM, and `BertWordPieceLowerCase` for BERT and T5,
+  or `BertWordPieceCase` with `--tokenizer bert-cased:VOCAB`.
 - **T5 on several stages:** the decoder begins where the encoder's share of the stages ends
   (`--pipeline-model-parallel-split-rank`), in the middle if both stacks have the same depth.
+- **Flags of a Llama:** `--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear`,
+  `--untie-embeddings-and-output-weights` unless its head is tied, `--group-query-attention --num-query-groups N`,
+  `--rotary-base`, `--norm-epsilon`, and for Llama 3.1 `--use-rope-scaling --rope-scaling-factor`. With
+  `--use-checkpoint-args` the loader takes most of them from the files.
 
 ## The same samples in the same order
 

@@ -404,7 +404,7 @@ MESH = (
         "mesh.cp",
         "context_parallel_size context_parallel_degree cp_size cp_degree sequence_parallel_degree sp_size "
         "sequence_parallel_size",
-        "only 1 so far",
+        "ranks that each sequence is divided over",
     ),
     Synonym("mesh.sequence_parallel", "enable_sequence_parallel use_sequence_parallel", "on by default with tp"),
     Synonym(

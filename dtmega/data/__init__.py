@@ -1,4 +1,4 @@
-"""The data pipeline, from text to batches. A batch depends only on the seed and the number of samples consumed before.
+"""The data pipeline, from text to batches. A batch depends only on the seed and the number of samples consumed so far.
 
     tokenizers/       vocabularies, and the chat templates of conversations
     preparing/        text -> `.bin/.idx` files; the default corpus, made of the text that ships with Python

@@ -30,7 +30,7 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
 # True if a process can find out who sent it a signal. macOS has no system call for that, so on macOS the signals end
-# our workers, as the signals also end torch's own workers.
+# our workers, just like torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
 # The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
@@ -54,9 +54,9 @@ class StepBatch:
 
 
 class TrainBatches:
-    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first one.
+    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first.
 
-    The state is one integer, the number of samples delivered so far. From this number a run resumes exactly, even with
+    The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
     other numbers of workers and data ranks. StatefulDataLoader's own state does not allow that: with another number of
     workers the loader raises an AssertionError, and with another number of data ranks the loader silently repeats or
     skips samples.
@@ -158,7 +158,7 @@ class TrainBatches:
     def _n_workers(self) -> int:
         """The number of worker processes, from [data] num_workers.
 
-        If that key is -1, the number is 0 if batches are made quickly, else 1. Two batches are timed and the faster
+        If that key is -1, no worker is used if batches are made quickly, else one. Two batches are timed and the faster
         one counts, because the first batch may be slow for a reason that does not recur.
         """
         if self._data.num_workers >= 0:
@@ -205,10 +205,10 @@ class TrainBatches:
 
 
 class _WorkerStartup:
-    """A thread that starts a loader's workers, because torchdata waits several seconds for each worker to answer.
+    """Start a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
 
     Args:
-        loader: loader whose workers the thread starts.
+        loader: loader with the workers to start.
 
     Attributes:
         feeders: multiprocessing's threads that feed the queues to the workers.
@@ -244,7 +244,7 @@ class _WorkerStartup:
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
-    """Yield this rank's part of a split's first `steps` global batches, at full size; the same in each evaluation.
+    """Yield this rank's part of the first `steps` global batches of a split. All evaluations read the same batches.
 
     The batches are made in this process, without workers. A split with too few samples continues in its next epoch.
 

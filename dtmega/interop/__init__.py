@@ -1,1 +1,1 @@
-"""Models and files of other projects: transformers, Megatron, and files that torch has pickled."""
+"""Models and files from other projects: transformers, Megatron, and files pickled by torch."""

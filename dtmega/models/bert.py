@@ -32,7 +32,7 @@ IGNORED_SAMPLE = -100  # label of a sample whose first token is on another rank
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward. `[model] norm` selects where both have their LayerNorm.
+    """One layer: attention, then a feed-forward. `[model] norm` selects the place of the LayerNorms.
 
     With f for the attention or the feed-forward:
 
@@ -95,7 +95,7 @@ class OrderHead(nn.Module):
         self.classifier = nn.Linear(cfg.hidden_size, 2)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute logits [B, 2] from hidden [B, S, D]: column 0 for segments in order, column 1 for swapped ones."""
+        """Compute logits [B, 2] from hidden [B, S, D]: column 0 for ordered, column 1 for swapped segments."""
         return self.classifier(torch.tanh(self.pooler(hidden[:, 0])))
 
 
@@ -103,8 +103,8 @@ class Bert(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: global number of each head, a key of attention dropout. The numbers are a buffer, so that a plan can
-            cut them with the heads.
+        head_ids: global number of each head, used in the keys of attention dropout; a buffer, so that a plan can cut
+            the numbers along with the heads.
     """
 
     cfg: config.Bert
@@ -120,7 +120,7 @@ class Bert(Model):
         # For the FLOP counter: WordHead processes only labelled tokens, and OrderHead one token per sample.
         self.works_per = {"head": "label", "order": "sequence"}
 
-        # With norm = "post" the embedding and each layer end in a LayerNorm, so the last layer needs no further one.
+        # With norm = "post" the embedding and each layer end in a LayerNorm, so no norm follows the last layer.
         def norm_if(order: str) -> nn.LayerNorm | None:
             return stream_norm(cfg, cfg.layer_norm_eps) if cfg.norm == order else None
 
@@ -151,16 +151,16 @@ class Bert(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64, some of them replaced by [MASK].
-            labels: [B, S] int64, the token that a [MASK] hides; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers, the keys of dropout masks; needed in training with dropout.
-            token_types: [B, S] int64, the segment of each token, 0 or 1; None: all are 0.
-            swapped: [B] int64, 1 if the sample's segments were swapped; needed with labels.
-            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
+            tokens: token ids, [B, S] int64, some replaced by [MASK].
+            labels: original token at each masked place, [B, S] int64; a label of -100 takes no part in the loss.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
+            token_types: segment of each token, 0 or 1, [B, S] int64; None: all are 0.
+            swapped: 1 for each sample whose segments were swapped, else 0, [B] int64; needed with labels.
+            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding is a document of its own.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
-                the sequence, only this rank's part of S.
-            places: [B, S] int64, the global index of each token in its sample, below `longest`.
+            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
+                sequence, only this rank's part of S.
+            places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
             With labels, fp32 sums over the microbatch: "lm", the token losses; "order", the segment order losses;
@@ -172,7 +172,7 @@ class Bert(Model):
             ValueError: dropout in training without sample_ids, or labels without swapped.
         """
         # A fused kernel is compiled again for each length, and batches without labels come in many lengths. Attention
-        # dropout needs the plain formula: no kernel takes a keyed mask.
+        # dropout cannot use a fused kernel either, because no fused kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, document_ids=document_ids, fused=fused, context=self.context)
         if self.embed is not None and self.positions is not None and self.types is not None:

@@ -58,9 +58,9 @@ class Bloom(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        slopes: ALiBi's slope of each head (arXiv:2108.12409). The slopes are a buffer, so that a plan can cut them with
-            the heads.
-        head_ids: global number of each head, a key of attention dropout; a buffer for the same reason.
+        slopes: ALiBi's slope of each head (arXiv:2108.12409). The slopes are a buffer, so that a plan can cut the
+            slopes along with the heads.
+        head_ids: global number of each head, used in the keys of attention dropout; a buffer for the same reason.
     """
 
     cfg: config.Bloom
@@ -100,16 +100,16 @@ class Bloom(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64.
-            labels: [B, S] int64, the token to predict at each place; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers, the keys of dropout masks; needed in training with dropout.
-            position_ids: [B, S] int64, ignored, because ALiBi measures distances by `places`, as in Megatron.
-            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
-            prefix: [B, S] bool, True for tokens that all tokens of their document see, even those before them.
-            label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
-                the sequence, only this rank's part of S.
-            places: [B, S] int64, the global index of each token in its sample.
+            tokens: token ids, [B, S] int64.
+            labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
+            position_ids: ignored, [B, S] int64, because ALiBi measures distances by `places`, as in Megatron.
+            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
+            prefix: mask of the tokens that all tokens of the same document see, even earlier tokens, [B, S] bool.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
+            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
+                sequence, only this rank's part of S.
+            places: global index of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens, to which this call adds `tokens`.
 
         Returns:
@@ -119,9 +119,9 @@ class Bloom(Model):
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
-        # token brings a new length, so such passes use no fused kernel. Nor does attention dropout, because no fused
-        # kernel takes a keyed mask.
+        # A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
+        # mostly for generation, where each token brings a new length. So only passes with labels and without attention
+        # dropout use a fused kernel.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(
             places,

@@ -1,8 +1,8 @@
 """Generation: sample text from a model token by token, for one prompt or a small batch of prompts.
 
-Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. A
-model that tp cuts along the sequence cannot keep keys and values, because a single token cannot be cut over ranks. This
-kind of model computes all tokens again for every new token, with the same result.
+Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. If
+tp cuts a model along the sequence, the model cannot keep keys and values, because a single token cannot be cut over
+ranks. The model then computes all tokens again for every new token, with the same result.
 
 Prompts of different lengths are padded to a common length. If keys and values are kept, padding goes on the left, so
 that every prompt's next token is in the same column; the padding is a document of its own, at places below 0. Otherwise
@@ -24,7 +24,7 @@ from dtmega.files.console import counted
 from dtmega.models.model import Model
 from dtmega.ops.key_value_cache import KeyValueCache
 
-PADDING = 64  # sequences are padded to multiples of this, because some kernels are compiled anew for each length
+PADDING = 64  # lengths are padded to a multiple of 64, because some kernels are compiled anew for each length
 Settle = Callable[[Tensor], bool]
 
 
@@ -39,12 +39,12 @@ class Sampling:
 
     Attributes:
         vocab_size: size of the tokenizer's vocabulary; the model's vocabulary may be larger.
-        end_ids: tokens that end the sample and are not part of it.
+        end_ids: tokens that end a sample; a sample does not include its end token.
         seed: seed of the draws.
         temperature: temperature of the softmax; 0 takes the most probable token.
         top_k: number of most probable tokens to draw from; 0 = all.
-        top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the fewest most
-            probable tokens with a total probability of at least top_p; 1 = all.
+        top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set
+            of most probable tokens with a total probability of at least top_p; 1 = all.
         multiple: number of equal parts that a sequence must divide into: the size of tp. With more than 1 part, all
             tokens are computed again for every new token.
         settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on these tokens. The
@@ -130,8 +130,8 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         if not same_length:
             # Padding is a document of its own, so no text sees it.
             rows["document_ids"] = (places < 0).long()
-            # Every token needs a valid position, but padding has none. Nor has a sample that has used all positions and
-            # stays in the batch while other samples go on. So places are clamped.
+            # Clamp places to valid positions: padding has no position, nor does a sample that has used all positions
+            # but stays in the batch while other samples go on.
             rows["position_ids"] = places.clamp(0, longest - 1)
         return model(new, cache=cache, **rows)[:, -1]
 

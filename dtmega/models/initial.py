@@ -31,7 +31,7 @@ def init_weights(model: Model, seed: int) -> None:
 
 
 def _values_per_draw(device: torch.device) -> int:
-    """The number of values to draw at a time: few enough for a CPU's caches, or many, to save launches on a GPU."""
+    """The number of values to draw at a time: on a CPU, few enough for the caches; on a GPU, many, to save launches."""
     return 2**16 * torch.get_num_threads() if device.type == "cpu" else 2**22
 
 

@@ -41,11 +41,11 @@ class KeyedDropout(nn.Module):
         """Drop elements of x, [B, S, D], and scale up the rest by 1 / (1 - p).
 
         Args:
-            x: [B, S, D], or a rank's part of it along S or D.
-            sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
-            places: [B, S] int, the global place of each token of x. If x is only a part along S, the plan replaces the
+            x: activations, [B, S, D], or this rank's part along S or D.
+            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
+            places: global place of each token of x, [B, S] int. If x is only a part along S, the plan replaces the
                 places of the whole sequence by the places of that part.
-            channel_ids: [D] int32, global numbers of the channels of x; None: x has all channels.
+            channel_ids: global numbers of the channels of x, [D] int32; None: x has all channels.
         """
         if self.p == 0.0 or not self.training:
             return x
@@ -61,8 +61,8 @@ class KeyedDropout(nn.Module):
         """This site's dropout in the form that `attention` takes, without places; None if nothing is dropped.
 
         Args:
-            head_ids: [H] int32, global numbers of the heads of this rank.
-            sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
+            head_ids: global numbers of this rank's heads, [H] int32.
+            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
         """
         if self.p == 0.0 or not self.training:
             return None
@@ -136,7 +136,7 @@ class FusedAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The mask of the keys' rows in the fused bias, bool [3 D], by the bias's name (`Model.unseen`)."""
+        """The mask of the key rows in the fused bias, bool [3 D], keyed by the bias's name (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
         return {"qkv.bias": rows % 3 == 1}
 
@@ -189,7 +189,7 @@ class MLP(nn.Module):
 class LMHead(nn.Module):
     """The output layer: logits from the last hidden state, or with labels the sum of token losses.
 
-    The head owns the loss, so that product and cross-entropy run chunk by chunk and never need all logits at once.
+    The head owns the loss, so that matrix product and cross-entropy run chunk by chunk, never with all logits at once.
     Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the extra rows give no
     logits.
 
@@ -220,9 +220,9 @@ class LMHead(nn.Module):
         """Compute logits [..., V] from h, or with labels the fp32 scalar sum of token losses.
 
         Args:
-            h: [..., D].
-            labels: [...] int64, the token to predict; a label of -100 takes no part in the sum.
-            label_weights: [...] fp32, the weight of each token's loss in the sum; None: all 1.
+            h: hidden states, [..., D].
+            labels: tokens to predict, [...] int64; a label of -100 takes no part in the sum.
+            label_weights: weight of each token's loss in the sum, [...] fp32; None: all 1.
         """
         if labels is None:
             bias = None if self.bias is None else self.bias[: self.vocab_size]
@@ -233,7 +233,7 @@ class LMHead(nn.Module):
 
     def loss_terms(self, label_weights: Tensor | None = None) -> dict[str, Any]:
         """The keyword arguments for `linear_cross_entropy`."""
-        # Only training has these terms, so that evaluations of runs with different settings can be compared.
+        # Only training adds these terms, so that evaluations of runs with different settings can be compared.
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         weights = None if label_weights is None else label_weights.flatten()
         return {

@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
     """The rotation of queries and keys by their positions (Su et al., arXiv:2104.09864).
 
     Attributes:
-        cos, sin: [B, S, 1, K / 2] fp32, cosine and sine of the angle by which each pair of channels is rotated.
+        cos, sin: cosine and sine of each channel pair's rotation angle, [B, S, 1, K / 2] fp32.
     """
 
     cos: Tensor
@@ -53,8 +53,8 @@ class Attention(nn.Module):
         q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
         k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        # Transpose only after the rotation. Memory then keeps the order [B, S, H, K] in which the linear layers write
-        # and read in forward and backward, and nothing is copied.
+        # Transpose only after the rotation. The tensors then keep the memory order [B, S, H, K], which the linear
+        # layers write and read in forward and backward, and nothing is copied.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
         return self.out(out.transpose(1, 2).flatten(2))
 
@@ -129,16 +129,16 @@ class Llama(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64.
-            labels: [B, S] int64, the token to predict at each place; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, ignored: Llama has no dropout.
-            position_ids: [B, S] int64, the positions by which queries and keys are rotated; None: `places`.
-            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
-            prefix: [B, S] bool, True for tokens that all tokens of their document see, even those before them.
-            label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
-                the sequence, only this rank's part of S.
-            places: [B, S] int64, the global index of each token in its sample.
+            tokens: token ids, [B, S] int64.
+            labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
+            sample_ids: ignored, [B] int64, because Llama has no dropout.
+            position_ids: positions for the rotation of queries and keys, [B, S] int64; None: `places`.
+            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
+            prefix: mask of the tokens that all tokens of the same document see, even earlier tokens, [B, S] bool.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
+            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
+                sequence, only this rank's part of S.
+            places: global index of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens, to which this call adds `tokens`.
 
         Returns:

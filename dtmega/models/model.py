@@ -20,22 +20,22 @@ class Model(nn.Module):
     """A whole model, or the part of it that one pipeline stage holds. Every model that dtmega trains is a subclass.
 
     A model is called as `model(**rows of a microbatch, **tensors from the stage before)` and returns tensors by name:
-    the tensors that it hands on to the next stage (listed by the family's `boundary`), and its sums over the microbatch
-    (listed by the family's objective) as fp32 scalars. Without labels the last stage returns predictions instead of a
-    loss; a language model's predictions are the logits [B, S, V].
+    tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32 scalars (listed
+    by the family's objective). Without labels the last stage returns predictions instead of a loss; a language
+    model's predictions are the logits [B, S, V].
 
     A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. If a
     stage receives a tensor and does not return it, the tensor goes on to the next stage unchanged, provided that the
-    boundary lists it.
+    boundary lists the tensor.
 
     The place of a token is its global index in its sample. Places come with the batch, because a rank's tokens may be
-    any part of a sequence, so a model cannot count places itself. Without places, as in a notebook, the tokens are
+    any part of a sequence, and a model cannot count places itself. Without places, as in a notebook, the tokens are
     treated as a whole sequence that starts at 0.
 
     Attributes:
         cfg: the [model] section of the configuration.
         layers: the blocks by number, in a model with a single stack.
-        ties: groups of names that share one parameter in the whole model; the first name is the one in checkpoints.
+        ties: groups of names that share one parameter in the whole model; checkpoints use the first name.
         longest: length of the longest sequence that the model has positions for; None: any length.
         runs_layers: True if the model calls `run_layers` for all layers of a stack. Recomputing several layers as a
             unit needs `run_layers`.
@@ -112,7 +112,7 @@ class Model(nn.Module):
         return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of a whole model, in the pipeline's order: name -> all its modules, nested ones included.
+        """The pieces of a whole model, in the pipeline's order: name -> the piece's modules, including nested ones.
 
         By default, modules registered before the blocks belong to the embedding, and modules registered after the
         blocks belong to the head.
@@ -141,7 +141,7 @@ class Model(nn.Module):
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """The tensors [B, length, D] that a stage hands on if it ends with piece `after`: name -> key of the length."""
+        """The tensors [B, length, D] handed on by a stage that ends with piece `after`: name -> key of the length."""
         return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
@@ -163,7 +163,7 @@ class Model(nn.Module):
         sum's factor before rounding, or small gradients become 0.
 
         Args:
-            factors: the factor of each sum, by the sum's name: loss scale x weight / count.
+            factors: name of a sum -> the sum's factor, which is loss scale x weight / count.
         """
         for module in self.modules():
             if hasattr(module, "expected"):
@@ -208,7 +208,7 @@ class Model(nn.Module):
         The bias of unrotated keys adds the same number to all scores of a query, and softmax cancels that number. The
         gradient of this bias is 0, but computing the gradient leaves rounding noise, which Adam would turn into full
         steps. So training sets these gradients to 0, and the bias keeps its initial value. The bias exists only because
-        the weights of other programs have one.
+        the weights of other programs have this bias.
 
         A module with unseen elements has its own method `unseen`, which returns masks by the module's parameter names.
         """
@@ -219,7 +219,7 @@ class Model(nn.Module):
         return masks
 
     def init_buffers(self, seed: int) -> None:
-        """Set the values of all buffers; needed after `to_empty`, which leaves them undefined."""
+        """Set the values of all buffers; needed after `to_empty`, which leaves buffers undefined."""
 
     def full_name(self, name: str) -> str:
         """A parameter's name in checkpoints: its name in the whole model, or the first name of its tied group."""

@@ -1,6 +1,6 @@
 """Samples for people to read: a model continues a prompt, or fills in the prompt's masks or hidden spans.
 
-Each family names one of these kinds. `dtmega generate` prints samples of this kind, and so does a run at its end.
+Each family has one of these kinds of sample. `dtmega generate` prints samples of that kind, as does a run at its end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dtmega.models.model import Model
 
 
 class Show(NamedTuple):
-    """A kind of sample, as a family names it.
+    """The kind of sample that a family shows.
 
     Attributes:
-        options: options of `dtmega generate` that `text` takes. Each option has a default, and no others are passed.
-        text: function (model, tokenizer, prompt, **options) -> text to print. Its options also include `multiple` and
+        options: options of `dtmega generate` that `text` takes. Each option has a default; no other options are passed.
+        text: function (model, tokenizer, prompt, **options) -> text to print. The options also include `multiple` and
             `settle` of `Sampling`, and the options that `families.sample_options` derives from the run. The function
             raises a ValueError for a prompt that it cannot use.
-        reads: keys of [data] whose values in the run are passed to `text`.
+        reads: [data] keys; `text` gets the values that these keys have in the run.
         together: function like `text`, but for several prompts that share each forward pass; None: prompts are
             processed one by one.
     """
@@ -83,7 +83,7 @@ def filled(
     multiple: int = 1,
     settle: Settle = settle_alone,
 ) -> str:
-    """The prompt, and for each [MASK] in it a line with the most probable tokens at that place.
+    """The prompt, then one line per [MASK] with the most probable tokens at that place.
 
     Args:
         model: an encoder that returns logits [B, S, V] by name.
@@ -152,7 +152,7 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """The prompt, and one line for each <extra_id_0>, <extra_id_1>, ... in it: the text that the decoder puts there.
+    """The prompt, then one line per <extra_id_0>, <extra_id_1>, ... with the text that the decoder puts there.
 
     A prompt without any <extra_id_...> gets <extra_id_0> at its end.
 

@@ -34,7 +34,7 @@ class Attention(nn.Module):
         super().__init__()
         inner = cfg.n_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
-        # None is the usual 1 / sqrt(K). T5 does not scale scores; `init_std` makes the initial queries smaller instead.
+        # None means 1 / sqrt(K). T5 does not scale scores; `init_std` makes the initial queries smaller instead.
         self.scale = None if cfg.scale_scores else 1.0
         self.q = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
         self.k = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
@@ -53,11 +53,11 @@ class Attention(nn.Module):
         """Attend from x to itself, or to the encoder's output.
 
         Args:
-            x: [B, T, D], the source of the queries.
-            rule: attention rule: which queries attend to which keys, and the bias of their scores.
-            head_ids: [H] int32, global numbers of this rank's heads.
-            sample_ids: [B] int64, global sample numbers, the keys of dropout masks.
-            encoded: [B, S, D], the encoder's output as the source of keys and values; None: x is that source.
+            x: source of the queries, [B, T, D].
+            rule: attention rule: which queries attend to which keys, and which bias each score gets.
+            head_ids: global numbers of this rank's heads, [H] int32.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks.
+            encoded: encoder's output as the source of keys and values, [B, S, D]; None: x is that source.
         """
         source = x if encoded is None else encoded
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The mask of the keys' bias, bool [H K], by the bias's name (`Model.unseen`)."""
+        """The mask of the keys' bias, bool [H K], keyed by the bias's name (`Model.unseen`)."""
         return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
 
 
@@ -86,10 +86,10 @@ class MLP(nn.Module):
         """Compute the feed-forward of x.
 
         Args:
-            x: [B, T, D].
-            channel_ids: [F] int32, global numbers of this rank's channels.
-            sample_ids: [B] int64, global sample numbers, the keys of dropout masks.
-            places: [B, T] int64, the global index of each token in its sample.
+            x: input, [B, T, D].
+            channel_ids: global numbers of this rank's channels, [F] int32.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks.
+            places: global index of each token in its sample, [B, T] int64.
         """
         up = self.up(x)
         inner = self._act(up) if self.gate is None else self._act(self.gate(x)) * up
@@ -140,9 +140,9 @@ class _Text(NamedTuple):
     """The tokens that one stack reads.
 
     Attributes:
-        tokens: [B, S] int64.
-        places: [B, S] int64, the global index of each token in its sample.
-        document_ids: [B, S] int64, the number of each token's document. A token attends only to tokens of its own
+        tokens: token ids, [B, S] int64.
+        places: global index of each token in its sample, [B, S] int64.
+        document_ids: number of each token's document, [B, S] int64. A token attends only to tokens of its own
             document, and padding is a document of its own. None: all tokens belong to one document.
     """
 
@@ -160,10 +160,10 @@ class T5(Model):
             learned positions.
         memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A
             plan gathers the output here, once for all layers.
-        head_ids: global number of each head, a key of attention dropout. The numbers are a buffer, so that a plan can
-            cut them with the heads.
-        channel_ids: global number of each inner channel of the feed-forward, a key of dropout there. The numbers are a
-            buffer, so that a plan can cut them with the channels.
+        head_ids: global number of each head, used in the keys of attention dropout; a buffer, so that a plan can cut
+            the numbers along with the heads.
+        channel_ids: global number of each inner channel of the feed-forward, used in the keys of dropout there; a
+            buffer, so that a plan can cut the numbers along with the channels.
     """
 
     cfg: config.T5
@@ -232,7 +232,7 @@ class T5(Model):
         """Pieces of both stacks, encoder first. A layer's piece includes the modules that the whole stack shares."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
-            """These modules and all modules inside. A None is a module that this variant of T5 does not have."""
+            """These modules and all nested modules. None stands for a module that this variant of T5 lacks."""
             nested: list[nn.Module] = []
             for module in modules:
                 if module is not None:
@@ -249,7 +249,7 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The tensors handed on: inside a stack, the hidden state; after the encoder, the encoder's output."""
+        """The tensors handed on: the hidden state inside a stack, and the encoder's output after the encoder."""
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
         encoded = {"encoded": "seq_len"}
@@ -278,18 +278,18 @@ class T5(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64, the text that the encoder reads.
-            decoder_tokens: [B, T] int64, the decoder's text so far; None: run the encoder only.
-            labels: [B, T] int64, the token to predict at each place; a label of -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers, the keys of dropout masks; needed in training with dropout.
-            document_ids, decoder_document_ids: [B, S] and [B, T] int64, numbers of the tokens' documents; both or
+            tokens: text that the encoder reads, [B, S] int64.
+            decoder_tokens: decoder's text so far, [B, T] int64; None: run the encoder only.
+            labels: token to predict at each place, [B, T] int64; a label of -100 takes no part in the loss.
+            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
+            document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; both or
                 neither. A token attends only to tokens of its own document, in cross-attention too. Padding is a
                 document of its own.
-            hidden: [B, S, D] or [B, T, D], the hidden state from the stage before, on stages that begin inside a stack.
-                If a plan cuts the sequence, only this rank's part of it.
-            encoded: [B, S, D], the encoder's output, on stages after the encoder; cut like `hidden`. A whole model with
+            hidden: hidden state from the stage before, [B, S, D] or [B, T, D], on stages that begin inside a stack. If
+                a plan cuts the sequence, only this rank's part of the sequence.
+            encoded: encoder's output, [B, S, D], on stages after the encoder; cut like `hidden`. A whole model with
                 `encoded` runs only the decoder, so that generation runs the encoder once.
-            places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
+            places, decoder_places: global index of each token in its sample, [B, S] and [B, T] int64.
             cache: key/value cache of the decoder's earlier tokens, to which this call adds `decoder_tokens`.
 
         Returns:
@@ -300,9 +300,9 @@ class T5(Model):
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
-        # token brings a new length, so such passes use no fused kernel. Nor does attention dropout, because no fused
-        # kernel takes a keyed mask.
+        # A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
+        # mostly for generation, where each token brings a new length. So only passes with labels and without attention
+        # dropout use a fused kernel.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         source = _Text(tokens, places, document_ids)
         handed_on: dict[str, Tensor] = {}
@@ -332,8 +332,8 @@ class T5(Model):
         """Run the modules of the encoder that this stage holds.
 
         Returns:
-            The encoder's hidden state, or None if the encoder ends on this stage; and the encoder's output, or None if
-            the encoder does not end on this stage.
+            (encoder's hidden state, None) if the encoder goes on after this stage; (None, encoder's output) if the
+            encoder ends on this stage.
         """
         if self.embed is not None and self.embed_dropout is not None:
             hidden = _embedded(self.embed, self.positions, source)
@@ -364,9 +364,9 @@ class T5(Model):
 
         Args:
             target: the decoder's text.
-            hidden: [B, T, D], the decoder's hidden state from the stage before; None if the decoder begins here.
+            hidden: decoder's hidden state from the stage before, [B, T, D]; None if the decoder begins here.
             source: the encoder's text.
-            encoded: [B, S, D], the encoder's output.
+            encoded: encoder's output, [B, S, D].
             sample_ids, cache: as in `forward`.
             fused: True if attention may use a fused kernel, which is compiled for this length.
 
@@ -404,7 +404,7 @@ class T5(Model):
         return self.run_layers(layers, hidden, rule, *shared, cross_rule, self.memory(encoded))
 
     def _table(self, bias: nn.Embedding | None, bidirectional: bool) -> Tensor | None:
-        """The numbers that relative positions add to scores, [H, 2 M + 1] fp32; None with learned positions."""
+        """The biases that relative positions add to scores, [H, 2 M + 1] fp32; None with learned positions."""
         if bias is None:
             return None
         cfg = self.cfg
@@ -415,8 +415,8 @@ class T5(Model):
         """The std of N(0, std) for the parameter with this full name; None if `init_constant` fills the parameter.
 
         With `init = "normal"` the values are Megatron's. Otherwise the values are the same as in mesh_tensorflow and
-        transformers: 1 / sqrt(inputs) for all weights but the embedding. Query weights have another factor 1 / sqrt(K),
-        because scores are not divided by sqrt(K). An untied head has the std that t5x uses.
+        transformers: 1 / sqrt(inputs) for all weights but the embedding. Query weights have the extra factor
+        1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x uses.
         """
         cfg = self.cfg
         if name.endswith(".bias") or "norm" in name:

@@ -14,8 +14,8 @@
   No fused kernel takes a dropout mask that is keyed by global indices.
 
 The bias stays in fp32 whatever the compute dtype is. If `slope * place` were rounded to bf16, as in the original BLOOM,
-it would become a staircase. Distances are measured between places in the sequence, even if position ids restart in each
-document, because Megatron's ALiBi ignores those ids.
+the bias would become a staircase. Distances are measured between places in the sequence, even if position ids restart
+in each document, because Megatron's ALiBi ignores those ids.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from dtmega.ops import keyed
-from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk, SharedRule
+from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
+from dtmega.ops.shared_rule import SharedRule
 
-FEW_QUERIES = 64  # with fewer queries, calling the batched products would take longer than computing them
+FEW_QUERIES = 64  # with fewer queries, calls to the batched products would take longer than their arithmetic
 
 
 class Dropout(NamedTuple):
@@ -58,8 +59,8 @@ def attention(
     """Compute softmax(q k^T scale + bias) v over the pairs that the rule allows.
 
     Args:
-        q: [B, H, S, K], the queries.
-        k, v: [B, G, T, K], the keys and values, where G divides H: the first H / G heads of q share the first head of
+        q: queries, [B, H, S, K].
+        k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
             k, and so on. With a cache, keys and values of the new tokens only, [B, G, S, K].
         rule: result of `attention_rule`, which must be built with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None: nothing is dropped.
@@ -210,7 +211,7 @@ class _ByChunks(torch.autograd.Function):
         dk = torch.zeros_like(k)
         dv = torch.zeros_like(v)
         chunks = list(zip(rule.chunks(), sums, strict=True))
-        # Go from the last chunk to the first, as autograd would, so that the sums have the same bits.
+        # Go from the last chunk to the first, as autograd would, so that the sums get the same bits as autograd's.
         for chunk, log_sum_exp in reversed(chunks):
             queries = slice(chunk.start, chunk.stop)
             keys = slice(chunk.first, chunk.last)
@@ -243,7 +244,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> T
 
 
 def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply x [B, H, C, n] by y [B, G, n, m] to [B, H, C, m]. Each head of y serves H / G heads of x."""
+    """Multiply x [B, H, C, n] by y [B, G, n, m], which gives [B, H, C, m]. Each head of y serves H / G heads of x."""
     # The heads of x that share a head of y are stacked into one tall matrix, so that y is not repeated.
     n_groups = y.shape[1]
     return _unstacked(torch.matmul(_stacked(x, n_groups), y), x.shape[1])

@@ -1,18 +1,19 @@
-"""The attention rule of a batch, for every kernel: which queries see which keys, and the bias added to their scores.
+"""A batch's attention rule, used by every kernel: which queries see which keys, and which bias each score gets.
 
     rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=slopes)    # once per forward
     out = attention(q, k, v, rule, dropout)                                                 # in each layer
 
 A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
 its sample. Places are global and come with the batch, because a rank may hold any part of a sequence, in any order.
-Documents and padding are given as document numbers [B, S], and a query attends only to keys with its own number. The
+Documents and padding are given as document numbers [B, S], and a query attends only to keys with the same number. The
 full mask [B, S, S] of all pairs is never built.
 
 Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
-both methods in its kernel; the other kernels evaluate both for one chunk of queries at a time. The rest of this file
-saves work where the result for many pairs is known without looking at each pair:
+both methods in its kernel; the other kernels evaluate both for one chunk of queries at a time. Work is saved where the
+result for many pairs is known without looking at each pair:
 
-- On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden.
+- On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden
+  (`block_mask.py`).
 - Elsewhere, if places are consecutive, one strip of biases serves all chunks of queries, because causality, windows,
   ALiBi and tables depend on the distance alone.
 """
@@ -21,23 +22,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dtmega.ops.block_mask import block_mask
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
+from dtmega.ops.shared_rule import SharedRule, shared_rule
 
-BLOCK = 128  # queries and keys in one block of FlexAttention's masks
-# Approximate number of queries in a chunk. With fewer than 192, torch's kernel for CPUs works in its smallest tiles.
+# Approximate number of queries in a chunk. With fewer than 192 queries, torch's CPU kernel uses its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
 N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the fields after them are settings
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, [start, stop), and a range of keys, [first, last), that contains every key they can see."""
+    """A chunk of queries, [start, stop), and a range of keys, [first, last), with all keys that the queries see."""
 
     start: int
     stop: int
@@ -45,48 +48,18 @@ class Chunk(NamedTuple):
     last: int
 
 
-class RunRule(NamedTuple):
-    """The rule of a run of consecutive queries.
-
-    Attributes:
-        start, stop: indices of the queries among those that the rank computes.
-        n_keys: number of keys, from the start of the sequence, that the queries may see.
-        rule: rule of these queries and keys.
-    """
-
-    start: int
-    stop: int
-    n_keys: int
-    rule: AttentionRule
-
-
-class SharedRule(NamedTuple):
-    """The rule of sequences that several ranks share.
-
-    Attributes:
-        context: ranks that share the sequences.
-        runs: rules of the queries that this rank computes.
-        queries_balanced, keys_balanced: True if a rank holds two slices of the queries, or of the keys.
-    """
-
-    context: ContextParallel
-    runs: tuple[RunRule, ...]
-    queries_balanced: bool
-    keys_balanced: bool
-
-
 class AttentionRule(NamedTuple):
-    """The attention rule of a batch as tensors, built by `attention_rule`.
+    """A batch's attention rule as tensors, built by `attention_rule`.
 
     Attributes:
-        query_places, key_places: [B, S] and [B, T] int32, places of the queries and of the keys.
-        query_documents, key_documents: [B, S] and [B, T], document numbers; a query attends only to keys with its own
+        query_places, key_places: places of the queries, [B, S] int32, and of the keys, [B, T] int32.
+        query_documents, key_documents: document numbers, [B, S] and [B, T]; a query attends only to keys with the same
             number. None: all tokens belong to one document.
-        prefix: [B, T] bool, True for keys that causality does not hide.
-        slopes: [H], one factor per head; the bias is factor x distance (place of the key - place of the query).
-        table: [H, 2 M + 1], biases for the distances from -M to M; larger distances use the entry at the nearest end.
-        strip: [1, H or 1, C, columns], the bias of the last chunk, which contains the bias of every other chunk. None
-            if places are not consecutive, and in rules with a `block_mask`.
+        prefix: mask of the keys that causality does not hide, [B, T] bool.
+        slopes: one factor per head, [H]; the bias is factor x distance (place of the key - place of the query).
+        table: biases for the distances from -M to M, [H, 2 M + 1]; larger distances use the entry at the nearest end.
+        strip: bias of the last chunk, [1, H or 1, C, columns], which contains the bias of every other chunk; None if
+            places are not consecutive, and in rules with a `block_mask`.
         causal, window: arguments of `attention_rule`.
         block_mask: FlexAttention's mask; None if the kernels work on chunks of queries.
         cache: cache of keys and values; the first columns of `key_places` belong to the cached tokens.
@@ -190,7 +163,7 @@ class AttentionRule(NamedTuple):
     def bias_reversed(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
         """The bias of a chunk, [B or 1, H or 1, queries, keys], with the last query first.
 
-        In this order, all distances grow by 1 from each row to the next. The rows are therefore views of one single row
+        In this order, all distances grow by 1 from each row to the next. The rows are therefore views of a single row
         of numbers, and each view starts one number further right. The single row stays in the CPU's cache.
 
         Args:
@@ -202,7 +175,7 @@ class AttentionRule(NamedTuple):
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # First the index of distance 0, then the index of the distance from the chunk's last query to its first key.
+        # Index `zero` is for distance 0, `at` for the distance from the chunk's last query to the chunk's first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
@@ -211,12 +184,12 @@ class AttentionRule(NamedTuple):
 
     @property
     def _strip_start(self) -> int:
-        """The column in which the strip's first row has distance 0. That row is the last chunk's first query."""
+        """The column in which the strip's first row has distance 0. That row is for the last chunk's first query."""
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
         return n_cached + _last_start(self.query_places.shape[1], self.query_places.device)
 
     def _in_documents(self, bias: Tensor, chunk: Chunk, is_reversed: bool = False) -> Tensor:
-        """A chunk's bias with -inf for pairs of different documents, which the strip does not contain."""
+        """Set a chunk's bias to -inf for pairs from different documents, because the strip ignores documents."""
         if self.query_documents is None or self.key_documents is None:
             return bias
         queries = self.query_documents[:, None, chunk.start : chunk.stop, None]
@@ -264,26 +237,26 @@ def attention_rule(
     fused: bool = True,
     context: ContextParallel | None = None,
 ) -> AttentionRule:
-    """Build the attention rule of a batch, which all layers share.
+    """Build a batch's attention rule, which all layers share.
 
     A query sees a key if all given conditions hold (causal, window, documents). `prefix` is an exception to causality
     only. A query that sees no key gets the output 0.
 
     Args:
-        places: [B, S] int, global places of the query tokens in their samples.
+        places: global places of the query tokens in their samples, [B, S] int.
         causal: True if a query sees only the keys up to its own place.
         window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
-        document_ids: [B, S] int, document of each query; a query sees only the keys of its own document. Padding is a
+        document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding is a
             document of its own.
-        prefix: [B, T] bool, True for keys that all queries of their document see, even queries before them. With a
+        prefix: mask of the keys that all queries of the same document see, even earlier queries, [B, T] bool. With a
             cache, a prefix is allowed only while the cache is empty.
-        slopes: [H], ALiBi's slopes: the bias is slope x (place of the key - place of the query). Under tp, the slopes
-            of this rank's heads.
-        table: [H, 2 M + 1], biases of relative positions (`distance_buckets`): the bias is the entry for (place of the
-            key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, the rows of this
-            rank's heads.
-        key_places, key_document_ids: [B, T], places and documents of the keys, if the keys belong to other tokens than
-            the queries (for example, to an encoder's tokens).
+        slopes: ALiBi's slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the
+            slopes of this rank's heads.
+        table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`): the bias is the entry for (place of the
+            key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, only the rows of
+            this rank's heads.
+        key_places, key_document_ids: places and documents of the keys, [B, T], if the keys come from other tokens than
+            the queries do (for example, from an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
             so a rule with a cache serves one forward pass only.
         fused: False to avoid fused kernels on CUDA, for attention dropout or for lengths that occur only once. The
@@ -297,7 +270,7 @@ def attention_rule(
             *(places, places if key_places is None else key_places, document_ids, key_documents),
             *(prefix, slopes, table, None, causal, window),
         )
-        return _shared(given, context, key_places is not None, fused)
+        return shared_rule(given, context, key_places is not None, partial(_with_kernel, fused=fused))
     if cache is not None:
         assert key_places is None, "a cache is of the same tokens"
         assert prefix is None or cache.length == 0, "what was computed before has not seen a later prefix"
@@ -325,50 +298,6 @@ def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) 
     if has_strip and _consecutive(rule.key_places):
         return rule._replace(strip=_strip(rule))
     return rule
-
-
-def _shared(part: AttentionRule, context: ContextParallel, crosses: bool, fused: bool) -> AttentionRule:
-    """The rule of sequences that several ranks share.
-
-    Args:
-        part: the rule with this rank's parts of the tensors of queries and of keys.
-        context: ranks that share the sequences.
-        crosses: True if the keys belong to other tokens than the queries.
-        fused: as in `attention_rule`.
-    """
-    # Tokens under a causal mask are balanced over the ranks, and so are a decoder's, which attend to an encoder's.
-    keys_balanced, queries_balanced = part.causal, part.causal or crosses
-    keys = context.whole(part.key_places.to(torch.int32), keys_balanced)
-    documents = None if part.key_documents is None else context.whole(part.key_documents, keys_balanced)
-    prefix = None if part.prefix is None else context.whole(part.prefix, keys_balanced)
-    part = part._replace(
-        query_places=part.query_places.to(torch.int32), key_places=keys, key_documents=documents, prefix=prefix
-    )
-    runs: list[RunRule] = []
-    if context.by_heads:
-        of_heads = part._replace(
-            query_places=context.whole(part.query_places, queries_balanced),
-            query_documents=None
-            if part.query_documents is None
-            else context.whole(part.query_documents, queries_balanced),
-            slopes=None if part.slopes is None else context.own_heads(part.slopes),
-            table=None if part.table is None else context.own_heads(part.table),
-        )
-        n_queries, n_keys = of_heads.query_places.shape[1], keys.shape[1]
-        runs.append(RunRule(0, n_queries, n_keys, _with_kernel(of_heads, not crosses, fused)))
-    else:
-        for run in context.runs(part.query_places.shape[1], queries_balanced):
-            # A causal query sees no key behind it, unless the key is part of a prefix.
-            ends = part.causal and prefix is None
-            n_keys = run.place + run.stop - run.start if ends else keys.shape[1]
-            of_run = part._replace(
-                query_places=part.query_places[:, run.start : run.stop],
-                query_documents=None if part.query_documents is None else part.query_documents[:, run.start : run.stop],
-                key_places=keys[:, :n_keys].contiguous(),
-                key_documents=None if documents is None else documents[:, :n_keys].contiguous(),
-            )
-            runs.append(RunRule(run.start, run.stop, n_keys, _with_kernel(of_run, ends, fused)))
-    return part._replace(shared=SharedRule(context, tuple(runs), queries_balanced, keys_balanced))
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
@@ -430,8 +359,8 @@ def _consecutive(places: Tensor) -> bool:
 def _strip(rule: AttentionRule) -> Tensor | None:
     """The bias of the last chunk's queries, for every distance that occurs in any chunk.
 
-    Without causality, the first chunk sees keys at larger distances ahead than the last chunk does. For these distances
-    the strip has extra columns, beyond the last key.
+    Without causality, the first chunk sees keys further ahead than the last chunk does. For these keys, the strip has
+    extra columns beyond the last key.
     """
     n_queries = rule.query_places.shape[1]
     device = rule.query_places.device
@@ -446,65 +375,3 @@ def _strip(rule: AttentionRule) -> Tensor | None:
         key_documents=None,
     )
     return one_row.bias(Chunk(0, size, 0, n_columns))
-
-
-def block_mask(rule: AttentionRule) -> BlockMask:
-    """Build FlexAttention's mask from the bounds of places and document numbers in each block of queries or keys.
-
-    A block of pairs is marked as full (all pairs allowed) or empty if the bounds prove it, and as partial otherwise. In
-    a partial block the kernel checks each pair, so marking a full block as partial costs time but is not wrong.
-    `create_block_mask` would check all B S^2 pairs and take 12 bytes for each (torch 2.13).
-    """
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return rule.allowed(b, i, j)
-
-    q_low, q_high = (bound[:, :, None] for bound in _bounds(rule.query_places))
-    k_low, k_high = (bound[:, None, :] for bound in _bounds(rule.key_places))
-    some = torch.ones_like(q_low >= k_low)
-    every = some
-    if rule.causal:
-        some = q_high >= k_low
-        every = q_low >= k_high
-    if rule.prefix is not None:
-        all_of_it, some_of_it = (bound[:, None, :].bool() for bound in _bounds(rule.prefix.to(torch.int32)))
-        some = some | some_of_it
-        every = every | all_of_it
-    if rule.window:
-        some = some & (q_low - k_high < rule.window) & (k_low - q_high < rule.window)
-        every = every & (q_high - k_low < rule.window) & (k_high - q_low < rule.window)
-    if rule.query_documents is not None and rule.key_documents is not None:
-        q_low, q_high = (bound[:, :, None] for bound in _bounds(rule.query_documents))
-        k_low, k_high = (bound[:, None, :] for bound in _bounds(rule.key_documents))
-        some = some & (q_low <= k_high) & (k_low <= q_high)
-        every = every & (q_low == k_high) & (k_low == q_high)
-    every = every & _has_full_size(rule.query_places)[:, None] & _has_full_size(rule.key_places)
-    partial = some & ~every
-    lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
-    return BlockMask.from_kv_blocks(*_key_blocks(partial), *_key_blocks(every), BLOCK, mask_mod, seq_lengths=lengths)
-
-
-def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of x [B, S] in each block, two tensors [B, blocks]."""
-    n_blocks = -(-x.shape[1] // BLOCK)
-    index = torch.arange(n_blocks * BLOCK, device=x.device).clamp(max=x.shape[1] - 1)
-    low, high = x[:, index].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=-1)
-    return low, high
-
-
-def _has_full_size(places: Tensor) -> Tensor:
-    """A mask [blocks] that is False only for a shorter last block, where the kernel has to check the end."""
-    n_blocks = -(-places.shape[1] // BLOCK)
-    return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
-
-
-def _key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn bools [B, query blocks, key blocks] into FlexAttention's form, with a dim of 1 for the heads.
-
-    Returns:
-        For each query block, the number of key blocks that are True, [B, 1, query blocks], and the indices of all key
-        blocks, with the True ones first, [B, 1, query blocks, key blocks].
-    """
-    count = blocks.sum(-1, dtype=torch.int32)
-    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
-    return count[:, None], order.to(torch.int32)[:, None].contiguous()

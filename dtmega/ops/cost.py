@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Dense FLOP/s in bf16 or fp16. A key is a part of torch.cuda.get_device_name(), and the first matching key wins. The
-# numbers are from the datasheets of NVIDIA A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and of AMD Instinct
+# Dense FLOP/s in bf16 or fp16. A key is a substring of torch.cuda.get_device_name(), and the first matching key wins.
+# The numbers are from the datasheets of NVIDIA A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and of AMD Instinct
 # MI300X. The datasheets for Hopper and Blackwell state twice these numbers, "with sparsity".
 PEAK_FLOPS = {
     "A100": 312e12,
@@ -27,7 +27,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
     Args:
         device_name: name that `torch.cuda.get_device_name()` returns.
-        dtype: torch's name of the dtype.
+        dtype: torch's name for the dtype.
     """
     if dtype not in ("bfloat16", "float16"):
         return None
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
         return self.name.rpartition(".")[2].isdigit()
 
     def flops_per_token(self, seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
-        """The piece's model FLOPs for one token, with the arguments of the function `flops_per_token`.
+        """The piece's model FLOPs for one token; the arguments are the same as in the function `flops_per_token`.
 
         FLOPs needed once per sequence, and all FLOPs for the `decoder_seq_len` tokens of a decoder, are spread evenly
         over the `seq_len` tokens.

@@ -6,12 +6,12 @@ The vocabulary may be cut over ranks:
     loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same loss from this rank's rows
     loss = linear_cross_entropy(h, weight, labels, bias=bias)              # logits are h @ weight.T + bias
 
-The gradient is computed in the forward pass, while the logits are in memory (Liger, arXiv:2410.10989): three matrix
-products and one softmax for each chunk of tokens, and nothing is computed twice. In float16 much of this gradient would
-underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as the
+The gradient is computed in the forward pass, while the logits are in memory (Liger, arXiv:2410.10989). Each chunk of
+tokens takes three matrix products and one softmax, and nothing is computed twice. In float16 much of this gradient
+would underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as the
 argument `expected`, and applies the scale before the first rounding.
 
-With a group, one all-gather exchanges the row maxima, the sums and the label's logits of a chunk. (Megatron's
+With a group, one all-gather per chunk exchanges row maxima, sums and the labels' logits. (Megatron's
 `mpu/cross_entropy.py` makes three all-reduces, and has neither smoothing nor ignored labels.)
 """
 
@@ -41,7 +41,7 @@ class Columns(NamedTuple):
 
     Attributes:
         start: global number of this rank's first column.
-        n_valid: number of columns of all ranks of `group` together, without the padding at the end.
+        n_valid: number of columns on all ranks of `group` together, without the padding at the end.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
     """
 
@@ -69,19 +69,19 @@ def linear_cross_entropy(
     """The sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
     Args:
-        h: [N, D], hidden states in any floating dtype, the same on all ranks. Products are computed in this dtype,
+        h: hidden states, [N, D] in any floating dtype, the same on all ranks. Products are computed in this dtype,
             softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
-        weight: [V, D], in the dtype of h; with `group`, this rank's rows of the whole weight, [V_local, D].
-        labels: [N] int64, token numbers in the whole vocabulary. A label of -100 takes no part in the loss; any
+        weight: the head's weight, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
+        labels: token numbers in the whole vocabulary, [N] int64. A label of -100 takes no part in the loss; any
             other number outside [0, n_valid) raises an index error.
-        bias: [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the bias is summed
-            over tokens in fp32.
-        label_weights: [N] fp32, the weight of each token's loss in the sum; None: all 1.
+        bias: the head's bias, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the
+            bias is summed over tokens in fp32.
+        label_weights: weight of each token's loss in the sum, [N] fp32; None: all 1.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
         softcap: cap of the logits, which become softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2,
             arXiv:2408.00118); None: no cap. The derivative needs a second buffer for a chunk's logits.
-        n_valid: V without the padding rows at the end, which never enter the softmax. None: there is no padding.
+        n_valid: V without the padding rows at the end, which never enter the softmax; None: no padding.
         vocab_start: global number of this rank's first row. None: the ranks exchange their row counts.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary. With a group there is one
             all-gather per chunk, of 3 fp32 numbers per token (4 with smoothing).
@@ -117,7 +117,7 @@ def linear_cross_entropy(
                 if tanh is not None:
                     torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
                 gradients.add(rows, dlogits, h, weight)
-        # Free the logits first: the weight's gradient in its final dtype can then take their memory.
+        # Free the logits first: the weight's gradient in its final dtype can then use the logits' memory.
         logits = dlogits = tanh = buffer = None
         dh, dweight, dbias = gradients.finish(weight.dtype)
     # h, weight and bias each get their own node in the graph, because zero-bubble schedules run backward for h and for
@@ -169,14 +169,14 @@ class _Gradients:
         n_tokens = h.shape[0]
         self.are_needed = needs_dh or needs_dweight or needs_dbias
         self._dh = torch.empty_like(h) if needs_dh else None
-        # Zeros if there are no tokens: FSDP reduces the gradients that exist, so all ranks must have the same set.
+        # Zeros if there are no tokens: FSDP reduces the gradients that exist, so all ranks must have the same ones.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
         # The sum is in fp32, because a sum over thousands of tokens in bf16 would lose the small terms.
         self._dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
 
     def add(self, rows: slice, dlogits: Tensor, h: Tensor, weight: Tensor) -> None:
-        """Add the contribution of the tokens `rows`, computed from the gradient of their logits, [n, V_local]."""
+        """Add the contribution of the tokens `rows`, given the gradient of these tokens' logits, [n, V_local]."""
         if self._dh is not None:
             torch.mm(dlogits, weight, out=self._dh[rows])
         if self._products is not None:
@@ -207,13 +207,13 @@ def token_losses(
     A rank without columns has to call this function too, because the other ranks wait for it in the collective.
 
     Args:
-        logits: [N, V_local], this rank's columns of the logits.
+        logits: this rank's columns of the logits, [N, V_local].
         labels, label_smoothing, z_loss, compiled: as in `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
-        gradient: [N, V_local], memory for the derivative of each loss by its logits; None: no derivatives. The
+        gradient: memory for the derivative of each loss by the token's logits, [N, V_local]; None: no derivatives. The
             memory may be `logits` itself. Padding columns, which are never read, get a gradient of 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
-        weights: [N] fp32, the factor of each loss; None: all 1.
+        weights: factor of each loss, [N] fp32; None: all 1.
     """
     start, n_valid, group = columns
     n_tokens = logits.shape[0]
@@ -302,7 +302,7 @@ def _subtract_target(
     smooth: Tensor | None,
     target: Tensor,
 ) -> None:
-    """Subtract `target` [N, 1] in the label's column of each row of `gradient`; a target of 0 changes nothing.
+    """Subtract `target` [N, 1] from the label's column in each row of `gradient`; a target of 0 changes nothing.
 
     The derivative in that column is computed again from the label's logit. The number in `gradient` is already rounded,
     so subtracting from that number would round twice.
@@ -333,7 +333,7 @@ def locate(
 ) -> Columns:
     """Find the place of this rank's `n_local` columns among the columns of the group.
 
-    If `vocab_start` or `n_valid` is None, one all-gather exchanges the sizes of all ranks to compute it.
+    If `vocab_start` or `n_valid` is None, one all-gather of all ranks' sizes provides the missing number.
     """
     sizes, rank = [n_local], 0
     if group is not None and (vocab_start is None or n_valid is None):
@@ -343,7 +343,7 @@ def locate(
 
 
 def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 1.0) -> Tensor:
-    """Return `value` as a function of x with an already known derivative.
+    """Return `value`, connected to x in autograd's graph with an already known derivative.
 
     Args:
         value: one or more numbers. The dims of `value` are the leading dims of x, and each number depends only on its
@@ -372,13 +372,13 @@ class _KnownGradient(torch.autograd.Function):
             # Dividing by a tensor of the same dtype gives exactly 1 for the expected gradient, and then the product
             # below changes no bit.
             upstream = upstream / upstream.new_full((), ctx.expected)
-        # A scalar stays a tensor without dims, because such a tensor does not promote dtypes: a bf16 gradient is then
+        # A scalar stays a tensor without dims, because 0-dim tensors do not promote dtypes: a bf16 gradient is then
         # multiplied without an fp32 copy.
         if upstream.ndim:
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
         # Multiply in place, because dW [V, D] is the largest buffer of the step. Multiplying also marks the buffer as
         # changed, so that a second backward raises an error. If the factor is 1, multiplying zero rows is enough to
-        # mark the buffer. Only a factor on the CPU is compared with 1: reading it from a GPU would make the host wait.
+        # mark the buffer. Only a factor on the CPU is compared with 1: reading a GPU's factor would make the host wait.
         is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(upstream == 1)
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None

@@ -1,8 +1,8 @@
 """The gradient of the head's weight, summed over chunks of tokens: dW [V, D] = sum of dlogits^T h.
 
 On a CPU with AMX, bfloat16 products run at half the rate if the first factor is transposed, as dlogits^T is (oneDNN,
-torch 2.13). For many tokens on such a CPU, the transposed gradient [D, V], the sum of h^T dlogits, is computed instead,
-and transposed once at the end.
+torch 2.13). For many tokens on a CPU with AMX, `WeightGradient` instead sums the transposed products h^T dlogits,
+[D, V], and transposes the sum once at the end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dtmega.ops.cpu import features
 from dtmega.ops.cpu.huge_pages import on_huge_pages
 from dtmega.ops.softmax import slices, wide
 
-PRODUCT_COLUMNS = 4096  # columns of the vocabulary whose product is computed in bf16 and then added to the fp32 sum
+PRODUCT_COLUMNS = 4096  # vocabulary columns in one bf16 product, which is then added to the fp32 sum
 TRANSPOSE_FROM_TOKENS = 768  # with fewer tokens, transposing the sum costs more than the slower products
-TRANSPOSED_COLUMNS = 256  # columns of the vocabulary to transpose at a time, so that they stay in the level-2 cache
+TRANSPOSED_COLUMNS = 256  # vocabulary columns to transpose at a time, so that they stay in the level-2 cache
 
 
 class WeightGradient:
-    """The gradient of the head's weight as a sum over chunks, in fp32 if there are more than two chunks.
+    """The gradient of the head's weight: a sum over chunks, in fp32 if there are more than two chunks.
 
     One or two products are added in the products' own dtype, because an fp32 sum would be rounded just as often.
 
@@ -37,7 +37,7 @@ class WeightGradient:
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """Add one chunk's product, computed from dlogits [n, V] and h [n, D]."""
-        # A GPU can write the product of bf16 factors in fp32. On a CPU, `_add_product` adds the bf16 product to a sum.
+        # A GPU can write the product of bf16 factors in fp32. On a CPU, `_add_product` adds bf16 products to the sum.
         if h.is_cuda and h.dtype != wide(h.dtype) and not self._at_most_two_chunks:
             product = torch.mm(dlogits.t(), h, out_dtype=wide(h.dtype))
             self._total = product if self._total is None else self._total.add_(product)
@@ -71,7 +71,7 @@ class WeightGradient:
         if self._total.dtype == first.dtype:
             torch.addmm(self._total, first, second, beta=0 if is_first else 1, out=self._total)
             return
-        # On a CPU the product of bf16 factors is bf16, and has to be added to the fp32 sum. Go through the vocabulary
+        # On a CPU the product of bf16 factors is bf16, and has to be added to the fp32 sum. Process the vocabulary
         # in parts, so that each part of the product is still in the cache when it is added.
         vocabulary_dim = 1 if self._is_transposed else 0
         for columns in slices(self._total.shape[vocabulary_dim], PRODUCT_COLUMNS):

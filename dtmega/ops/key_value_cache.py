@@ -1,4 +1,4 @@
-"""A cache of keys and values, which lets a decoder that generates token by token compute each token only once.
+"""A key/value cache, so that a decoder that generates token by token computes each token only once.
 
     cache = KeyValueCache()
     model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values
@@ -21,8 +21,8 @@ class KeyValueCache:
     """The keys and values of one model, or of one pipeline stage, for a growing batch. For inference only.
 
     Attributes:
-        places: [B, P] int, places of the cached tokens; None: no token is cached.
-        documents: [B, P] int, documents of the cached tokens; None: all tokens belong to one document.
+        places: places of the cached tokens, [B, P] int; None: no token is cached.
+        documents: documents of the cached tokens, [B, P] int; None: all tokens belong to one document.
         inner: cache of a model that stores keys and values in its own way: transformers' `past_key_values`, or in a
             pipeline a dict from stage number to that stage's cache.
     """
@@ -43,10 +43,10 @@ class KeyValueCache:
         """Add the tokens of a new forward pass. `append` then adds the tokens' keys and values, layer by layer.
 
         Args:
-            places, documents: [B, S] int, places and documents of the new tokens.
+            places, documents: places and documents of the new tokens, [B, S] int.
 
         Returns:
-            Places and documents [B, P + S] of all keys: the cached ones, then the new ones.
+            Places and documents of all keys, [B, P + S], with cached keys before new keys.
         """
         self._next_layer = 0
         self.places = _joined(self.places, places)

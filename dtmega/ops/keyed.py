@@ -1,11 +1,11 @@
 """Randomness as a function: a counter-based hash of (seed, name, global index) instead of a generator with a state.
 
-Without a state, a mask or an initial value is the same on every layout, comes out the same when it is recomputed, and
-needs no place in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations. So
+Without a state, a mask or an initial value is the same on every layout, does not change when it is recomputed, and
+needs no place in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations, so
 the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
 
-The hash and the normal values are written once for both tensors and numpy arrays, because on a CPU numpy takes half of
-torch's time.
+The functions for hashes and normal values take tensors or numpy arrays, because numpy needs half of torch's time on a
+CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def fold(index: Tensor) -> Tensor:
 
 def keep(p: float, rows: Numbers, columns: Numbers) -> Numbers:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
-    # Hashes are uniform in [-2^31, 2^31), so a share p of all hashes lies below the bound on the right.
+    # Hashes are uniform in [-2^31, 2^31), so a share p of all hashes lies below p 2^32 - 2^31.
     hashed = mix(rows[..., None] ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
 
@@ -72,7 +72,7 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
     return mix(mix(rows) ^ query_places[:, None])
 
 
-# Rounds of the Feistel network. Four make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
+# Feistel rounds. Four rounds make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
 ROUNDS = 8
 
 
@@ -80,8 +80,8 @@ def permuted(i: int, n: int, name: str) -> int:
     """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), without a table of n entries.
 
     A Feistel network permutes all two-digit numbers in base ceil(sqrt(n)); there are n of these numbers, or a few more.
-    A result outside 0 to n - 1 goes through the network again until it is inside. The mapping of 0 to n - 1 is still a
-    permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A result outside 0 to n - 1 goes through the network again until it is inside. The mapping of 0 to n - 1 is then
+    still a permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     assert 0 <= i < n
     base = math.isqrt(n - 1) + 1
@@ -96,7 +96,7 @@ def permuted(i: int, n: int, name: str) -> int:
 
 
 def key64(name: str) -> int:
-    """A key in [0, 2**64) for all bits drawn under `name`, as `draws` needs it."""
+    """A key in [0, 2**64) for all bits drawn under `name`, to be passed to `draws`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -135,8 +135,8 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
     Each value is the quantile of a hashed uniform number, by Wichura's PPND7 (Applied Statistics 37, 1988, AS 241),
-    accurate to 1e-7. The logarithm in that formula is computed by a series here, because library logarithms differ in
-    the last bit between devices, and between the vectorised part of a tensor and its tail.
+    accurate to 1e-7. A series computes the formula's logarithm, because library logarithms differ in the last bit
+    between devices, and between a tensor's vectorised part and its tail.
     """
     if index.numel() == 0:
         return torch.empty(index.shape, dtype=torch.float32, device=index.device)
@@ -177,7 +177,7 @@ def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
     u *= 2.0**-32  # in (0, 1), symmetric about 1/2
     q = u - 0.5
     values = _cast(_central(q), library.float32)
-    # The outer 15 % of the values take ten times the arithmetic, so `_outer` computes only those.
+    # The outer 15 % of the values take ten times the arithmetic, so only these values go through `_outer`.
     outer = _places(abs(q) > 0.425)
     values[outer] = _cast(_outer(u[outer]), library.float32)
     return values

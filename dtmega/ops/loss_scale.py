@@ -1,9 +1,9 @@
-"""The loss scale of float16: a factor of the loss that keeps gradients below 6e-8 from being rounded to zero.
+"""The loss scale of float16: a factor on the loss that keeps gradients below 6e-8 from being rounded to zero.
 
 The scale starts high and adapts. A step with a non-finite gradient (an overflow) is skipped. From the second overflow
-on, an overflow also halves the scale. After a thousand steps without an overflow, the scale is doubled. The algorithm
-and the two factors are the same as in Megatron-LM's `DynamicGradScaler` (optimizer/grad_scaler.py). The four other
-numbers are keys of [precision].
+on, an overflow also halves the scale. After a thousand steps without an overflow, the scale is doubled. The algorithm,
+BACKOFF and GROWTH are the same as in Megatron-LM's `DynamicGradScaler` (optimizer/grad_scaler.py). All other settings
+are keys of [precision].
 
 The scale is applied at the start of backward: for each sum, `Tally.factors` holds the gradient that backward begins
 with, scale x weight / count. A head that computes its gradients in forward gets this factor in advance

@@ -1,4 +1,4 @@
-"""Optimizers as in Megatron: parameter groups, schedules of learning rate and decay, gradient clipping, loss spikes."""
+"""Optimizers as in Megatron: parameter groups, learning rate and weight decay schedules, clipping, loss spikes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dtmega.ops.shards import local
 
 
 class _OnLocalParts(torch.optim.Adam):
-    """An Adam whose fused kernel gets this rank's part of each DTensor.
+    """Adam that gives its fused kernel this rank's part of each DTensor.
 
-    The result is the same, because Adam updates each element independently of the others. Given DTensors, the kernel
-    would first work out placements for whole lists of tensors, which takes longer than a small step.
+    The result is the same, because Adam updates each element independently of the others. With DTensors, torch would
+    first work out placements for whole lists of tensors, and this work takes longer than a small step.
     """
 
     def _init_group(
@@ -34,7 +34,7 @@ class _OnLocalParts(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fill the lists as torch does, but with local parts in place of DTensors. The state keeps the DTensors."""
+        """Fill the lists as torch does, but with local parts in place of DTensors. The state itself holds DTensors."""
         lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = super()._init_group(group, *lists)
         for parameter, gradient in zip(params_with_grad, grads, strict=True):
@@ -60,7 +60,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
     `set_rates`. Frozen parameters are left out. A pipeline stage with only frozen parameters gets one empty group.
 
     Args:
-        named: pairs of a parameter's name in the whole model and the parameter.
+        named: (name, parameter) pairs, with each name as in the whole model.
         optim: section [optim] of the run's configuration.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -140,7 +140,7 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) ->
 
 
 def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
-    """A note for the user if the warm-up takes more than half of the run and so reaches [optim] lr late or never.
+    """A note for the user if the warm-up takes over half of the run: the rate then reaches [optim] lr late or never.
 
     Args:
         cfg: the run's configuration.
@@ -189,12 +189,12 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float
 
 
 class Spikes:
-    """A detector of steps with a loss or gradient norm far above recent ones (OLMo-core's `SkipStepOptimizer`).
+    """Detector of steps whose loss or gradient norm is far above recent values (OLMo-core's `SkipStepOptimizer`).
 
     Args:
         sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
             0: no step counts as a spike.
-        recent: pairs (loss, gradient norm) of the last steps, as a checkpoint stores them.
+        recent: (loss, gradient norm) pairs of the last steps, as a checkpoint stores them.
     """
 
     WINDOW = 128
@@ -224,7 +224,7 @@ def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessG
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """The square of the L2 norm over tensors of this rank, an fp64 scalar on their device."""
+    """The square of the L2 norm over this rank's tensors, an fp64 scalar on the tensors' device."""
     on_cpu = not tensors or tensors[0].device.type == "cpu"
     norm = _norm(tensors) if on_cpu else nn.utils.get_total_norm(tensors)
     return norm.to(torch.float64).square()

@@ -1,6 +1,6 @@
 """Named ranges in a profile: a trace shows code inside `with named("forward", 1, 3):` as "forward s1 m3".
 
-Without a profile, a range only tests a flag: no operator runs, and no name is built.
+While no profile is recorded, a range only tests a flag: no operator runs, and no name is built.
 """
 
 from __future__ import annotations

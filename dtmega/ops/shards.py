@@ -1,4 +1,4 @@
-"""The boxes of a tensor that this rank holds, for any placement of a DTensor."""
+"""The rectangular boxes that make up this rank's part of a tensor, for any DTensor placement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def boxes(tensor: Tensor) -> list[Box]:
-    """All boxes of a tensor that this rank holds, except empty ones.
+    """All boxes of this rank's part of a tensor, except empty boxes.
 
     A rank has several boxes if a dim is cut in parts. For example, GPT-2's [q | k | v] is cut so that each rank holds a
     part of q, a part of k and a part of v.
@@ -47,7 +47,7 @@ def boxes(tensor: Tensor) -> list[Box]:
     if part.numel() == 0:
         return []
     if not in_parts(tensor):
-        # torch's own arithmetic, which supports only one box per rank.
+        # torch itself computes the offsets here, but supports only one box per rank.
         (chunk,) = tensor.__create_chunk_list__()
         return [Box(tuple(chunk.offsets), part)]
     # Along each dim this rank has one or more runs of consecutive elements. Each combination of runs is a box.
@@ -89,8 +89,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def in_parts(tensor: DTensor) -> bool:
     """True if a dim is cut in parts, so that a rank may hold several boxes of the tensor.
 
-    DTensor marks a cut in parts as strided. DTensor also marks FSDP2's cut of dim 0 as strided if a later placement,
-    that of tp, cuts the same dim. But these two cuts together leave one box per rank.
+    DTensor gives a dim that is cut in parts a strided placement. If FSDP2 and tp both cut dim 0, FSDP2's placement is
+    strided too, but each rank still holds a single box.
     """
     for i, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -117,7 +117,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
     """The indices of this rank's elements along `dim`, [n].
 
-    DTensor itself computes these indices, by cutting the vector 0, 1, 2, ... as it cuts the tensor along that dim.
+    DTensor itself computes these indices: it cuts the vector 0, 1, 2, ... in the same way as the tensor's dim.
     """
     cut: list[Placement] = []
     for placement in tensor.placements:

@@ -1,8 +1,8 @@
-"""The passes of cross-entropy over logits, a few rows at a time: first each row's peak and sum, then the derivatives.
+"""Cross-entropy's passes over the logits, a few rows at a time: first each row's peak and sum, then the derivatives.
 
 On a CPU a few rows and an fp32 scratch buffer stay in the core's cache from one pass to the next, so passes of plain
 operations are faster than torch's softmax and Inductor's kernels (benchmarks/TIMINGS.md). On a GPU two Inductor kernels
-read the logits of a whole chunk, so that no fp32 tensor as large as the logits exists.
+read the logits of a whole chunk, so that no fp32 copy of the logits is ever stored.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Passes:
         """Write slope exp(x - peak) - smooth to dx [n, V], which may be x itself.
 
         Args:
-            x: [n, V], the logits.
-            dx: [n, V], memory for the derivatives.
-            peak, slope, smooth: [n, 1], the terms of the formula; None for `smooth` means 0.
+            x: the logits, [n, V].
+            dx: memory for the derivatives, [n, V].
+            peak, slope, smooth: terms of the formula, [n, 1]; None for `smooth` means 0.
             reuse_scratch: True if the last call was `peak_and_total` with the same x and peak, so that the scratch
                 buffer still holds the exponentials.
         """
@@ -101,7 +101,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _without_base(x: Tensor) -> Tensor:
-    """Drop x's reference to the tensor that it is a view of. For views, each size would compile new kernels."""
+    """Detach x from its base tensor, because torch would compile new kernels for each size of a view."""
     return x.detach()
 
 

@@ -52,6 +52,7 @@ def keys_to_turn(cfg: Config) -> list[str]:
     if cfg.precision.params == "float32":
         keys.append("[precision] params = 'bfloat16'")
     keys.append("[mesh] dp_shard, more ranks that share parameters and optimizer state")
+    keys.append("[mesh] cp, more ranks that share each sequence")
     keys.append("[mesh] tp, more ranks that share each layer")
     keys.append(f"[data] seq_len (now {cfg.data.seq_len})")
     return keys

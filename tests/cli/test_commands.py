@@ -188,14 +188,23 @@ LINES: list[tuple[str, dict[str, Any]]] = [
             **{"source": ["hf", "a"], "target": ["dtmega", "b"], "config": "", "prefix": "", "tokenizer": ""},
             **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 1, "pp": 1},
             "allow_nonfinite": [],
+            "format": "",
         },
     ),
     (
         "convert --from dcp a --to hf b --config c --prefix model. --tokenizer t --original d --dtype bfloat16",
         {
             **{"source": ["dcp", "a"], "target": ["hf", "b"], "config": "c", "prefix": "model.", "tokenizer": "t"},
-            **{"original": "d", "dtype": "bfloat16", "vocab_size": 0, "average_copies": False, "tp": 1, "pp": 1},
+            **{
+                "original": "d",
+                "dtype": "bfloat16",
+                "vocab_size": 0,
+                "average_copies": False,
+                "tp": 1,
+                "pp": 1,
+            },
             "allow_nonfinite": [],
+            "format": "",
         },
     ),
     (
@@ -204,6 +213,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
             **{"source": ["megatron", "a"], "target": ["hf", "b"], "config": "", "prefix": "", "tokenizer": ""},
             **{"original": "", "dtype": "", "vocab_size": 9, "average_copies": True, "tp": 1, "pp": 1},
             "allow_nonfinite": [],
+            "format": "",
         },
     ),
     (
@@ -212,6 +222,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
             **{"source": ["hf", "a"], "target": ["megatron", "b"], "config": "", "prefix": "", "tokenizer": ""},
             **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 4, "pp": 2},
             "allow_nonfinite": ["c", "d"],
+            "format": "",
         },
     ),
     ("inspect a", {"checkpoint": "a", "other": None, "quick": False}),

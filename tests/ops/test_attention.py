@@ -11,6 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from dtmega.ops import attention as A
 from dtmega.ops import attention_rule as R
 from dtmega.ops.attention_rule import AttentionRule, alibi_slopes, attention_rule
+from dtmega.ops.block_mask import block_mask
 from tests.ops.test_attention_rule import Largest
 
 H = 6
@@ -156,7 +157,7 @@ def test_every_kernel_gives_the_textbook_result_under_every_rule(words, places, 
     keywords, added, allowed = said_twice(RULES[words], queries, keys)
     rule = attention_rule(queries, **keywords)
     if kernel == "FlexAttention":
-        rule = rule._replace(strip=None, block_mask=R.block_mask(rule))
+        rule = rule._replace(strip=None, block_mask=block_mask(rule))
     q, k, v = qkv(S, n_keys=keys.shape[1], shared_by=3)
     nothing = dropout(0.0, HEADS, SAMPLES) if kernel == "formula" else None
     out = A.attention(q, k, v, rule, nothing)
@@ -250,7 +251,7 @@ def test_no_tensor_of_all_pairs_is_made_and_none_that_a_kernel_needs_is_kept_for
 
 def test_a_compiled_block_takes_in_the_gpu_kernel_without_a_warning():
     q, k, v = qkv(64, torch.float32)
-    mask = R.block_mask(attention_rule(in_order(64), causal=True))
+    mask = block_mask(attention_rule(in_order(64), causal=True))
 
     def block(q: Tensor) -> Tensor:
         return A._flex_kernel("cuda")(q, k, v, block_mask=mask)
@@ -281,7 +282,7 @@ def test_a_compiled_block_takes_each_batchs_rule_without_being_compiled_again(ke
     for ids in (packed(100), padded(100)):
         rule = causal_alibi(100, ids, slopes)
         if kernel == "FlexAttention":
-            rule = rule._replace(strip=None, block_mask=R.block_mask(rule))
+            rule = rule._replace(strip=None, block_mask=block_mask(rule))
         out = block(q, k, v, rule)
         torch.testing.assert_close(out, A.attention(q, k, v, causal_alibi(100, ids, slopes)), atol=1e-5, rtol=1e-5)
     assert compilations == 1

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from dtmega.ops import attention_rule as R
+from dtmega.ops.block_mask import block_mask
 
 H = 6
 
@@ -52,7 +53,7 @@ def test_blocks_of_causal_documents_are_those_that_torch_finds_by_looking_at_all
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & (ids[b, i] == ids[b, j])
 
-    ours = R.block_mask(R.attention_rule(in_order(s), causal=True, document_ids=ids))
+    ours = block_mask(R.attention_rule(in_order(s), causal=True, document_ids=ids))
     theirs = create_block_mask(mask_mod, 3, None, s, s, device="cpu")
     assert (ours.seq_lengths, ours.BLOCK_SIZE) == (theirs.seq_lengths, theirs.BLOCK_SIZE)
     for kind in ("kv", "full_kv", "q", "full_q"):
@@ -92,7 +93,7 @@ def test_a_block_is_called_full_or_empty_only_if_it_is(rule, places):
         "shuffled": torch.randperm(600, generator=torch.Generator().manual_seed(0)),
     }
     made = R.attention_rule(order[places].repeat(3, 1), **RULES[rule])
-    partial, full = kinds(R.block_mask(made))
+    partial, full = kinds(block_mask(made))
     b, i = torch.arange(3)[:, None, None], torch.arange(600)[:, None]
     pairs = made.allowed(b, i, torch.arange(600)).expand(3, 600, 600)
     blocks = torch.nn.functional.pad(pairs, (0, 40, 0, 40)).unflatten(1, (5, 128)).unflatten(3, (5, 128))
@@ -121,7 +122,7 @@ def test_a_mask_for_the_gpu_looks_at_no_pair_of_tokens():
     s = 2048
     rule = R.attention_rule(in_order(s), causal=True, document_ids=random_documents(s, 200))
     with Largest() as largest:
-        R.block_mask(rule)
+        block_mask(rule)
     assert largest.elements <= 3 * s
 
 

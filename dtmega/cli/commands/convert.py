@@ -63,9 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tensors that may contain NaN or infinity, or overflow in --dtype; without this they are refused",
     )
     parser.add_argument(
-        "--tp", type=integer(1), default=1, help="to megatron: tensor-parallel ranks (default %(default)s)"
+        "--format",
+        choices=("core", "legacy"),
+        default="",
+        help="to megatron: core, for the models of megatron-core; legacy, for Megatron-LM's own until 2025 and for "
+        "BigScience's (default: core for gpt and llama, else legacy)",
     )
-    parser.add_argument("--pp", type=integer(1), default=1, help="to megatron: pipeline stages (default %(default)s)")
+    parser.add_argument(
+        "--tp", type=integer(1), default=1, help="to megatron, legacy: tensor-parallel ranks (default %(default)s)"
+    )
+    parser.add_argument(
+        "--pp", type=integer(1), default=1, help="to megatron, legacy: pipeline stages (default %(default)s)"
+    )
 
 
 def command(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from dtmega.distributed import exit_codes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=integer(1), required=True, metavar="N", help="number of processes")
     for axis, info in config.Mesh.model_fields.items():
-        if info.annotation is int or axis == "cp":
+        if info.annotation is int:
             parser.add_argument(
                 f"--mesh.{axis}", dest=axis, type=integer(-1), default=info.default, metavar="N", help=info.description
             )

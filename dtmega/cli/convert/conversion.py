@@ -9,7 +9,8 @@
                           also writes a config.toml and, if Adam's moments are complete, a checkpoint that a run can
                           resume from
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
-    --to megatron DIR     weights for Megatron-LM on --tp times --pp ranks
+    --to megatron DIR     weights for Megatron-LM: for its models of today on any number of ranks (--format core), or
+                          for its earlier ones on --tp times --pp ranks (--format legacy)
 
 With --to hf, a run of a Hugging Face model is written in the layout of the model's original directory. If this
 directory has moved, --original names its new place. Tensors are converted one by one, so the model need not fit in
@@ -36,9 +37,13 @@ from dtmega.formats.sources import Cast, Renamed
 from dtmega.formats.whole import check_stored
 from dtmega.interop.hf.files.tensors import DTYPES
 from dtmega.interop.megatron import write as for_megatron
+from dtmega.interop.megatron import write_core as for_megatron_core
 from dtmega.models.family import Family
 
 TARGETS = ("dtmega", "hf", "megatron")
+LEGACY = "legacy"
+# Values of --format, the preferred one first -> key of `Family.formats`.
+MEGATRON_FORMATS = {"core": "megatron-core", LEGACY: "megatron"}
 
 
 def convert(args: argparse.Namespace, startup: Startup) -> None:
@@ -106,11 +111,38 @@ def _write(
             options["other_files"] = card.texts(directory, source.rows, name=folder.name)
         family.export(weights, folder, model, json, **options)
     elif startup.rank == 0 and target == "megatron":
-        megatron_args, megatron_weights = family.as_stored("megatron", weights, model)
-        for_megatron.write(Path(path), megatron_weights, megatron_args, args.tp, args.pp, tokenizer=tokenizer)
+        _write_for_megatron(args, family, model, weights, tokenizer)
     elif startup.rank == 0:
         training = _finite(source.training, args)
         to_checkpoint.write(path, weights, model, family.digest(model), training, source.toml)
+
+
+def _write_for_megatron(
+    args: argparse.Namespace, family: Family, model: config.Model, weights: Cast, tokenizer: str
+) -> None:
+    """Write a checkpoint in the format that `--format` names, or in the first one that the family has.
+
+    Raises:
+        ValueError: the family does not have the format, or the format has no ranks and `--tp` or `--pp` is given.
+    """
+    path = Path(args.target[1])
+    possible = [name for name, program in MEGATRON_FORMATS.items() if program in family.formats]
+    chosen = args.format or next(iter(possible), LEGACY)
+    if possible and chosen not in possible:
+        raise ValueError(
+            f"--format {chosen} is not for a model of name = '{model.name}', expected {' or '.join(possible)} "
+            f"(--format, [model] name)"
+        )
+    their_args, theirs = family.as_stored(MEGATRON_FORMATS[chosen], weights, model)
+    if chosen == LEGACY:
+        for_megatron.write(path, theirs, their_args, args.tp, args.pp, tokenizer=tokenizer)
+        return
+    if (args.tp, args.pp) != (1, 1):
+        raise ValueError(
+            f"--tp={args.tp} and --pp={args.pp} are for --format legacy; what --format {chosen} writes, Megatron-LM "
+            f"loads on any number of ranks, so leave them out (--tp, --pp)"
+        )
+    for_megatron_core.write(path, theirs, their_args, tokenizer=tokenizer)
 
 
 def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
@@ -127,6 +159,8 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
             )
         if target != "megatron" and (args.tp, args.pp) != (1, 1):
             raise ValueError(f"--tp={args.tp} and --pp={args.pp} are for --to megatron; {target} has no ranks")
+        if target != "megatron" and args.format:
+            raise ValueError(f"--format is for --to megatron; got {target}")
         if target == "dtmega" and args.dtype:
             raise ValueError("--dtype is for --to hf and megatron; a checkpoint of dtmega keeps the source's dtypes")
         if startup.rank == 0:

@@ -96,7 +96,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     padded = vocabulary.with_padded_vocabulary(contents, configured)
     their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:
-        padded = families.section_of("megatron", contents.weights.tensors, their_args, where, padded)
+        padded = families.section_of(contents.program, contents.weights.tensors, their_args, where, padded)
     check_stored(padded, contents.weights, where)
     n_ids = configured.vocab_size if configured else args.vocab_size
     if args.tokenizer and not n_ids:
@@ -104,7 +104,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     model, notes = vocabulary.without_padding(padded, contents, n_ids)
 
     def ours(source: Source) -> Source:
-        return families.of(padded).read("megatron", source, padded, where)
+        return families.of(padded).read(contents.program, source, padded, where)
 
     order = contents.order if contents.moments else ""
     text, sections = recipe.config_of_args(contents.args, model, order)

@@ -42,11 +42,11 @@ class IndexedDataset:
 
     Attributes:
         dtype: dtype of the tokens.
-        sizes: int32 or int64 [n], number of tokens in each sequence.
-        pointers: int64 [n], start of each sequence in .bin, in bytes (MMIDIDX) or in tokens (TNTIDX).
-        document_index: int64 [documents + 1]; document d is sequences document_index[d] to document_index[d + 1] - 1.
+        sizes: number of tokens in each sequence, int32 or int64 [n].
+        pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or in tokens (TNTIDX).
+        document_index: first sequence of each document, then the number of sequences, int64 [documents + 1].
         n_tokens: number of tokens, which may be 0.
-        tokens: [n_tokens] of `dtype`, the whole .bin.
+        tokens: all tokens of .bin, [n_tokens] of `dtype`.
 
     Raises:
         ValueError: a file is missing, damaged or in another format, or the two files do not belong together.
@@ -253,7 +253,7 @@ class IndexedWriter:
         """Append one document.
 
         Args:
-            tokens: integers [length], 0 <= length < 2**31.
+            tokens: ids of the document, integers [length] with 0 <= length < 2**31.
             sizes: numbers of tokens in the document's sequences, which add up to length; None makes the document one
                 sequence.
 

@@ -44,10 +44,10 @@ class Index(NamedTuple):
 
     Attributes:
         dtype: dtype of the tokens in .bin.
-        sizes: int32 or int64 [n], number of tokens in each sequence.
-        pointers: int64 [n], start of each sequence in .bin, in bytes (MMIDIDX) or tokens (TNTIDX).
+        sizes: number of tokens in each sequence, int32 or int64 [n].
+        pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or tokens (TNTIDX).
         per_token: number of units of `pointers` per token: the size of a token in bytes (MMIDIDX), or 1 (TNTIDX).
-        document_index: int64 [d], first sequence of each document, then n.
+        document_index: first sequence of each document, then n, int64 [d].
     """
 
     dtype: np.dtype[Any]
@@ -67,7 +67,7 @@ def read_index(path: str, index: NDArray[np.uint8]) -> Index:
         index: the file's bytes.
 
     Raises:
-        ValueError: the header is invalid, or the file does not have the length that follows from the header.
+        ValueError: the header is invalid, or the file's length does not match the header.
     """
     start = index[: LEGACY_HEADER.size].tobytes()
     return _legacy(path, index, start) if start.startswith(LEGACY_MAGIC) else _mmap(path, index, start)

@@ -45,7 +45,7 @@ class Record(BaseModel):
 
 
 def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = False, sentences: bool = False) -> str:
-    """The content of PREFIX.meta.json, for a writer after all documents have been added."""
+    """The content of PREFIX.meta.json, for a writer that already has all documents."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,

@@ -4,8 +4,8 @@
     made.read_or_make()
     np.memmap(path, ...)
 
-The file ends with a digest of its content and of the inputs it was made from. A file that is damaged, or whose inputs
-have changed, is replaced. Users may delete anything in the cache directory at any time.
+The file ends with a digest of its content and of the inputs it was made from. The file is replaced if it is damaged or
+the inputs have changed. Users may delete anything in the cache directory at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIGEST_BYTES = 16
 
 
 def index_state(dataset: IndexedDataset) -> str:
-    """Path, size and modification time of a data set's index; if one of these changes, the data set may have too."""
+    """Path, size and modification time of a data set's index; any change means that the data set may have changed."""
     index = index_path(dataset)
     stat = os.stat(index)
     return f"{index} {stat.st_size} {stat.st_mtime_ns}"

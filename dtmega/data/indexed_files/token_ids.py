@@ -58,7 +58,7 @@ def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
         lows.append(int(ids.min()))
         highs.append(int(ids.max()))
     low, high = min(lows), max(highs)
-    # If the disk is full, nothing is cached, and the next run has to scan the file too.
+    # If the disk is full, nothing is cached, and the next run has to scan the file again.
     with contextlib.suppress(OSError):
         temp = cache.with_suffix(f".{os.getpid()}.tmp")
         temp.write_text(json.dumps({"state": state, "low": low, "high": high}))

@@ -7,12 +7,12 @@ c_j the number of samples taken from corpus j so far (`build_blending_indices` i
 Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
 The rule works sample by sample, which is slow in numpy. So the run is cut into at most STRETCHES stretches, and all
-stretches are computed side by side, each from guessed counts at its beginning. If the previous stretch ends with
-different counts, a stretch is repaired: its samples are computed again from those counts, until the new counts equal
+stretches are computed side by side, each from guessed counts at its beginning. A stretch is repaired if the previous
+stretch ends with different counts: its samples are computed again from the different counts, until the new counts equal
 the counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two
 sets of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each
-stretch begins with the counts at the end of the previous stretch. So whatever the guess was, the result equals
-Megatron's, including rounding.
+stretch begins with the counts at the end of the previous stretch. So the result equals Megatron's for any guess,
+including rounding.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class MegatronBlend:
 
 
 def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
-    """Running counts: the number of samples taken from each corpus before samples 0, COUNT_EVERY, 2 COUNT_EVERY, ....
+    """Count the samples taken from each corpus before sample 0, sample COUNT_EVERY, sample 2 COUNT_EVERY, and so on.
 
     The last row holds the counts after the last sample.
 
     Returns:
-        int64 [ceil(n / COUNT_EVERY) + 1, corpora].
+        Running counts, int64 [ceil(n / COUNT_EVERY) + 1, corpora].
     """
     rows = [np.zeros(n_corpora, np.int64)]
     for i in range(0, len(choices), COUNT_EVERY):
@@ -130,7 +130,7 @@ def greedy(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     """The corpus of each sample, uint8 or uint16 [n].
 
     Args:
-        weights: fp64 [corpora], shares that add up to 1.
+        weights: share of each corpus, fp64 [corpora]; the shares add up to 1.
         n: number of samples.
     """
     n_stretches = max(1, min(STRETCHES, n // MIN_STRETCH))
@@ -164,8 +164,8 @@ def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> ND
     number of samples before the stretch, as the true counts do.
 
     Args:
-        weights: fp64 [corpora].
-        firsts: int64 [stretches], first sample of each stretch.
+        weights: share of each corpus, fp64 [corpora].
+        firsts: first sample of each stretch, int64 [stretches].
     """
     shares = firsts[:, None] * weights
     counts = np.floor(shares)
@@ -178,9 +178,9 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
     """Choose the corpus of one sample in each stretch, int64 [stretches].
 
     Args:
-        weights: fp64 [corpora].
-        at: int64 [stretches], number of the sample in each stretch.
-        counts: fp64 [stretches, corpora], number of samples taken from each corpus before that sample.
+        weights: share of each corpus, fp64 [corpora].
+        at: number of the sample in each stretch, int64 [stretches].
+        counts: number of samples taken from each corpus before that sample, fp64 [stretches, corpora].
     """
     # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.
     errors = np.maximum(at, 1).astype(np.float64)[:, None] * weights
@@ -194,10 +194,10 @@ def _compute(
     """Compute the choices of all stretches, side by side.
 
     Args:
-        weights: fp64 [corpora].
-        firsts: int64 [stretches], first sample of each stretch.
-        counts: fp64 [stretches, corpora], counts at the beginning of the stretches; on return, at their ends.
-        choices: [length, stretches], filled with the corpus of each sample.
+        weights: share of each corpus, fp64 [corpora].
+        firsts: first sample of each stretch, int64 [stretches].
+        counts: counts at the beginning of the stretches, fp64 [stretches, corpora]; on return, counts at their ends.
+        choices: array to fill with the corpus of each sample, [length, stretches].
     """
     stretches = np.arange(len(firsts))
     for i, row in enumerate(choices):
@@ -217,13 +217,13 @@ def _repair(
     """Compute some stretches again from new counts, until the new counts equal the counts of the last pass.
 
     Args:
-        weights: fp64 [corpora].
-        firsts: int64 [stretches], first sample of each stretch.
-        stretches: int64 [wrong], the stretches to repair.
-        counts: fp64 [wrong, corpora], new counts at the beginning of the stretches to repair; changed in place.
-        differences: fp64 [wrong, corpora], new counts minus the counts of the last pass, at the beginning of the
-            stretches; on return, at their ends.
-        choices: [length, stretches], the corpus of each sample; corrected in place.
+        weights: share of each corpus, fp64 [corpora].
+        firsts: first sample of each stretch, int64 [stretches].
+        stretches: numbers of the stretches to repair, int64 [wrong].
+        counts: new counts at the beginning of the stretches to repair, fp64 [wrong, corpora]; changed in place.
+        differences: new counts minus the counts of the last pass at the beginning of the stretches, fp64 [wrong,
+            corpora]; on return, the differences at their ends.
+        choices: corpus of each sample, [length, stretches]; corrected in place.
     """
     differing = np.arange(len(stretches))  # stretches whose new counts still differ
     for i, row in enumerate(choices):

@@ -1,6 +1,6 @@
 """Find the indices that Megatron has cached next to its data, as .npy files. A run uses the cached indices, if any.
 
-Megatron-LM and Megatron-DeepSpeed name the files by their settings, such as
+Megatron-LM and Megatron-DeepSpeed put the settings into the file names, such as
 PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts the files into
 PREFIX/cache/GPTDataset_indices, next to a description of the settings. The file names begin with the md5 of this
 description.
@@ -45,8 +45,8 @@ class OrderName(NamedTuple):
     Attributes:
         name: name of the split or mixture that the part belongs to.
         split: "train", "valid" or "test".
-        matrix: (start, end) of each split as fractions of the corpus, None for an empty split. The whole matrix is None
-            if the splits read different corpora.
+        matrix: range (start, end) of each split in fractions of the corpus; None for an empty split. The whole matrix
+            is None if the splits read different corpora.
         is_described: True for megatron-core's caches, which have description files; False for caches with the settings
             in their file names.
     """
@@ -129,7 +129,7 @@ def described_caches(
 
 
 def _load(paths: list[str], settings: OrderSettings) -> Indices:
-    """Memory-map the indices in these files and check them.
+    """Memory-map the index files and check the indices.
 
     Args:
         paths: paths of the doc, the sample and the shuffle index.

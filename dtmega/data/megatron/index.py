@@ -9,8 +9,8 @@ a share (`cutoff`) of the last epoch's samples is needed, that epoch's sequences
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
-`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. This file looks up where sample k begins,
-at token k S, for many k at once.
+`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. This file looks up token k S, where
+sample k begins, for many k at once.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class Indices(NamedTuple):
     """Megatron's three arrays.
 
     Attributes:
-        documents: int32 [epochs x sequences], the sequences in the order of the stream ("doc_idx").
-        samples: int32 or int64 [samples + 1, 2], beginning of each sample of the stream: an index into `documents`, and
+        documents: numbers of the sequences in stream order, int32 [epochs x sequences] ("doc_idx").
+        samples: beginning of each sample of the stream, int32 or int64 [samples + 1, 2]: an index into `documents`, and
             a token's offset in that sequence ("sample_idx").
-        shuffle: uint32 or int64 [samples]; entry g is the stream number of the sample that is read as sample g
-            ("shuffle_idx").
+        shuffle: numbers of the stream's samples in reading order, uint32 or int64 [samples]: sample g is stream sample
+            shuffle[g] ("shuffle_idx").
     """
 
     documents: NDArray[Any]
@@ -192,7 +192,7 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
     """Yield the sample index in pieces [m, 2].
 
-    Row k is the number of the doc index entry that holds token k S of the stream, and the token's offset in that
+    Row k holds two numbers for token k S of the stream: its entry of the doc index, and its offset in that entry's
     sequence.
     """
     dtype = _sample_dtype(settings, len(documents))

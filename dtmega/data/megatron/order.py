@@ -37,7 +37,7 @@ class Fork(NamedTuple):
     """One of Megatron's three forks: the rules that affect the order of samples.
 
     Attributes:
-        cutoff: share of an epoch's samples that decides about shuffling the last epoch separately (`OrderSettings`).
+        cutoff: share of an epoch's samples below which the last epoch is shuffled separately (`OrderSettings`).
         split: function from a number of sequences and the splits' weights to a (start, stop) range for each split.
         shares: function from the weights of a blend to shares that add up to 1.
         n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
@@ -54,7 +54,7 @@ class Fork(NamedTuple):
 
     @property
     def rule(self) -> SplitRule:
-        """The fork's rule for splits, which deals out sequences, not documents."""
+        """The fork's split rule, which counts sequences instead of documents."""
         return SplitRule(len, self.split)
 
 
@@ -297,7 +297,7 @@ class _Builder:
 
 
 def digest_of_order(samples: AnySamples) -> str:
-    """A digest of an order, in 16 hex digits, with which a resumed run checks that its order is the same."""
+    """Hash an order to 16 hex digits. A resumed run compares digests to check that its order is the same."""
     parts = samples.parts if isinstance(samples, MegatronBlend) else [samples]
     digest = xxhash.xxh3_64()
     for part in parts:

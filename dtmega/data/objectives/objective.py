@@ -1,4 +1,4 @@
-"""Training objectives. An objective decides how text is cut into samples, which tensors a batch has, and the loss."""
+"""Training objectives. An objective defines how text is cut into samples, the tensors of a batch, and the loss."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE
 
 
 def check_keys(data: Data, objective: Objective) -> None:
-    """Check that no [data] key is set that only other objectives read.
+    """Refuse [data] keys that only other objectives read.
 
     Raises:
         ValueError: a key that only other objectives read is set.

@@ -41,9 +41,9 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
     is not in the sample.
 
     Args:
-        ends: bool [B, S], true at the last token of each document; if the whole sample counts as one document, true at
-            the sample's last token only.
-        keys: uint64 [B], keys of the samples.
+        ends: mask of document ends, bool [B, S]: true at the last token of each document, or only at the sample's last
+            token if the whole sample counts as one document.
+        keys: keys of the samples, uint64 [B].
     """
     n_tokens = ends.shape[1]
     place = np.arange(n_tokens)

@@ -17,7 +17,7 @@ NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Sum(NamedTuple):
-    """One number that a step reports: the mean over the global batch. A model returns the sum over a microbatch.
+    """One number that a step reports: a mean over the global batch. Models return its sum over each microbatch.
 
     Attributes:
         name: key of the number in the model's outputs and in the metrics.
@@ -41,8 +41,8 @@ class Tally:
         scale: loss scale; the backward pass multiplies all gradients by this factor.
 
     Attributes:
-        totals: fp64 [sums], this rank's total of each sum. Added over all ranks of the `loss` group, these totals give
-            the sums over the global batch.
+        totals: this rank's total of each sum, fp64 [sums]. The totals of all ranks of the `loss` group add up to the
+            sums over the global batch.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Tally:
 
 
 def divisors(counts: Mapping[str, float]) -> dict[str, float]:
-    """The counts as divisors: a count of 0 becomes 1, so that the sum, which is 0 too, can be divided by the count.
+    """Replace counts of 0 by 1. The sum for such a count is 0 too, and can then be divided.
 
     Args:
         counts: counts by name, already added up over the whole step or evaluation; a batch without labels adds 0.
@@ -93,7 +93,7 @@ def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -
 
     Args:
         sums: the numbers that the objective reports.
-        totals: [sums], totals over the global batch.
+        totals: totals over the global batch, [sums].
         counts: counts of the global batch, from `divisors`.
     """
     return {term.name: total / counts[term.per] for term, total in zip(sums, totals.tolist(), strict=True)}
@@ -102,7 +102,7 @@ def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -
 def loss_of(sums: Sequence[Sum], means: Mapping[str, float]) -> float:
     """The loss: the weighted sum of the means.
 
-    Means of weight 0 are left out rather than multiplied by 0, because an accuracy that is NaN would spoil the loss.
+    Means of weight 0 are left out, not multiplied by 0, because 0 times a NaN accuracy would make the loss NaN.
 
     Args:
         sums: the numbers that the objective reports.

@@ -43,7 +43,7 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
 
     Args:
         patterns: paths, folders or glob patterns.
-        kind: kind of all files, without its dot; None takes the kind from each suffix.
+        kind: kind of all files, without the dot; None to take each file's kind from its suffix.
 
     Raises:
         ValueError: a pattern matches no file, a suffix is unknown, a link dangles, or a library is not installed.
@@ -102,7 +102,7 @@ def _file(path: str, kind: str | None) -> File:
 
 
 def _below(folder: str, *, of_any_kind: bool) -> list[str]:
-    """Files of KINDS, or of any kind, in a folder and its subfolders, sorted by path; hidden files are left out."""
+    """Sorted paths of the files of KINDS, or of any kind, in a folder and its subfolders, without hidden files."""
     paths: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden folders

@@ -23,8 +23,8 @@ BLANK_LINES = "blank-lines"
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
 CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file is a batch of its own
 MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
-# Number of compressed bytes to decompress at a time. This number of bytes expands to at most 128 MiB: a zstd block
-# takes at least 4 bytes and holds up to 128 KiB.
+# Number of compressed bytes to decompress at a time. The result has at most 128 MiB, because a zstd block takes at
+# least 4 bytes and holds up to 128 KiB.
 ZSTD_BYTES = 4096
 PARQUET_ROWS = 256  # rows in a batch; the size of a row in bytes is known only after reading
 
@@ -39,7 +39,7 @@ class RecordBatch:
         first: line number (in parquet: row number) of the first record, counted from 1.
         data: whole lines of JSON; a whole .txt, or some of its parts; or rows of a parquet file, with None for a null.
             The text is UTF-8 unless the file is faulty.
-        is_cut: True if blank lines end documents, which only a .txt can have.
+        is_cut: True if blank lines separate documents, which is possible only in a .txt.
         position_bytes: number of stored bytes read from all input files by the time this batch was complete.
     """
 
@@ -57,7 +57,7 @@ def read_batches(
     """Read all files as batches.
 
     Args:
-        files: the files, in the order in which they are read.
+        files: the files in reading order.
         column: column of parquet files that holds the text.
         at_blank_lines: True to cut each .txt at blank lines and make each part a document of its own.
         encoding: name of the encoding of all text files; '' for UTF-8.
@@ -270,7 +270,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
                     values = values.dictionary_decode()
                 if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
                     raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # Read strings as bytes. So a row that is not UTF-8 is reported, and the other rows are still read.
+                # Read strings as bytes: then a row that is not UTF-8 is reported, and the other rows are still read.
                 data = values.cast(pa.large_binary()).to_pylist()
                 row += len(data)
                 # The position in the file is not known; estimate it from the share of rows read so far.

@@ -3,7 +3,7 @@
     python -m dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer gpt2 --output data/mine --append-eod
     python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
 
-This process reads and writes; workers parse and tokenize. Results are written in the order of the input, so the output
+This process reads and writes; workers parse and tokenize. Results are written in input order, so the output
 is the same for any number of workers. Only a few batches are in flight, so memory use does not grow with the input.
 """
 
@@ -164,7 +164,7 @@ class Result:
     """The documents of one batch of records.
 
     Attributes:
-        ids: [sum(sizes)] token ids, one document after the other, in the dtype of the output.
+        ids: token ids of all documents, one after the other, [sum(sizes)] in the output's dtype.
         sizes: number of tokens in each sequence, as one list per document.
         n_empty: number of records whose text has no tokens.
         malformed: "file:line: why" for each record that could not be read.
@@ -179,7 +179,7 @@ class Result:
 
 
 class Worker:
-    """A tokenizer of batches: it loads the vocabulary once, and turns each batch of records into documents."""
+    """A callable that turns a batch of records into documents. The vocabulary is loaded once, when it is created."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
@@ -269,14 +269,14 @@ def _receive(pipe: Connection) -> Result:
 
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return it and this process's end of the pipe to it."""
+    """Start a worker process; return the worker and this process's end of the pipe to it."""
     # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()
     process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
     # A terminal sends Ctrl-C to all processes, but only the parent should react. So SIGINT is blocked while the worker
-    # starts, and the worker inherits the block. Spawn needs the resource tracker, whose start unblocks SIGINT in this
-    # process, so the tracker is started first.
+    # starts, and the worker inherits the block. Spawning needs the resource tracker, and the tracker's start unblocks
+    # SIGINT in this process, so the tracker is started first.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

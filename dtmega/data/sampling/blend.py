@@ -87,7 +87,7 @@ def deal(tree: Node, g: int) -> tuple[int, int]:
 
 
 def _share(n: int, part: int, whole: int) -> int:
-    """The share n part / whole, rounded half up. Integer arithmetic allows any n, however large."""
+    """The share n x part / whole, rounded half up. Integer arithmetic makes the result exact for any n."""
     return (2 * n * part + whole) // (2 * whole)
 
 
@@ -124,7 +124,7 @@ class SplitRule(NamedTuple):
     """A rule that cuts a corpus into parts for the splits.
 
     Attributes:
-        size: function that counts the units of a corpus, which are its documents or its sequences.
+        size: function that counts the units of a corpus: its documents or its sequences.
         split: function that takes this count and the weights of the splits, and returns a (start, stop) range of units
             for each weight.
     """
@@ -142,7 +142,7 @@ class CorpusPart(NamedTuple):
     Attributes:
         corpus: position among the corpora of the split, which gives each corpus its own shuffle.
         dataset: the corpus.
-        documents: (start, stop), in the units of `SplitRule`.
+        documents: range (start, stop), in the units of `SplitRule`.
         weight: weight of this part in its split; None to weigh the parts by their number of tokens.
     """
 
@@ -153,7 +153,7 @@ class CorpusPart(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The samples that a run is trained and evaluated on.
+    """The samples for training and evaluation.
 
     Attributes:
         samples: samples by split ("train", "valid", "test", other validation sets); None for a split without samples.
@@ -209,7 +209,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
         seed: the run's seed.
 
     Raises:
-        ValueError: a corpus of "train" is too short for a single sample, or all corpora of another split are.
+        ValueError: a corpus of "train" is too short for a single sample, or all corpora of another split are too short.
     """
     built = Splits(dict.fromkeys(SPLITS), [])
     for split, parts in splits.items():
@@ -221,7 +221,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
 def _build_split(
     objective: Objective, data: Data, split: str, parts: Sequence[CorpusPart], seed: int, built: Splits
 ) -> None:
-    """Add the samples of one split, and the notes about it, to `built`."""
+    """Add one split's samples, and the notes about the split, to `built`."""
     samples: list[AnySamples] = []
     weights: list[float] = []
     refusals: list[tuple[CorpusPart, ValueError]] = []

@@ -28,8 +28,8 @@ class Order(NamedTuple):
     """The order of the documents in one epoch.
 
     Attributes:
-        documents: uint32 or int64 [n], numbers of the documents in stream order; number 0 is the part's first document.
-        starts: int64 [n + 1], number of the epoch's tokens before each document in stream order; the last entry is the
+        documents: numbers of the documents in stream order, uint32 or int64 [n]; number 0 is the part's first document.
+        starts: number of the epoch's tokens before each document in stream order, int64 [n + 1]; the last entry is the
             number of all tokens.
     """
 
@@ -56,7 +56,7 @@ def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: 
 
     Args:
         dataset: the data set.
-        documents: (start, stop) in the data set's document index.
+        documents: range (start, stop) in the data set's document index.
         stream: name of the random stream.
         epoch: number of the epoch, from 0.
     """

@@ -59,7 +59,7 @@ class Samples:
 
     Args:
         dataset: the corpus.
-        documents: (start, stop) in the corpus's document index; a document may consist of several sequences.
+        documents: range (start, stop) in the corpus's document index; a document may consist of several sequences.
         seq_len: S, number of tokens that the model reads; a sample has one token more.
         seed: the run's seed.
         split: "train", "valid" or "test"; `split` and `corpus` together give each part its own shuffle.

@@ -1,1 +1,1 @@
-"""Tokenizers: from text to token ids and back, their files, and the chat templates that come with them."""
+"""Tokenizers, which turn text into token ids and back, with their files and chat templates."""

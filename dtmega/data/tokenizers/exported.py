@@ -15,7 +15,7 @@ from dtmega.data.tokenizers.tokenizer_json import to_json
 
 
 class ExportedTokenizer(NamedTuple):
-    """A tokenizer in the form of a transformers model directory.
+    """A tokenizer as a transformers model directory stores it.
 
     Attributes:
         json: text of the tokenizer.json.
@@ -27,7 +27,7 @@ class ExportedTokenizer(NamedTuple):
 
 
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """The tokenizer for models of running text.
+    """The tokenizer for models trained on running text.
 
     End-of-document serves as both BOS and EOS, because in training it stands both before and after each document.
     """
@@ -37,7 +37,7 @@ def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
 
 
 def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """The tokenizer for models of hidden spans, with the marks that training added after the tokenizer's last id.
+    """The tokenizer for models trained to restore hidden spans, with the marks that training added after the last id.
 
     The exported tokenizer appends the end mark to each text, because in training the encoder's input ended with that
     mark.

@@ -1,4 +1,4 @@
-"""Text <-> token ids.
+"""Tokenizers turn text into token ids and back.
 
 A spec is a string that names a vocabulary. Every process loads its own tokenizer from the spec.
 
@@ -51,8 +51,8 @@ STDLIB_WORDPIECE = Path(__file__).with_name("stdlib-wordpiece.txt")
 SHIPPED_WORDPIECES = "stdlib-wordpiece"
 WORDPIECES = ("bert", "bert-cased")  # used as "bert:PATH", with the path of a vocab.txt
 
-# On about a million blanks in a row, tiktoken's regex engine overflows its stack (a Rust panic). So long runs of blanks
-# are cut.
+# tiktoken's regex engine overflows its stack (a Rust panic) on about a million blanks in a row, so text is cut inside
+# long runs of blanks.
 BLANKS = re.compile(r"\s{100000}")
 
 
@@ -62,7 +62,7 @@ class Tokenizer:
 
     Attributes:
         name: spec that the tokenizer was loaded from.
-        vocab_size: upper bound of the ids, which are in [0, vocab_size); `[model] vocab_size` may be larger.
+        vocab_size: exclusive upper bound of the ids; `[model] vocab_size` may be larger.
         eod_id: id of end-of-document, which `encode` never returns.
         fingerprint: digest in 12 hex digits, equal for equal vocabularies.
         encode: function from a text to its ids.
@@ -145,7 +145,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
 
 
 def _advice(spec: str) -> str:
-    """The end of the message about an unknown spec, with specs that the user can write instead."""
+    """The end of the message about an unknown spec: suggestions for what to write instead."""
     path = Path(spec)
     folder = path if path.is_dir() else path.parent
     saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
@@ -185,7 +185,7 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
-    # The file does not say which pattern its ranks were trained with. GPT-2's ranks are recognised by their number.
+    # The file does not say which pattern its ranks were trained with. GPT-2's ranks are recognised by their count.
     pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
     return _from_ranks(spec, ranks, pattern, content)
 
@@ -258,7 +258,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
     loaded.encode_special_tokens = True  # a special token's name inside a document is ordinary text
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
-        # The "fast" variant does not compute offsets into the text, which would take a third of the time.
+        # The "fast" variant saves a third of the time, because it does not compute offsets into the text.
         with _refusals(spec):
             encodings = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
@@ -278,7 +278,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
             raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
     added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = {i for i in by_name.values() if i is not None}
-    # [UNK] may be marked special in the file, but text does become [UNK].
+    # The file may mark [UNK] as special, but ordinary text can still encode to [UNK].
     unknown = vocabulary.get(getattr(loaded.model, "unk_token", None) or "")
     prefix = getattr(loaded.model, "continuing_subword_prefix", None)
     continuing = {i for token, i in vocabulary.items() if token.startswith(prefix)} if prefix else set()

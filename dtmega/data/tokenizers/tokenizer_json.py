@@ -39,7 +39,7 @@ def to_json(spec: str) -> str:
     merged = [token for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     pairs = [pair for token in merged if (pair := last_merge(token, ranks)) is not None]
     bpe = models.BPE(
-        # Put special tokens into the vocabulary as well. Otherwise their ids could not leave gaps, as cl100k_base's do.
+        # Put special tokens into the vocabulary as well, because their ids may leave gaps, as in cl100k_base.
         vocab={spelled(token): rank for token, rank in ranks.items()} | special,
         merges=[(spelled(a), spelled(b)) for a, b in pairs],
         # A token that no merge produces occurs only as a whole piece of text. tiktoken looks up whole pieces before it

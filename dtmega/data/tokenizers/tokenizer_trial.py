@@ -21,9 +21,9 @@ DECODED = 1000  # number of ids that the trial decodes
 
 
 def check(path: str, fingerprint: str) -> None:
-    """Check that a tokenizer.json can be used in a confined process.
+    """Check, in a confined process, that a tokenizer.json can be used.
 
-    A file that passes is not tried again: the cache directory keeps the fingerprint, as the name of an empty file.
+    A file that passes is not tried again: the cache directory then holds an empty file named after its fingerprint.
 
     Raises:
         ValueError: the trial failed; the message names the file.

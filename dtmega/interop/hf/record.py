@@ -29,7 +29,8 @@ from dtmega.interop.hf.tp.load import materialize, open_folder
 from dtmega.interop.hf.tp.parallel import cut_stage, plan_for
 from dtmega.mesh import World
 from dtmega.models import count
-from dtmega.models.family import check_units, hidden_state, lengths_of
+from dtmega.models.family import check_units, hidden_state
+from dtmega.models.lengths import lengths_of
 from dtmega.models.model import Model
 from dtmega.models.show import CONTINUATION
 from dtmega.ops.cost import Piece

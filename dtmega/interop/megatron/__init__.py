@@ -1,11 +1,12 @@
-"""Conversion from and to Megatron: command-line flags, the launch scripts that contain them, and checkpoints.
+"""Conversion from and to Megatron: command-line flags, launch scripts and checkpoints.
 
-Flags: `flags.py` is the table of flags and of the configuration keys that replace them. `shell.py` finds the flags in a
-launch script without running it, and `translate.py` turns them into a configuration.
+Flags: `launch/flags.py` is the table of Megatron's flags and of the configuration keys that replace the flags. `bash/`
+finds the flags in a launch script without running the script. `launch/translate.py` makes a configuration from flags.
 
-Checkpoints: `names.py` is the table of tensor names, from which `forms.py` makes a `Format` for each family. To read a
-checkpoint, `folder.py` finds its folder; `ranks.py` (Megatron-LM), `deepspeed.py` (Megatron-DeepSpeed) and `core.py`
-(megatron-core) open the three kinds of folders, whose files `saved.py` decodes. `adam.py` and `zero.py` read the
-optimizers, and `parts.py` joins the shards of the ranks. `vocabulary.py` works out the size of the vocabulary, and
-`recipe.py` the configuration of the run. `write.py` cuts a dtmega model for Megatron's ranks.
+Checkpoints: `names.py` has the tables of tensor names, and `forms.py` makes a `Format` for each family from a table;
+`core_forms.py` has megatron-core's formats. To read a checkpoint, `folder.py` finds its folder. `ranks.py`
+(Megatron-LM), `deepspeed.py` (Megatron-DeepSpeed) and `core.py` (megatron-core) open the three kinds of folders, and
+`saved.py` decodes their files. `adam.py` and `zero.py` read optimizer states, `parts.py` joins the ranks' shards,
+`vocabulary.py` determines the vocabulary size, and `recipe.py` the run's configuration. `write.py` cuts a dtmega model
+for Megatron's ranks, and `write_core.py` writes the model for megatron-core.
 """

@@ -1,12 +1,12 @@
-"""Adam's moments, step and fp32 masters from one rank's file of Megatron-LM, matched with the names of the weights.
+"""Adam's moments, step and fp32 masters from one rank's Megatron-LM file, matched with the names of the weights.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: the same, fp32_from_fp16_params: [[...], [...]], grad_scaler: {...}}
 
-The state refers to parameters by number, not by name. Parameters are numbered in two groups. The first group has weight
-decay: all weights except those of LayerNorms. The second group has none: the LayerNorms and all biases. Each group
-follows the order of the modules. The masters prove that names and numbers were matched correctly, because each master,
-rounded to 16 bits, must equal its weight. apex's FusedAdam keeps `step` in param_groups.
+The state refers to parameters by number, not by name. Parameters are numbered in two groups. The first group, with
+weight decay, has all weights except LayerNorm weights. The second group, without weight decay, has the LayerNorms and
+all biases. Each group follows the order of the modules. The masters prove that names and numbers were matched
+correctly: each master, rounded to 16 bits, must equal its weight. apex's FusedAdam keeps `step` in param_groups.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dtmega.interop.megatron.saved import SavedFile, Stored, check_apart, entrie
 from dtmega.interop.torch_files.inert import PickledObject, of_type
 from dtmega.ops.loss_scale import ScaleState
 
-# The modules of a model in order. The head's copy of the embedding comes before the `lm_head` of BERT and T5.
+# A model's modules, in order. The head's copy of the embedding comes before the `lm_head` of BERT and T5.
 SECTIONS = ("embedding.", "encoder.", "decoder.", "pooler.", "word_embeddings_for_head.", "lm_head.", "binary_head.")
-OPTIMIZER = ("optimizer", "optimizer_state_dict")  # today's name, and that of 2019
+OPTIMIZER = ("optimizer", "optimizer_state_dict")  # today's name, and the name in 2019
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,14 +50,14 @@ class Adam(NamedTuple):
 
 
 class IncompleteMoments(Exception):
-    """Raised if the moments cannot be used, for the reason in the message. The weights can still be used."""
+    """Raised if the moments cannot be used. The message gives the reason. The weights can still be used."""
 
 
 def read_adam(rank: Rank) -> Adam:
     """Read the optimizer's state from a rank's file. Tensors are read later.
 
     Raises:
-        ValueError: the file is damaged, or is not what Megatron writes.
+        ValueError: the file is damaged, or has contents that Megatron does not write.
     """
     if rank.content.get("optimizer") is None:
         return Adam({}, {}, 0, None, "the files have no optimizer's state")
@@ -76,7 +76,7 @@ def read_adam(rank: Rank) -> Adam:
         moments, step = _moments(rank, groups, adam)
     except IncompleteMoments as reason:
         why = str(reason)
-    # Check all tensors of the file together, weights included, because no two of them may share bytes.
+    # Check all tensors in the file together, weights included, because no two tensors may share bytes.
     tensors = [*masters.values()]
     for tensors_of_kind in moments.values():
         tensors += tensors_of_kind.values()
@@ -168,7 +168,7 @@ def _moments(
 
 
 def step_of(file: SavedFile, value: Any) -> int:
-    """A number of updates, stored as an int, a float or a tensor with one element."""
+    """Convert a number of updates, stored as an int, a float or a tensor with one element, to an int."""
     if type(value) is PickledObject:
         value = _number(file, value)
     if type(value) not in (int, float) or not 0 <= value < 1 << 60 or value != int(value):
@@ -185,7 +185,7 @@ def _number(file: SavedFile, pickled: PickledObject) -> float:
 
 
 def scale_of(file: SavedFile, pickled: Any) -> ScaleState | None:
-    """The state of Megatron's DynamicGradScaler; None if the file has none, or a value in the state is not usable."""
+    """The state of Megatron's DynamicGradScaler; None if the file has no state, or a value in the state is unusable."""
     if pickled is None:
         return None
     scaler = entries(pickled, "the state of the loss scale")

@@ -1,13 +1,12 @@
-"""A distributed checkpoint of megatron-core's GPT, read as whole tensors under the names in names.py.
+"""A distributed checkpoint of megatron-core, read as whole tensors under the names in core_forms.py.
 
     iter_0001000/metadata.json      the backend that wrote the tensors; torch_dist is torch.distributed.checkpoint
     iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
     iter_0001000/.metadata, __*.distcp
 
-A tensor that every layer has is either stacked over all layers under one name, [L, ...], or stored once per layer. A
-LayerNorm is named after the linear layer that follows it, whether the two are fused or not. `*_extra_state*` are byte
-entries, which are not opened. Adam's moments and the fp32 masters have the weights' names with prefixes such as
-`optimizer.state.exp_avg.`; the step is in common.pt.
+A tensor that every layer has is either stacked over all layers under one name, [L, ...], or stored once per layer.
+`*_extra_state*` are byte entries, which are not opened. Adam's moments and the fp32 masters have the weights' names
+with prefixes such as `optimizer.state.exp_avg.`; the step is in common.pt.
 
 Source: `dist_checkpointing/optimizer.py` and `optimizer/optimizer.py` of megatron-core 0.16.1.
 """
@@ -23,6 +22,7 @@ from dtmega.files.untrusted_json import read_object
 from dtmega.formats.rules import Assembly, RowRun
 from dtmega.formats.sources import Source, Translated
 from dtmega.interop.megatron.adam import MOMENTS, IncompleteMoments, scale_of, step_of
+from dtmega.interop.megatron.core_forms import LAYERS, TENSORS_IN_LAYER
 from dtmega.interop.megatron.ranks import arguments, iteration_of
 from dtmega.interop.megatron.saved import SavedFile, entries
 from dtmega.interop.torch_files.dcp import DCPFolder
@@ -37,20 +37,12 @@ NAMES = {
     "signal Signals",
     *(f"megatron.core.rerun_state_machine {name}" for name in ("RerunMode", "RerunState", "RerunDiagnostic")),
 }
-# Name of a layer's module -> Megatron-LM's name of the module.
-LINEARS = {
-    "self_attention.linear_qkv": "self_attention.query_key_value",
-    "self_attention.linear_proj": "self_attention.dense",
-    "mlp.linear_fc1": "mlp.dense_h_to_4h",
-    "mlp.linear_fc2": "mlp.dense_4h_to_h",
-}
-FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "post_attention_layernorm"}
-LAYER = re.compile(
-    r"decoder\.layers\.((?P<layer>\d{1,6})\.)?(?P<module>[a-z_]+\.[a-z0-9_]+)\.(?P<norm>layer_norm_)?(?P<end>weight|bias)"
-)
+LAYER = re.compile(rf"{re.escape(LAYERS)}(?P<number>\d{{1,6}}\.)?(?P<inner>.+)")
 MAX_LAYERS = 100_000
 STATE = "optimizer.state."  # followed by the kind of state and the name of a tensor of the model
-MASTER = f"{STATE}fp32_param."
+# Prefixes of the fp32 masters: of an optimizer for 16 bits, and of a distributed one.
+MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
+BUCKETS = "optimizer.distributed."  # of a distributed optimizer whose moments have no names
 # Entries that do not belong to the model: the optimizer, the random generators, the state of a rerun.
 NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
 
@@ -105,9 +97,9 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
             raise ValueError(f"{folder}: '{name}' is {list(shape)}, expected a tensor with elements and dims")
     keys = {}
     for name, shape in shapes.items():
-        master = MASTER + name
-        has_master = master in stored.tensors and stored.tensors[master][1] == shape
-        keys[name] = master if has_master else name
+        masters = [prefix + name for prefix in MASTERS]
+        same_shape = (key for key in masters if key in stored.tensors and stored.tensors[key][1] == shape)
+        keys[name] = next(same_shape, name)
     weights = _translated(stored, shapes, keys)
     return arguments(content), weights, _run_state(common, content, stored, shapes)
 
@@ -128,6 +120,11 @@ def _run_state(
     try:
         if content.get("optimizer") is None:
             raise IncompleteMoments("the files have no optimizer's state")
+        if any(name.startswith(BUCKETS) for name in stored.tensors):
+            raise IncompleteMoments(
+                "the moments are cut into buckets of that run's layout; megatron-core can load the checkpoint and save "
+                "it with --dist-ckpt-optim-fully-reshardable"
+            )
         optimizer = entries(content["optimizer"], "the optimizer")
         inner = entries(optimizer.get("optimizer", optimizer), "the optimizer")
         steps = _steps(common, inner)
@@ -161,7 +158,7 @@ def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
 
 
 def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]) -> Source:
-    """Tensors of the checkpoint under Megatron-LM's names, with stacked tensors split into layers.
+    """Tensors of the checkpoint, with stacks split into layers.
 
     Args:
         shapes: name in the checkpoint -> shape of every weight.
@@ -169,32 +166,25 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
     """
     assemblies: dict[str, Assembly] = {}
     for name, shape in shapes.items():
-        for whole_name, assembly in _assemblies(name, keys[name], shape).items():
-            if whole_name in assemblies:
-                raise ValueError(f"{stored.path}: '{whole_name}' is there twice, once as '{name}'")
-            assemblies[whole_name] = assembly
+        for layer_name, assembly in _assemblies(name, keys[name], shape).items():
+            if layer_name in assemblies:
+                raise ValueError(f"{stored.path}: '{layer_name}' is there twice, by itself and in a stack")
+            assemblies[layer_name] = assembly
     return Translated(stored, assemblies)
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Split a weight of the checkpoint into Megatron-LM's tensors, given as name -> assembly.
+    """Split a weight of the checkpoint into the tensors of the layers, given as name -> assembly.
 
     Args:
-        name: name of the weight, which determines the layer and the module.
+        name: name of the weight, which says whether it is a stack.
         key: name of the tensor that holds the values: the weight itself, its fp32 master or a moment.
         shape: shape of the weight.
     """
     match = LAYER.fullmatch(name)
-    modules = {}
-    if match is not None:
-        modules = FUSED_NORMS if match["norm"] else LINEARS
-    if match is None or match["module"] not in modules:
-        # An unknown name is kept. No model of Megatron has a tensor with that name, so the name is refused later.
-        today = re.sub(r"^decoder\.final_layernorm\.", "encoder.final_layernorm.", name)
-        return {today: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
-    inner = f"{modules[match['module']]}.{match['end']}"
-    if match["layer"]:
-        return {f"encoder.layers.{match['layer']}.{inner}": Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
+    # An unknown name is kept. No model has a tensor with that name, so the name is refused later.
+    if match is None or match["number"] or match["inner"] not in TENSORS_IN_LAYER:
+        return {name: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
     n_layers, *layer_shape = shape
     if n_layers > MAX_LAYERS or not layer_shape:
         raise ValueError(f"'{name}' is {list(shape)}, expected [layers, ...] of at most {MAX_LAYERS} layers")
@@ -202,5 +192,5 @@ def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assemb
     assemblies = {}
     for i in range(n_layers):
         run = RowRun(0, key, i * rows, rows)
-        assemblies[f"encoder.layers.{i}.{inner}"] = Assembly(tuple(layer_shape), (run,), source_view="stack")
+        assemblies[f"{LAYERS}{i}.{match['inner']}"] = Assembly(tuple(layer_shape), (run,), source_view="stack")
     return assemblies

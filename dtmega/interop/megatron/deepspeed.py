@@ -4,8 +4,8 @@
     global_step1000/mp_rank_XX_model_states.pt            arguments and counts; XX is stage * TP + rank
     global_step1000/bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt      see zero.py
 
-Layers are numbered through the whole model, so pipeline stages do not matter here. 02 and L + 3 are functions without
-parameters, so they have no file. The tied head has no file either.
+Layers are numbered across the whole model, so pipeline stages do not matter here. Numbers 02 and L + 3 are functions
+without parameters, so there are no files for these numbers. The tied head has no file either.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ RANK = re.compile(r"mp_rank_(\d{2,5})_model_states\.pt")
 
 
 class Layers(NamedTuple):
-    """The contents of a folder, apart from the optimizer.
+    """The contents of a folder, except for the optimizer.
 
     Attributes:
         parts: name in the whole model -> one part for each tensor-parallel rank, in order.
         args: the run's arguments as plain values; empty if there is no mp_rank file.
-        content: contents of the first mp_rank file; empty without such a file.
+        content: contents of the first mp_rank file; empty if there is no mp_rank file.
         vocab_size: number of the tokenizer's ids; 0 if the files do not say.
     """
 
@@ -123,7 +123,7 @@ def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
 
 
 def _read_arguments(folder: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """The arguments and the contents of the first mp_rank file; both are empty if there is no such file."""
+    """The arguments and the contents of the first mp_rank file; both are empty if there is no mp_rank file."""
     paths = [path for path in sorted(folder.glob("mp_rank_*")) if RANK.fullmatch(path.name)]
     first_args: dict[str, Any] = {}
     first_content: dict[Any, Any] = {}

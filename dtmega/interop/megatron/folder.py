@@ -1,11 +1,11 @@
-"""A checkpoint of any fork of Megatron: whole tensors under the names in names.py, and the state of the run.
+"""Open a checkpoint of any Megatron fork: whole tensors with the names in names.py, and the run's state.
 
     Megatron-LM            iter_......./mp_rank_*/, or release/        ranks.py, adam.py
     megatron-core          iter_......./metadata.json, common.pt       core.py
     Megatron-DeepSpeed     global_step*/layer_*-model_*                deepspeed.py, zero.py
 
-The path is one of these folders, or the folder above it, which contains a `latest_checkpointed_iteration.txt` or a
-`latest`. Nothing in a file is executed, and a tensor is read only when it is needed.
+The path to open is one of these folders, or the parent folder, which contains a `latest_checkpointed_iteration.txt` or
+a `latest`. Nothing in a file is executed, and a tensor is read only when it is needed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class Contents(NamedTuple):
     Attributes:
         path: the checkpoint's folder.
         args: the run's arguments as plain values; empty if the files have none.
-        weights: tensors of the whole model, under Megatron's names.
-        moments: exp_avg and exp_avg_sq, both under the same names; empty if they are incomplete.
+        weights: tensors of the whole model, under the program's names.
+        moments: exp_avg and exp_avg_sq, each with the names of the weights; empty if the moments are incomplete.
         progress: the run's progress; meaningful only if there are moments.
-        updates: number of updates that the weights have had; meaningful only if there are moments.
+        updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
-        order: the fork whose order of samples the run used, as a value of [data] order.
+        order: Megatron fork that decided the run's sample order, as a value of [data] order.
         vocab_size: number of the tokenizer's ids, without padding; 0 if the files do not say.
         notes: lines for the user.
+        program: key of `Family.formats` for the names of the tensors.
     """
 
     path: Path
@@ -54,10 +55,11 @@ class Contents(NamedTuple):
     order: str = "megatron-lm"
     vocab_size: int = 0
     notes: tuple[str, ...] = ()
+    program: str = "megatron"
 
     @property
     def embedding_rows(self) -> int:
-        """The number of rows of the embedding, including rows of padding.
+        """The number of rows in the embedding, including padding rows.
 
         Raises:
             ValueError: the checkpoint has no embedding.
@@ -72,12 +74,12 @@ def open_folder(path: Path, model: config.Model | None = None, average: bool = F
     """Open a checkpoint of any fork.
 
     Args:
-        path: the checkpoint's folder, or the folder above it, which contains the tracker.
+        path: the checkpoint's folder, or its parent folder, which contains the tracker.
         model: the [model] section that the user gives, needed if the files hold no arguments; None if there is none.
-        average: True to read copies of a tensor that have drifted apart as their mean, instead of rank 0's copy.
+        average: True to read the mean of copies that have drifted apart, instead of rank 0's copy.
 
     Raises:
-        ValueError: there is no checkpoint, or it is damaged, crafted or incomplete. The message names the file.
+        ValueError: the checkpoint is missing, damaged, crafted or incomplete. The message names the file.
     """
     folder = find_folder(path)
     if core.is_checkpoint(folder):
@@ -136,7 +138,7 @@ def _contents_of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bo
 
     Args:
         n_heads: number of the model's attention heads; 0 if not known.
-        average: True to read drifted copies as their mean, as in `open_folder`.
+        average: True to read the mean of copies that have drifted apart, as in `open_folder`.
     """
     first = grid[0, 0]
     whole_names = ranks.whole_names(grid)
@@ -223,6 +225,7 @@ def _contents_of_core(folder: Path, args: dict[str, Any], weights: Source, run_s
         *(folder, args, weights, moments, progress, updates, run_state.scale),
         order="megatron-core",
         notes=notes,
+        program="megatron-core",
     )
 
 
@@ -235,10 +238,10 @@ def _progress(
         args: the run's arguments.
         iteration: number of iterations done.
         steps: numbers of updates in the ranks' optimizers, without duplicates.
-        scheduler: state of the learning-rate scheduler, as it is stored in the files; None if not known.
+        scheduler: state of the learning-rate scheduler, as stored in the files; None if not known.
 
     Returns:
-        The run's progress, the number of Adam's updates, and the reason why the two are not known ('' if they are).
+        The run's progress, the number of Adam's updates, and '' or the reason why progress and number are not known.
     """
     if len(steps) != 1:
         return START, 0, f"the ranks made different numbers of updates, {', '.join(map(str, sorted(steps)[:4]))}"
@@ -249,7 +252,7 @@ def _progress(
     skipped = iteration - updates
     if skipped < 0:
         return START, 0, f"Adam has made {updates} updates, but the run only {iteration} iterations"
-    # float16 skips a step that overflows, and the scheduler does not count the step's samples.
+    # With float16, a step that overflows is skipped, and the scheduler does not count the step's samples.
     overflowed = skipped if args.get("fp16") else 0
     overflowed_samples = 0
     scheduled = None if scheduler is None else entries(scheduler, "the scheduler").get("num_steps")

@@ -30,10 +30,11 @@ SIZES = (
     Key("n_heads", ("num_attention_heads",)),
     Key("ffn_hidden_size", ("ffn_hidden_size",), 0, resolved="ffn"),  # always 4 D before version 3
 )
+INIT_STD = Key("init_std", ("init_method_std",), 0.02, free=True)
 RATES = (
     Key("hidden_dropout", ("hidden_dropout",), 0.1, free=True),
     Key("attention_dropout", ("attention_dropout",), 0.1, free=True),
-    Key("init_std", ("init_method_std",), 0.02, free=True),
+    INIT_STD,
 )
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
@@ -83,7 +84,7 @@ def _refuse_other_positions(args: Mapping[str, Any], known: tuple[Any, ...]) -> 
         )
 
 
-def _refuse_head_width(args: Mapping[str, Any]) -> None:
+def refuse_head_width(args: Mapping[str, Any]) -> None:
     """Refuse heads whose width is not D / H.
 
     Raises:
@@ -112,7 +113,7 @@ def _refuse_erf(args: Mapping[str, Any]) -> None:
 
 def _decoder(args: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of [model] that GPT and BLOOM share."""
-    _refuse_head_width(args)
+    refuse_head_width(args)
     _refuse_erf(args)
     return _scaling(args)
 
@@ -129,7 +130,7 @@ def _bloom(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bert(args: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_other_positions(args, ABSOLUTE)
-    _refuse_head_width(args)
+    refuse_head_width(args)
     return {**_scaling(args), "gelu": feed_forward_gelu(args), "head_gelu": head_gelu(args)}
 
 

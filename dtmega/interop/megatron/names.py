@@ -1,12 +1,12 @@
-"""Tables of Megatron-LM's tensor names, one per family, that also say how tensor parallelism cuts each tensor.
+"""Tables of Megatron-LM's tensor names, one per family. Each row also says how tensor parallelism cuts the tensor.
 
-The names are those of a *whole* model: shards of tensor parallelism are joined, layers are numbered over all stages,
-the heads of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and padding rows of the
-vocabulary are included. Reading and writing both use these tables. Code that joins or cuts shards calls `cut_dim` and
-`qkv_parts`, so it does not depend on the family.
+The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
+of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
+included. Reading and writing both use these tables. Code that joins or cuts shards calls `cut_dim` and `qkv_parts`, so
+the code does not depend on the family.
 
 In a file, the same names are nested in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`), and layers are
-numbered within the stage. `flat_name` turns a path in such a file, of any version, into a name of these tables. Source:
+numbered within the stage. `flat_name` converts a path in a file of any version to a name in these tables. Source:
 Megatron-LM of 2022-02.
 """
 
@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 
 from dtmega.formats.rules import Rule
 
-# How tensor parallelism cuts a module. "column" cuts the outputs, and so both the weight and the bias. "row" cuts the
-# inputs, and so only the weight; each rank has the whole bias. "vocabulary" cuts the rows of the vocabulary. With
-# "copies", each rank has the whole tensor.
+# The ways in which tensor parallelism cuts a module. "column" cuts the outputs, i.e. both the weight and the bias.
+# "row" cuts the inputs, i.e. only the weight; each rank has the whole bias. "vocabulary" cuts the rows of the
+# vocabulary. With "copies", each rank has the whole tensor.
 Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
@@ -31,7 +31,7 @@ class TableRow(NamedTuple):
         ours: name of our tensor or module, or several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
         cut: the way in which tensor parallelism cuts Megatron's module.
-        form: relation between the two sides, as in `Rule`.
+        form: relation between our tensors and Megatron's, as in `Rule`.
         parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, else 1.
     """
 
@@ -47,7 +47,7 @@ class TableRow(NamedTuple):
 
 
 def _block(ours: str, theirs: str) -> tuple[TableRow, ...]:
-    """The rows of a layer, for families whose QKV is fused and sorted by head here too, as Megatron's is."""
+    """The rows of a layer, for families with a fused QKV that is sorted by head, as in Megatron."""
     return (
         TableRow(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
         TableRow(f"{ours}.attn.qkv.", f"{theirs}.self_attention.query_key_value.", "column", parts=3),
@@ -65,7 +65,7 @@ def _feed_forward(ours: str, theirs: str) -> tuple[TableRow, ...]:
 
 
 def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
-    """The rows of a layer in one of T5's stacks, whose q, k and v are separate modules here."""
+    """The rows of a layer in one of T5's stacks. A dtmega T5 has separate modules for q, k and v."""
     ours = f"{stack}.{{}}"
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
@@ -94,7 +94,7 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
 WORDS = TableRow("embed.", "embedding.word_embeddings.", "vocabulary")
 POSITIONS = TableRow("positions.", "embedding.position_embeddings.")
 FINAL_NORM = TableRow("norm.", "encoder.final_layernorm.")
-# The copy of the embedding from which the last stage computes the logits, if there are several stages.
+# The last stage's copy of the embedding, which is used to compute the logits if there are several stages.
 COPY_FOR_HEAD = "word_embeddings_for_head."
 TIED_HEAD = TableRow("head.", COPY_FOR_HEAD, "vocabulary")
 OWN_HEAD = TableRow("head.", "output_layer.", "vocabulary")
@@ -111,8 +111,8 @@ BERT_ROWS = (
     TableRow("order.pooler.", "pooler.dense."),
     TableRow("order.classifier.", "binary_head."),
 )
-# The stage where the decoder begins has copies of both embeddings. In the file of that stage they are called
-# `embedding`, as in the file of the first stage; here they have names of their own.
+# The stage where the decoder begins has copies of both embeddings. The file of that stage calls the copies `embedding`,
+# the same name as in the file of the first stage. In this table, the copies have names of their own.
 T5_ROWS = (
     *(WORDS, POSITIONS, *_block_of_t5("encoder")),
     TableRow("decoder_embed.", "decoder_embedding.word_embeddings.", "vocabulary"),
@@ -145,9 +145,9 @@ def cut_dim(name: str) -> int | None:
 
 
 def qkv_parts(name: str) -> int:
-    """The number of projections (q, k, v) fused in each head of a tensor; 1 if it is not a fused projection.
+    """The number of projections (q, k, v) fused in each head of a tensor; 1 if the tensor is not a fused projection.
 
-    Files below version 2 have the rows of fused projections in a different order within each shard.
+    Files before version 2 have the rows of fused projections in a different order within each shard.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -177,7 +177,7 @@ def pattern_of(name: str) -> str:
 
 
 def _tensors(rows: Iterable[TableRow]) -> dict[str, TableRow]:
-    """Name of each tensor, with `{}` in place of the layer's number -> its row."""
+    """Name of each tensor, with `{}` in place of the layer's number -> row of the tensor."""
     tensors = {}
     for row in rows:
         ends = ("weight", "bias") if row.theirs.endswith(".") else ("",)
@@ -203,7 +203,7 @@ _OLDER_NAMES = (
 
 
 def flat_name(path: str) -> str:
-    """Today's name of a tensor in a file of any version. The layer keeps its number within the stage.
+    """Convert the name of a tensor in a file of any version to today's name. Layer numbers stay local to the stage.
 
     language_model.transformer.layers.0.attention.dense.weight -> encoder.layers.0.self_attention.dense.weight
 
@@ -216,10 +216,10 @@ def flat_name(path: str) -> str:
 
 
 def layer_file_prefix(number: int, n_layers: int) -> str | None:
-    """The prefix of the names in Megatron-DeepSpeed's `layer_NUMBER-model_*`; None if there is no such file.
+    """The prefix of the names in Megatron-DeepSpeed's `layer_NUMBER-model_*`; None if NUMBER has no file.
 
-    The embedding is number 1, the layers are 3 to L + 2, and the last LayerNorm is L + 4. The numbers between them are
-    functions without parameters. After the LayerNorm comes the tied head, which has no file.
+    The embedding is number 1, the layers are 3 to L + 2, and the last LayerNorm is L + 4. Numbers 2 and L + 3 are
+    functions without parameters. The tied head follows the last LayerNorm and has no file.
     """
     if number == 1:
         return "embedding."

@@ -1,4 +1,4 @@
-"""Whole tensors, joined from the parts that the tensor-parallel ranks hold, and a comparison of the ranks' copies.
+"""Join the parts that tensor-parallel ranks hold to whole tensors, and compare the ranks' copies of replicated tensors.
 
 WholeTensors(parts)         a `Source` with the names in names.py; the parts of a tensor are read one after the other
 drifted_copies(tensors)     the tensors whose copies on the ranks are no longer equal
@@ -19,7 +19,7 @@ from dtmega.interop.megatron.names import cut_dim
 from dtmega.interop.megatron.saved import SavedFile, Stored
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MAX_DRIFT = 1e-3  # how far apart copies may be, as a fraction of the tensor's largest absolute value
+MAX_DRIFT = 1e-3  # largest allowed difference between copies, as a fraction of the tensor's largest absolute value
 
 
 class Part(Protocol):
@@ -45,7 +45,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """A part that is stored as one tensor in a file."""
+    """A part stored as a single tensor in a file."""
 
     file: SavedFile
     stored: Stored
@@ -68,7 +68,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Derived:
-    """A part that is computed from another part when it is read, and has the same dtype and shape."""
+    """A part computed on reading from another part with the same dtype and shape."""
 
     part: Part
 
@@ -87,10 +87,10 @@ class _Derived:
 
 @dataclass(frozen=True)
 class ReorderedQKV(_Derived):
-    """A fused QKV from before version 2.0, with its rows in today's order, [H, (q, k, v), K].
+    """A fused QKV from a checkpoint before version 2.0, reordered to today's row order, [H, (q, k, v), K].
 
     Attributes:
-        qkv_outermost: True if the stored rows are [(q, k, v), H, K], as in files without a version; False if they are
+        qkv_outermost: True if the stored row order is [(q, k, v), H, K], as in files without a version; False for
             [H, K, (q, k, v)], as in version 1.0.
         n_parts: number of fused projections: 3 for q, k and v; 2 for k and v.
         n_heads: number of heads on this rank.
@@ -116,7 +116,7 @@ class ReorderedQKV(_Derived):
 class Master(_Derived):
     """The fp32 master of a 16-bit weight. Reading checks that the master rounds to the weight.
 
-    Masters have no names in a file, only positions, so rounding to the weight shows that this master belongs to it.
+    Masters have no names in a file, only positions. This check shows that the master belongs to the weight.
 
     Attributes:
         weight: the 16-bit weight.
@@ -138,8 +138,8 @@ class Master(_Derived):
 class WholeTensors:
     """Whole tensors as a `Source`.
 
-    A tensor that is cut is the concatenation of the ranks' parts. A tensor that every rank has is rank 0's copy, or the
-    mean of all copies.
+    A sharded tensor is the concatenation of the ranks' parts. A replicated tensor is rank 0's copy, or the mean of all
+    copies.
 
     Attributes:
         tensors: name -> dtype and whole shape.
@@ -150,8 +150,8 @@ class WholeTensors:
         """Check that the parts of each tensor fit together.
 
         Args:
-            average: True to read the mean of a tensor's copies, which matters if they have drifted apart; False to read
-                rank 0's copy.
+            average: True to read the mean of a tensor's copies, which matters if the copies have drifted apart; False
+                to read rank 0's copy.
 
         Raises:
             ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.
@@ -175,7 +175,7 @@ class WholeTensors:
         share = shape[dim] // len(parts)
         pieces = []
         for number, part in enumerate(parts):
-            # The rows or columns of this rank's part that the index selects. If there are none, the part is not read.
+            # Rows or columns that the index selects from this rank's part. If the range is empty, the part is not read.
             low = max(start - number * share, 0)
             high = min(stop - number * share, share)
             if low < high:
@@ -184,7 +184,7 @@ class WholeTensors:
 
 
 def _joined_shape(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and the whole shape of a tensor that consists of these parts.
+    """The dtype and the whole shape of a tensor with the given parts.
 
     Raises:
         ValueError: the parts differ in dtype or shape, or have a dtype that no weight has.
@@ -232,7 +232,7 @@ class Drift(NamedTuple):
 def drifted_copies(tensors: WholeTensors) -> list[Drift]:
     """The tensors whose copies are not equal, the worst first.
 
-    Only vectors and the embedding of positions have copies; all other tensors are cut over the ranks.
+    Only vectors and the position embedding have copies; all other tensors are cut over the ranks.
     """
     drifts = []
     for name, (first, *others) in tensors.parts.items():
@@ -247,7 +247,7 @@ def drifted_copies(tensors: WholeTensors) -> list[Drift]:
             largest = torch.maximum(largest, theirs.abs().max())
         if apart.item() != 0:
             drifts.append(Drift(name, (apart / largest).item()))
-    # A NaN compares false with the limit, so the first sort key puts it in front of the drifts within the limit.
+    # A comparison of NaN with the limit is false, so the first sort key puts NaNs before the drifts within the limit.
     return sorted(drifts, key=lambda drift: (drift.size <= MAX_DRIFT, -drift.size))
 
 
@@ -255,8 +255,8 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
     """The line for the user about copies that have drifted apart.
 
     Args:
-        drifts: drifts of all differing copies, at least one, the worst first.
-        average: True if the copies are read as their mean, which is allowed at any distance.
+        drifts: drifts of all tensors with differing copies, the worst first; not empty.
+        average: True if the mean of the copies is read, which is allowed for drifts of any size.
 
     Raises:
         ValueError: the copies are further apart than MAX_DRIFT, and are not averaged.
@@ -266,7 +266,7 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
         f"copies of {counted(len(drifts), 'tensor')} differ between tensor-parallel ranks, most of all '{worst.name}': "
         f"by {worst.size:.1e} of its largest value"
     )
-    # A NaN compares false, so this condition counts it as too far apart as well.
+    # A comparison with NaN is false, so this condition also treats NaN as too far apart.
     if not worst.size <= MAX_DRIFT and not average:
         raise ValueError(f"{line}, expected at most {MAX_DRIFT:.0e}; --average-copies takes their mean")
     used = "their mean is" if average else "those of rank 0 are"

@@ -3,10 +3,10 @@
     DIR/latest_checkpointed_iteration.txt                    a number, or "release"
     DIR/iter_0001000/mp_rank_TT/model_optim_rng.pt           mp_rank_TT_PPP with pipeline parallelism
 
-In a file, `model` holds the tensors of one stage as nested dicts (`model0`, `model1`, ... with virtual stages, called
-chunks here). Each file numbers its layers from 0, and this module gives them their numbers in the whole model: chunk v
-of stage p begins with layer v * (L / VPP) + p * (L / PP / VPP). In a T5, the layers of the encoder are counted over the
-encoder's stages, and those of the decoder over the decoder's stages.
+In a file, `model` holds the tensors of one stage as nested dicts. With virtual stages, called chunks here, the keys are
+`model0`, `model1`, .... Files number layers from 0. This module renumbers layers for the whole model: chunk v of stage
+p begins with layer v * (L / VPP) + p * (L / PP / VPP). In a T5, encoder layers are counted over the encoder's stages,
+and decoder layers over the decoder's stages.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CHUNK_KEY = re.compile(r"model(\d*)")
 LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 VERSIONS = (0, 1, 2, 3)
 MAX_DEPTH = 8  # limit for the depth of nested dicts; today's BERT has 4
-# Arguments that must be equal on all ranks, because they decide which tensors there are or give the run's progress.
+# Arguments that must be equal on all ranks, because the tensors or the run's progress depend on these arguments.
 SHARED_ARGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "padded_vocab_size"),
     *("max_position_embeddings", "tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "iteration", "consumed_train_samples"),
 )
-# Classes of loss scalers, which older files contain as a part of the optimizer's state.
+# Loss-scaler classes that older files contain as part of the optimizer's state.
 SCALERS = {
     f"{module} {name}"
     for module in ("fp16.loss_scaler", "megatron.fp16.loss_scaler")
@@ -45,7 +45,7 @@ class Rank(NamedTuple):
     """The contents of one rank's file.
 
     Attributes:
-        args: the run's arguments as plain values (numbers, strings, lists of these); empty in files of 2019.
+        args: the run's arguments as plain values (numbers, strings, lists of both); empty in files from 2019.
         version: checkpoint version; 0 if the file does not say.
         chunks: one dict per virtual stage, name within the stage -> tensor, in the file's order.
         content: everything in the file, as decoded.
@@ -166,7 +166,7 @@ def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
-    """Flatten nested dicts into tensors by name. The names are today's, with layers numbered within the stage."""
+    """Flatten nested dicts to pairs of today's name and tensor, with layers numbered within the stage."""
     seen: set[str] = set()
     # A crafted pickle may put one dict in many places, and each place would be walked. So the number of entries is
     # limited: an honest file has fewer entries than its pickle has bytes.
@@ -237,7 +237,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
     offsets: dict[tuple[int, int, str], int] = {}
     for stack in ("encoder", "decoder"):
         depths = {place: _depth(ranks[0, place[0]], chunk, stack) for place, chunk in stages.items()}
-        # The first layers are those of chunk 0, stage after stage; then follow those of chunk 1, and so on.
+        # The layers of chunk 0 come first, in order of stage, then the layers of chunk 1, and so on.
         in_order = [place for place in sorted(depths, key=lambda place: place[::-1]) if depths[place]]
         if len({depths[place] for place in in_order}) > 1:
             counts = ", ".join(f"{depths[place]} in {ranks[0, place[0]].file.path}" for place in in_order)
@@ -276,7 +276,7 @@ def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
 
 
 def _whole_name(name: str, pp: int, offsets: Mapping[tuple[int, int, str], int], v: int) -> str:
-    """The name that a tensor in chunk `v` of stage `pp` has in the whole model.
+    """The whole-model name of a tensor in chunk `v` of stage `pp`.
 
     Args:
         name: name within the chunk.
@@ -305,8 +305,8 @@ def join_ranks(
         Name in the whole model -> one part for each tensor-parallel rank, in order.
 
     Raises:
-        ValueError: the ranks of a stage do not have the same tensors, or the order of a QKV depends on the number of
-            heads, which is not known or cannot be divided among the ranks.
+        ValueError: the ranks of a stage do not have the same tensors, or a QKV must be reordered and the head count is
+            not known or cannot be divided among the ranks.
     """
     parts: dict[str, list[Part]] = {}
     n_tp = 1 + max(tp for tp, _ in ranks)
@@ -323,9 +323,9 @@ def join_ranks(
 
 
 def _todays_order(part: Part, name: str, version: int, n_heads: int, n_tp: int) -> Part:
-    """The part with its rows in the current order of Megatron's fused QKV.
+    """Reorder the rows of a part to today's order of Megatron's fused QKV.
 
-    Only a fused QKV of a checkpoint before version 2 is reordered; any other part is returned as it is.
+    Only a fused QKV from a checkpoint before version 2 is reordered. Any other part is returned unchanged.
 
     Args:
         part: the part of a tensor.

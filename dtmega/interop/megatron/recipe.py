@@ -38,7 +38,8 @@ def config_of_args(
     """
     section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
     keys = {f"model.{key}": value for key, value in section.items()}
-    # BLOOM has no script of its own: Megatron-DeepSpeed trains it with pretrain_gpt.
+    keys["run.dir"] = f"runs/{model.name}"
+    # BLOOM and Llama have no script of their own: pretrain_gpt trains them.
     script = next((script for script, family in FAMILY_OF_SCRIPT.items() if family == model.name), "pretrain_gpt")
     if order and script == NEXT_TOKEN_SCRIPT:
         keys["data.order"] = order

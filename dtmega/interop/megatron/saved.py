@@ -1,15 +1,15 @@
-"""A file of `torch.save`, read as data: its pickle is decoded but not run, and its tensors are read when needed.
+"""Read a file of `torch.save` as data: decode the pickle without running it, and read tensors when needed.
 
     file = SavedFile(path)
     file.value                          numbers, strings, lists, dicts; else a `PickledObject` (torch_files/inert.py)
     file.read(file.tensor(pickled))     one tensor, read now
 
 There are two formats. Since torch 1.6 a file is an uncompressed zip with NAME/data.pkl, and NAME/data/KEY for each
-storage. Older files are a sequence of pickles (a magic number, a version, the machine, the value, the keys of the
-storages) followed by the storages. Each storage is its number of elements, in 8 bytes, followed by the elements.
+storage. Older files are a sequence of pickles (a magic number, a version, the machine, the value, the storage keys),
+followed by the storages. Each storage consists of an 8-byte element count and the elements.
 
-The classes that checkpoints of Megatron-LM, megatron-core and Megatron-DeepSpeed contain besides tensors are listed
-here; a pickle that asks for any other class is refused. Source: `serialization.py` of torch 1.5 and 2.13.
+This module lists the classes that checkpoints of Megatron-LM, megatron-core and Megatron-DeepSpeed contain besides
+tensors. A pickle with any other class is refused. Source: `serialization.py` of torch 1.5 and 2.13.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtmega.interop.torch_files.torch_save import (
     tensor_header,
 )
 
-# The names, arguments and random generators of 500 ranks take some 5 MB. A decoded pickle may take 70 times its size.
+# Names, arguments and random generators of 500 ranks take about 5 MB. Decoding may need 70 times the pickle's size.
 MAX_PICKLE_BYTES = 1 << 24
 ZIP = b"PK\3\4"
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -56,14 +56,14 @@ ENUMS = {
     *("megatron.core.enums ModelType", "megatron.core.transformer.enums AttnBackend"),
     *("megatron.core.transformer.enums AttnMaskType", "megatron.core.transformer.enums AttnType"),
 }
-# Everything that the pickles of a checkpoint may ask for.
+# All classes and functions that a checkpoint's pickles may ask for.
 NAMES = {
     *(*torch_save.NAMES, NAMESPACE, *ENUMS, FROM_TYPE, *PARAMETERS),
     *("torch Tensor", "torch.nn.parameter Parameter", "torch Size", "torch device"),
     *("numpy ndarray", "numpy dtype"),
     *(f"numpy.{core}.multiarray {name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     *(f"{builtins} {name}" for builtins in ("builtins", "__builtin__") for name in ("set", "getattr", "bytes")),
-    "_codecs encode",  # pickles of protocol 2 make bytes with it
+    "_codecs encode",  # called by protocol 2 pickles to make bytes
 }
 
 
@@ -91,7 +91,7 @@ class SavedFile:
     """The contents of one file of torch.save.
 
     Attributes:
-        value: the saved value; a tensor inside the value is a `PickledObject`, from which `tensor` makes a `Stored`.
+        value: the saved value. Tensors inside the value are `PickledObject`s, which `tensor` converts to `Stored`.
         n_pickle_bytes: size of the pickles.
     """
 
@@ -113,7 +113,7 @@ class SavedFile:
             self.value, self._storages, self.n_pickle_bytes = read(fd, n_bytes, {*NAMES, *names})
 
     def tensor(self, pickled: Any) -> Stored:
-        """Locate the tensor that a part of `value` describes: a plain tensor, a tensor with attributes, or a parameter.
+        """Locate the data of a pickled tensor: a plain tensor, a tensor with attributes, or a parameter.
 
         Raises:
             ValueError: `pickled` is not a tensor, or has no elements, or its elements are not in the file. The message
@@ -132,8 +132,8 @@ class SavedFile:
             raise ValueError(f"expected a tensor of a known dtype with its storage, {header.key!a:.100}, in the file")
         if len(strides) != len(sizes) or 0 in sizes:
             raise ValueError(f"expected a tensor with elements, got sizes {sizes} and strides {strides}")
-        # With a stride of 0, a few bytes could describe a tensor of any size. torch saves no such parameters, so the
-        # storage must have room for every element.
+        # With a stride of 0, a few bytes could describe a tensor of any size. torch never saves parameters this way, so
+        # the storage must have room for every element.
         needed = max(header.needed_bytes(dtype), math.prod(sizes) * dtype.itemsize)
         if needed > storage.n_bytes:
             raise ValueError(f"expected {needed} bytes of data for a tensor {sizes}, got {storage.n_bytes}")
@@ -141,7 +141,7 @@ class SavedFile:
         return Stored(dtype, sizes, storage, SavedTensor(at, dtype, strides))
 
     def read(self, tensor: Stored, part: list[tuple[int, int]] | None = None) -> Tensor:
-        """Read a tensor into host memory. The first read from a storage compares the storage's checksum.
+        """Read a tensor into host memory. The first read from a storage verifies the storage's checksum.
 
         Args:
             part: (start, stop) in each dim, not empty; None reads the whole tensor.
@@ -157,7 +157,7 @@ class SavedFile:
 
 
 def check_apart(path: Path, tensors: Iterable[Stored]) -> None:
-    """Refuse a file whose tensors share bytes, since together they could be many times larger than the file.
+    """Refuse a file with tensors that share bytes, because its tensors could be many times larger than the file.
 
     Raises:
         ValueError: two tensors share bytes.
@@ -184,10 +184,10 @@ def entries(value: Any, what: str) -> dict[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value of the run's arguments as a number, a string, a bool, or a list of these; anything else is None.
+    """Convert an argument of the run to a number, a string, a bool, or a list of these types; None for anything else.
 
-    An enum's member becomes the member's name, and a dtype becomes torch's name for the dtype. Lists may be nested
-    once. Items that are not plain are left out of the list.
+    An enum member becomes the member's name, and a dtype becomes torch's name for the dtype. Lists may be nested once.
+    Items of other types are left out of the list.
     """
     if type(value) is PickledObject:
         return _plain_object(value)
@@ -219,7 +219,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_tensor(pickled: Any) -> Any:
-    """The plain tensor inside a parameter or a tensor with attributes, which may be nested in each other."""
+    """Unwrap the plain tensor inside a parameter, a tensor with attributes, or a nesting of both."""
     for _ in range(2):
         if type(pickled) is not PickledObject or not pickled.args:
             break
@@ -295,13 +295,13 @@ def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
 
 
 def _element_bytes(value: Any) -> dict[str, int]:
-    """The bytes per element of each storage that a value refers to, by the storage's key.
+    """Key of a storage -> bytes per element, for each storage that a value refers to.
 
     Raises:
         ValueError: the type of a storage is unknown, or a storage is given two types with different sizes.
     """
     element_bytes: dict[str, int] = {}
-    seen: set[int] = set()  # a pickle may put one part in many places; it is visited once
+    seen: set[int] = set()  # each part is visited once, although a pickle may put the same part in many places
     parts = [value]
     while parts:
         part = parts.pop()

@@ -1,4 +1,4 @@
-"""The size of a checkpoint's vocabulary: the number of the tokenizer's ids, without the embedding's rows of padding."""
+"""The size of a checkpoint's vocabulary: the tokenizer's id count, without the embedding's padding rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtmega.interop.megatron.folder import Contents
 
 
 def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> config.Model | None:
-    """The user's model with the padded vocabulary, which has as many ids as the embedding has rows.
+    """The user's model with the padded vocabulary, i.e. with one id for each row of the embedding.
 
     Args:
         contents: contents of the checkpoint.
@@ -33,7 +33,7 @@ def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> co
 
 
 def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
-    """The number of ids of a model with this tokenizer, including the marks and sentinels that a T5 adds."""
+    """The number of ids in a model with this tokenizer, including the marks and sentinels that a T5 adds."""
     n_sentinels = contents.args.get("vocab_extra_ids")
     if type(n_sentinels) is not int or n_sentinels < 1:
         return tokenizer.vocab_size
@@ -41,10 +41,10 @@ def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
 
 
 def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tuple[config.Model, tuple[str, ...]]:
-    """The model with the true size of its vocabulary, padded to as many rows as before; and notes for the user.
+    """The model with its true vocabulary size, padded to the same number of rows as before, and notes for the user.
 
     Args:
-        model: the model with the padded vocabulary, which has as many ids as the embedding has rows.
+        model: the model with the padded vocabulary, i.e. with one id for each row of the embedding.
         contents: contents of the checkpoint.
         n_ids: number of the tokenizer's ids according to the user; 0 if the user does not say.
 

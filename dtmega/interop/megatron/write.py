@@ -1,4 +1,4 @@
-"""Write a `release` folder of Megatron-LM: weights cut for its ranks, in files that Megatron's loader accepts.
+"""Write a `release` folder of Megatron-LM's own models: weights cut for its ranks, in files that its loader accepts.
 
     OUT/latest_checkpointed_iteration.txt        "release"
     OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
@@ -32,6 +32,7 @@ from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
 # Each rank has a multiple of this number of vocabulary rows: Megatron's default of --make-vocab-size-divisible-by.
 MULTIPLE = 128
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
 FILE = "model_optim_rng.pt"
 STACKS = ("encoder", "decoder")
 WORDS = "embedding.word_embeddings.weight"
@@ -88,29 +89,49 @@ def write(
         ValueError: the folder is not empty, or the model cannot have this layout. Nothing has been written.
         OSError: writing failed.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already; expected a new folder, or an empty one (--to)")
+    check_new(folder)
     layout = _layout(source, args, tp, pp)
     rows = MULTIPLE * tp
     padded = -(-source.tensors[WORDS][1][0] // rows) * rows
     stages = [_names_of_stage(source, layout, stage) for stage in range(pp)]
-    all_args = {**args, **_args_of_layout(layout, padded, source.tensors[WORDS][0], tokenizer)}
-    folder = folder.absolute()
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    atomic.empty_folder(temporary)
-    try:
+    all_args = {**args, **args_of_files(layout, padded, source.tensors[WORDS][0], tokenizer)}
+    with new_release(folder) as temporary:
         for stage, names in enumerate(stages):
             for rank in range(tp):
                 tensors: dict[str, Tensor] = {}
                 for local_name, name in names.items():
                     work()
                     tensors[local_name] = _part(source, name, rank, tp, padded)
-                rank_folder = temporary / "release" / layout.folder(rank, stage)
+                rank_folder = temporary / RELEASE / layout.folder(rank, stage)
                 atomic.make_folder(rank_folder)
                 _save(rank_folder / FILE, all_args, tensors)
                 atomic.sync_folder(rank_folder)
+
+
+def check_new(folder: Path) -> None:
+    """Check that a folder can become a checkpoint.
+
+    Raises:
+        ValueError: the folder is not empty, or is a file.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; expected a new folder, or an empty one (--to)")
+
+
+@contextlib.contextmanager
+def new_release(folder: Path) -> Iterator[Path]:
+    """A folder with a temporary name to write a release in. It becomes `folder` when the block ends, or vanishes.
+
+    Args:
+        folder: path of the checkpoint; the block writes `RELEASE` in the folder that it gets.
+    """
+    folder = folder.absolute()
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    atomic.empty_folder(temporary)
+    try:
+        yield temporary
         with atomic.created(temporary / TRACKER) as file:
-            file.write(b"release")
+            file.write(RELEASE.encode())
         atomic.sync_folder(temporary)
         os.rename(temporary, folder)
         atomic.sync_folder(folder.parent)
@@ -119,6 +140,15 @@ def write(
         with contextlib.suppress(OSError):
             atomic.remove_folder(temporary)
         raise
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """Raise the error of a write, which names the cause, in place of torch's error while it closes its zip file."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout:
@@ -201,7 +231,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
     return part
 
 
-def _args_of_layout(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
+def args_of_files(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
     """The arguments that depend on layout, dtype and tokenizer, not on the model."""
     args = {
         "tensor_model_parallel_size": layout.tp,
@@ -234,11 +264,8 @@ def _save(path: Path, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
             "iteration": 0,
             "model": _nested(tensors),
         }
-        try:
+        with os_errors():
             torch.save(content, file)
-        except RuntimeError as error:
-            # If writing fails, closing torch's zip fails as well. Raise the error of the write, which names the cause.
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -6,8 +6,8 @@
             base_optimizer_state               {state: {group: {exp_avg, exp_avg_sq, step}}}, vectors of equal length
             param_slice_mappings               per group: name -> place of the parameter's piece in the vector
 
-A parameter's name is the layer's number and the name in the layer's file, such as `3.input_layernorm.weight`. A tied
-parameter is named `tied_modules.embed.` and its name in layer 1; the last stage has a second copy of the parameter.
+A parameter's name joins the layer's number and the name in the layer's file, such as `3.input_layernorm.weight`. For a
+tied parameter, `tied_modules.embed.` precedes the name in layer 1. The last stage has a second copy of tied parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtmega.interop.torch_files.inert import PickledObject, natural, of_type
 
 OPTIMIZER_FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
 PARAMETER = re.compile(r"(?:tied_modules\.embed|(\d{1,5}))\.(.+)")
-# The class of the entries of param_slice_mappings, which has moved between versions of DeepSpeed.
+# The class of the entries in param_slice_mappings. DeepSpeed's versions define this class in different modules.
 ADDRESSES = {
     f"deepspeed.{module} fragment_address"
     for module in ("utils.tensor_fragment", "utils.mixed_precision_linkage", "runtime.bf16_optimizer")
@@ -50,7 +50,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor whose elements are the concatenation of several pieces of vectors."""
+    """A tensor made by concatenating pieces of flat vectors."""
 
     pieces: tuple[Fragment, ...]
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ def open_optimizer(
     """Open the masters and moments of a Megatron-DeepSpeed checkpoint. Vectors are read later.
 
     Args:
-        weights: name -> one part for each tensor-parallel rank, from the files of the layers.
+        weights: name -> one part for each tensor-parallel rank, from the layer files.
         n_layers: number of the model's layers.
         n_stages: number of the run's pipeline stages.
 
@@ -121,7 +121,7 @@ def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
     """(data rank, model-parallel rank) -> file of the bf16 optimizer.
 
     Raises:
-        IncompleteMoments: there is no such file.
+        IncompleteMoments: there is no file of a bf16 optimizer.
     """
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("bf16_zero_*")):
@@ -144,7 +144,7 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
         file: the data rank's file.
         tp: number of the tensor-parallel rank.
         n_layers: number of the model's layers.
-        n_data: number of data ranks, counted from their files.
+        n_data: number of data ranks, from the names of the files.
     """
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")
     counts = content.get("partition_count")
@@ -180,7 +180,7 @@ def _address(pickled: Any) -> tuple[int, int]:
 
 
 def _whole_name(name: Any, n_layers: int) -> str:
-    """The name that an optimizer's parameter has in the whole model. A tied parameter gets its name in layer 1."""
+    """The whole-model name of a parameter in the optimizer. A tied parameter gets its name in layer 1."""
     match = PARAMETER.fullmatch(of_type(name, str, "a parameter's name"))
     prefix = names.layer_file_prefix(int(match[1] or 1), n_layers) if match else None
     if match is None or prefix is None:

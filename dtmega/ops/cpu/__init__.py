@@ -1,1 +1,1 @@
-"""Kernels and memory settings for CPUs, which runs on GPUs do not use."""
+"""Kernels and memory settings that only runs on CPUs use."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from dtmega.ops import keyed
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 
-# Number of scores to turn into probabilities at a time: 1 MiB in fp32 and 0.5 MiB in bf16, of a level-2 cache of 2 MiB.
+# Number of scores to turn into probabilities at a time: 1 MiB in fp32 plus 0.5 MiB in bf16 fit into a 2 MiB L2 cache.
 CACHED_SCORES = 2**18
 # Number of scores to compute in one product. Calling the library takes as long as computing 2^16 scores.
 PRODUCT_SCORES = 2**22
@@ -66,11 +66,11 @@ def attention_cpu(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute softmax(q k^T scale + bias) v, and the numbers from which backward recovers the probabilities.
+    """Compute softmax(q k^T scale + bias) v, and the numbers that backward needs to recover the probabilities.
 
     Args:
-        q: [B, H, S, K] bfloat16, the queries.
-        k, v: [B, G, T, K] bfloat16, the keys and values, where G divides H.
+        q: queries, [B, H, S, K] bfloat16.
+        k, v: keys and values, [B, G, T, K] bfloat16, where G divides H.
         scale: factor of the scores.
         query_places, ..., strip, causal, window: fields of an `AttentionRule`.
         dropout_key, head_ids, sample_ids, p: fields of a `Dropout`; without dropout, p is 0 and the others are None.
@@ -233,7 +233,7 @@ class _Part(NamedTuple):
     Attributes:
         queries: slices that select the queries from a tensor [B, H, S, ..].
         keys: slices that select the keys and values from k and v.
-        q: the queries, [rows, heads, C, K], with the last one first.
+        q: the queries, [rows, heads, C, K], with the last query first.
         k, v: the keys and values, [rows, groups, keys, K].
         bias: bias of the scores in base 2, [rows, heads, C, keys], a view; None: no bias.
         key_places: places of the keys, [rows, 1, 1, keys].
@@ -314,14 +314,14 @@ def _reversed(x: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Memory for the scores of one part (`_Part`), reused by each part in turn.
+    """Memory for the scores of one part (`_Part`), which all parts use in turn.
 
     Args:
         q, k: all queries and keys.
         chunks: all chunks of queries.
-        n: number of tensors with room for the scores of a part, in the dtype of q.
-        kept: memory for one more tensor per part. The parts' tensors lie one after the other, and stay valid. An empty
-            `kept` means that there is no such tensor.
+        n: number of tensors to allocate, each with room for the scores of one part, in the dtype of q.
+        kept: memory for one more tensor per part. The parts' tensors lie one after the other, and stay valid. If
+            `kept` is empty, parts have no additional tensor.
     """
 
     def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int, kept: Tensor) -> None:
@@ -350,7 +350,7 @@ class _Scratch:
             yield slice(first * self.heads_per_group, last * self.heads_per_group), slice(first, last)
 
     def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """Views of the tensors, shaped like the scores [rows, heads, C, keys] of queries q and keys k of one part."""
+        """Views of the tensors in the shape of the scores of one part's queries and keys, [rows, heads, C, keys]."""
         shape = (*q.shape[:3], k.shape[2])
         size = math.prod(shape)
         tensors = self.tensors

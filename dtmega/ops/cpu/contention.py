@@ -1,4 +1,4 @@
-"""Detect other processes that use the cores of a run on a CPU.
+"""Detect other processes that use the cores of a CPU run.
 
 An operation on several threads is done when its last thread is done. If another process uses one of the cores, the
 thread on that core is always late, and the other threads keep their cores busy while they wait
@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 # Waiting is measured between these two steps of this process. The first steps are left out, because compilers and data
-# readers start during the first steps.
+# readers start then.
 FROM, TO = 3, 13
 CROWDED = 0.25  # seconds of waiting per second, summed over threads, from which the user gets advice
 THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
 class Contention:
-    """A measurement, over a few steps of a run, of how long the run's threads wait for a core.
+    """Measurement, over a few steps, of the time that a run's threads wait for a core.
 
     Args:
         device: device that the run computes on; nothing is measured unless it is a CPU.
@@ -57,7 +57,7 @@ class Contention:
 
 
 def _waited_s() -> float | None:
-    """Seconds for which this process's threads were ready but had no core; None if the system reports nothing."""
+    """Seconds that this process's threads were ready to run but had no core; None if the counts cannot be read."""
     try:
         schedules = [(thread / "schedstat").read_text() for thread in THREADS.iterdir()]
         return sum(int(schedule.split()[1]) for schedule in schedules) / 1e9

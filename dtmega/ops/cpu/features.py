@@ -1,4 +1,4 @@
-"""The bfloat16 instructions of this machine's CPU, which decide between kernels.
+"""Flags for the bfloat16 instructions of this machine's CPU, used to choose between kernels.
 
 For a product of 2,048 x 512 x 2,048, one thread of an AMD EPYC (Zen 4, avx512_bf16) reaches 190 GFLOP/s in bfloat16 and
 90 in float32. A thread of an Intel Xeon with AMX reaches 1,100 GFLOP/s in bfloat16 and 130 in float32.

@@ -1,6 +1,6 @@
 """Settings for CPU memory: freed buffers stay with the process, and large buffers are on huge pages.
 
-By default glibc requests each buffer of more than 32 MiB, and often a smaller one, from the system, and returns the
+By default glibc requests each buffer of more than 32 MiB, and often a smaller buffer, from the system, and returns the
 buffer when it is freed. The system fills the buffer with zeros each time, in pages of 4 KiB. For a chunk's logits and
 the gradient of the head's weight, filling with zeros took a sixth as long as the matrix products, and a tenth of a step
 (benchmarks/TIMINGS.md).
@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
 def on_huge_pages(x: Tensor) -> Tensor:
     """Ask Linux to map x in pages of 2 MiB, and return x. Call this function before anything is written to x.
 
-    Nothing is done on other systems or for a small x. If huge pages are switched off, Linux ignores the request.
+    On other systems, or for a small x, nothing happens. If huge pages are switched off, Linux ignores the request.
     """
     if type(x) is Tensor and x.device.type == "cpu" and sys.platform == "linux":
         # The address comes from x, not from the storage of x: once Python has seen that storage, autograd no longer

@@ -1,4 +1,4 @@
-"""Faster matrix products, by oneDNN, for unsharded nn.Linear modules in bfloat16 on a CPU with AMX.
+"""Faster oneDNN matrix products for unsharded nn.Linear modules in bfloat16 on a CPU with AMX.
 
 - A bias is added while the product is still in registers. torch would first fill the result with the bias, and then add
   the product.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDE = 2  # ratio of input to output features from which the transposed copy pays
+WIDE = 2  # smallest ratio of input to output features at which the transposed copy pays off
 
 
 def multiply_on_amx(model: nn.Module) -> None:

@@ -10,20 +10,20 @@ from contextlib import suppress
 class ThreadTime:
     """A clock for the thread that creates the clock.
 
-    The clock runs while the thread computes, and while the thread is ready but another program has its core. The clock
-    stops while the thread sleeps, for instance to wait for other ranks. Only Linux reports how long a thread was ready
-    without a core; on other systems only computing counts.
+    The clock runs while the thread computes, and while the thread is ready to run but waits for a core. The clock
+    stops while the thread sleeps, for instance to wait for other ranks. Only Linux reports how long a
+    ready thread waited for a core; on other systems, only computing counts.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
         with suppress(OSError):
-            # Three numbers for the thread that opens the file: nanoseconds on a core, nanoseconds ready without a core,
-            # and number of time slices.
+            # Three numbers for the thread that opens the file: nanoseconds on a core, nanoseconds spent ready to run
+            # but waiting for a core, and number of time slices.
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def busy_s(self) -> float:
-        """Seconds that the thread has computed or waited for a core since the thread began."""
+        """Seconds that the thread has spent computing or waiting for a core since the thread began."""
         if self._file is None:
             return time.thread_time()
         on_core_ns, ready_ns, _ = os.pread(self._file, 100, 0).split()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
-import signal
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from dtmega import config
+from dtmega import config, families
 from dtmega.distributed import exit_codes
+from tests import core_files
 from tests.interop.megatron.test_folder import (
     L,
     V,
@@ -41,16 +37,6 @@ LAYER = {
     "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
     "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
 }
-
-
-class Planner(DefaultSavePlanner):
-    """megatron-core's, which adds to the metadata what it knows of flattened tensors, and the plans of the ranks."""
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.mcore_data = {name: {"nd_reformulated_orig_global_shape": (2, 3)} for name in ("a", "b")}  # pyright: ignore
-        metadata.all_local_plans = all_plans  # pyright: ignore[reportAttributeAccessIssue]
-        return plans, metadata
 
 
 def by_their_names(weights: Mapping[str, Tensor], stacked: bool) -> dict[str, Tensor]:
@@ -76,21 +62,10 @@ def written(
     backend: str = "torch_dist",
     optimizer: Mapping[str, Any] | None = None,
 ) -> Path:
-    inside = folder / "iter_0000007"
-    inside.mkdir(parents=True)
     tensors: dict[str, Any] = by_their_names(drawn("gpt"), stacked)
     tensors |= {f"decoder.layers.mlp.linear_fc1._extra_state/shard_{i}_{L}": io.BytesIO(b"fp8") for i in range(L)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
-        state_dict_saver.save({**tensors, **(more or {})}, checkpoint_id=str(inside), planner=Planner(), no_dist=True)
-    (inside / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
     args = arguments("gpt", 3.0, Layout()) | {"position_embedding_type": "learned_absolute", "swiglu": False}
-    common = {"args": argparse.Namespace(**args, exit_signal=signal.SIGTERM), "checkpoint_version": 3.0}
-    if optimizer is not None:
-        common["optimizer"] = optimizer
-    torch.save(common | {"iteration": 7, "opt_param_scheduler": {"num_steps": 56}}, inside / "common.pt")
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
-    return folder
+    return core_files.write(folder, {**tensors, **(more or {})}, args, backend=backend, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "one by one"])
@@ -102,11 +77,12 @@ def test_layers_stacked_or_one_by_one_are_megatrons_model(
     assert_same_logits(tmp_path / "out", "gpt")
 
 
-def test_weights_are_the_fp32_masters_where_these_are(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["fp32_param", "param"])
+def test_weights_are_the_fp32_masters_where_these_are(tmp_path: Path, kind: str):
     name = "decoder.final_layernorm.weight"
     master = drawn("gpt")["encoder.final_layernorm.weight"] + 1
     moments = {f"optimizer.state.exp_avg.{name}": master + 1}
-    written(tmp_path / "in", more={f"optimizer.state.fp32_param.{name}": master, **moments})
+    written(tmp_path / "in", more={f"optimizer.state.{kind}.{name}": master, **moments})
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
     assert torch.equal(read(tmp_path / "out")[1]["norm.weight"], master)
 
@@ -151,6 +127,7 @@ def test_adams_moments_are_those_of_their_weights(tmp_path: Path, optimizer: str
             "there is no exp_avg_sq of 'decoder.layers.mlp.linear_fc2.bias'",
         ),
         ("common_step", "the files do not say how many updates Adam has made"),
+        ("nothing", "the moments are cut into buckets of that run's layout"),
     ],
 )
 def test_moments_that_are_not_whole_are_left_out_with_the_reason(
@@ -159,6 +136,8 @@ def test_moments_that_are_not_whole_are_left_out_with_the_reason(
     _, stored = adams(stacked=True)
     optimizer = {"state": {} if lost == "common_step" else {"common_step": 6}, "param_groups": GROUPS}
     more = {name: tensor for name, tensor in stored.items() if not name.endswith(lost)}
+    if lost == "nothing":
+        more["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"] = torch.ones(3)
     written(tmp_path / "in", more=more, optimizer=optimizer)
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
     assert f"weights only: {why}" in capsys.readouterr().out
@@ -175,7 +154,7 @@ def test_moments_that_are_not_whole_are_left_out_with_the_reason(
         ),
         (
             {"more": {"decoder.layers.1.mlp.linear_fc2.bias": torch.ones(8)}},
-            "'encoder.layers.1.mlp.dense_4h_to_h.bias' is",
+            "'decoder.layers.1.mlp.linear_fc2.bias' is there twice",
         ),
         ({"more": {"output_layer.bias": torch.ones(2, 0)}}, "'output_layer.bias' is [2, 0], expected a tensor with"),
     ],
@@ -184,5 +163,111 @@ def test_what_is_no_such_checkpoint_of_a_gpt_is_refused_and_nothing_is_written(
     tmp_path: Path, options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ):
     assert convert(written(tmp_path / "in", **options), tmp_path / "out") == exit_codes.REFUSED
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ Llama
+
+HEADS, KV_HEADS, SAMPLE = 4, 2, torch.arange(24).view(2, 12) * 3 % 70
+
+
+def llama(**values: Any) -> Any:
+    """A Llama of transformers with grouped queries."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": HEADS}
+    small = LlamaConfig(**sizes, num_key_value_heads=KV_HEADS, vocab_size=70, initializer_range=0.3, **values)
+    return LlamaForCausalLM(small).eval()
+
+
+def args_of_llama(theirs: Any, **values: Any) -> dict[str, Any]:
+    """The arguments of a run with transformers' model, as Megatron-LM names them."""
+    found = {
+        **{"num_layers": theirs.config.num_hidden_layers, "hidden_size": theirs.config.hidden_size},
+        **{"num_attention_heads": HEADS, "group_query_attention": True, "num_query_groups": KV_HEADS},
+        **{"ffn_hidden_size": theirs.config.intermediate_size, "kv_channels": theirs.config.hidden_size // HEADS},
+        **{"padded_vocab_size": theirs.config.vocab_size, "max_position_embeddings": 64, "swiglu": True},
+        **{"normalization": "RMSNorm", "norm_epsilon": theirs.config.rms_norm_eps, "add_bias_linear": False},
+        **{"position_embedding_type": "rope", "rotary_base": 10_000, "rotary_percent": 1.0},
+        **{"rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False},
+        **{"rope_scaling_factor": 8.0, "use_rotary_position_embeddings": False, "add_position_embedding": True},
+        **{"untie_embeddings_and_output_weights": not theirs.config.tie_word_embeddings, "qk_layernorm": False},
+        **{"apply_layernorm_1p": False, "squared_relu": False, "num_experts": None, "hidden_dropout": 0.0},
+        **{"seed": 1234, "global_batch_size": 8, "micro_batch_size": 4, "lr": 1e-4, "train_iters": 20},
+        **{"consumed_train_samples": 56, "tokenizer_type": "HuggingFaceTokenizer", "seq_length": 12},
+    }
+    return found | values
+
+
+def written_llama(folder: Path, theirs: Any, more: Mapping[str, Any] | None = None, **values: Any) -> Path:
+    tied = theirs.config.tie_word_embeddings
+    tensors = core_files.of_llama(theirs.state_dict(), HEADS, KV_HEADS, tied)
+    return core_files.write(folder, {**tensors, **(more or {})}, args_of_llama(theirs, **values))
+
+
+def assert_has_logits_of(path: Path, theirs: Any) -> None:
+    """Our model with the weights of a checkpoint computes what transformers' does."""
+    model, weights = read(path)
+    built = families.of(model).build(model).eval()
+    built.init_buffers(0)
+    built.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        found = built(SAMPLE, places=torch.arange(SAMPLE.shape[1]).expand_as(SAMPLE))
+        expected = theirs(SAMPLE).logits
+    torch.testing.assert_close(found[..., : expected.shape[-1]], expected, rtol=1e-5, atol=1e-5)
+
+
+SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0}
+SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("of_theirs", "args"),
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": True}, {}),
+        (
+            {"rope_parameters": SCALED},
+            {"rotary_base": 500_000, "use_rope_scaling": True, "rope_scaling_factor": 32.0},
+        ),
+    ],
+    ids=["untied", "tied", "scaled"],
+)
+def test_a_llama_has_the_logits_of_transformers(tmp_path: Path, of_theirs: dict[str, Any], args: dict[str, Any]):
+    theirs = llama(**of_theirs)
+    assert convert(written_llama(tmp_path / "in", theirs, **args), tmp_path / "out") == exit_codes.DONE
+    assert_has_logits_of(tmp_path / "out", theirs)
+    continued = (tmp_path / "out" / "config.toml").read_text()
+    assert config.load(["--config", str(tmp_path / "out" / "config.toml")]).model == read(tmp_path / "out")[0]
+    assert 'dir = "runs/llama"' in continued
+    assert convert(tmp_path / "in", tmp_path / "hf", to="hf") == exit_codes.DONE
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        assert torch.equal(again(SAMPLE).logits, theirs(SAMPLE).logits)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"qk_layernorm": True}, "has qk_layernorm=True, expected False"),
+        ({"apply_layernorm_1p": True}, "has apply_layernorm_1p=True, expected False"),
+        ({"squared_relu": True}, "has squared_relu=True, expected False"),
+        ({"num_experts": 8}, "has num_experts=8, expected None"),
+        ({"multi_latent_attention": True}, "has multi_latent_attention=True, expected False"),
+        ({"rotary_percent": 0.5}, "has rotary_percent=0.5, expected 1.0"),
+        ({"rotary_interleaved": True}, "has rotary_interleaved=True, expected False"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "has rotary_seq_len_interpolation_factor=2, expected None"),
+        ({"position_embedding_type": "yarn"}, "has position_embedding_type='yarn', expected 'rope'"),
+        ({"normalization": "LayerNorm"}, "has normalization='LayerNorm', expected 'RMSNorm'"),
+        ({"swiglu": False}, "has swiglu=False, expected True"),
+        ({"add_bias_linear": True}, "has add_bias_linear=True, expected False"),
+        ({"kv_channels": 32}, "kv_channels=32 of 4 heads"),
+        ({"num_query_groups": 3}, "n_kv_heads=3 does not divide n_heads=4"),
+    ],
+)
+def test_a_variant_of_llama_that_is_not_built_is_refused_by_the_name_of_its_argument(
+    tmp_path: Path, args: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert convert(written_llama(tmp_path / "in", llama(), **args), tmp_path / "out") == exit_codes.REFUSED
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

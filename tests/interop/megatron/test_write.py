@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtmega import config
 from dtmega.__main__ import main as command
@@ -18,8 +20,8 @@ from dtmega.cli.convert import to_checkpoint
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic
 from dtmega.formats.whole import as_ours, as_theirs
-from dtmega.interop.megatron import write
-from tests import hf_models, megatron_files
+from dtmega.interop.megatron import write, write_core
+from tests import core_files, hf_models, megatron_files
 from tests.interop.hf.files.test_ours import Memory
 from tests.interop.megatron.test_names import MODELS, H, V, drawn
 from tests.megatron_files import Layout
@@ -180,6 +182,7 @@ def test_a_gpt2_of_transformers_computes_in_megatron_what_it_computed(tmp_path: 
     theirs.save_pretrained(tmp_path / "hf")
     out = tmp_path / "out"
     arguments = ["--from", "hf", str(tmp_path / "hf"), "--to", "megatron", str(out), "--tp", "2", "--pp", "2"]
+    arguments += ["--format", "legacy"]
     assert command(["convert", *arguments]) == exit_codes.DONE
     n_heads = theirs.config.n_head
     weights, said = megatron_files.read(out, Layout(2, 2), n_heads)
@@ -215,7 +218,7 @@ def test_what_was_written_for_two_by_two_ranks_is_read_back_to_the_bit(tmp_path:
     source = as_ours(Memory(weights), form, model, build, "file")
     to_checkpoint.write(str(tmp_path / "ours"), source, model)
     there = ["--from", "dtmega", str(tmp_path / "ours"), "--to", "megatron", str(tmp_path / "out")]
-    assert command(["convert", *there, "--tp", "2", "--pp", "2"]) == exit_codes.DONE
+    assert command(["convert", *there, "--format", "legacy", "--tp", "2", "--pp", "2"]) == exit_codes.DONE
     back = ["--from", "megatron", str(tmp_path / "out"), "--to", "dtmega", str(tmp_path / "back")]
     assert command(["convert", *back, "--vocab-size", str(V)]) == exit_codes.DONE
     checkpoint = open_checkpoint(str(tmp_path / "back"))
@@ -229,3 +232,148 @@ def test_what_was_written_for_two_by_two_ranks_is_read_back_to_the_bit(tmp_path:
     if isinstance(again, config.T5):
         sizes["kv_channels"] = again.head_dim  # which their arguments say
     assert again == model.model_copy(update=sizes)
+
+
+# ------------------------------------------------------------------------------------------------- megatron-core's form
+
+
+def a_gpt2() -> Any:
+    """A GPT-2 of transformers, with biases that are not 0."""
+    model: Any = hf_models.build(hf_models.Case("gpt2")).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def a_llama(**values: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=131, **values))
+
+
+def to_core(folder: Path, model: Any, *options: str) -> int:
+    model.save_pretrained(folder / "hf")
+    where = ["--from", "hf", str(folder / "hf"), "--to", "megatron", str(folder / "out")]
+    return command(["convert", *where, *options])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "tied llama"])
+def test_core_has_megatron_cores_names_with_all_layers_in_one_stack(tmp_path: Path, kind: str):
+    model = a_gpt2() if kind == "gpt2" else a_llama(tie_word_embeddings=kind == "tied llama")
+    assert to_core(tmp_path, model) == exit_codes.DONE
+    found, others, common = core_files.read(tmp_path / "out" / "release")
+    if kind == "gpt2":
+        expected = core_files.of_gpt2(model.state_dict(), model.config.n_head)
+    else:
+        expected = core_files.of_llama(model.state_dict(), 4, 2, tied=kind == "tied llama")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        n_padding = 256 - 131 if name in ("embedding.word_embeddings.weight", "output_layer.weight") else 0
+        padding = tensor.new_zeros(n_padding, *tensor.shape[1:])
+        assert torch.equal(found[name], torch.cat([tensor, padding])), name
+    n_layers = model.config.num_hidden_layers
+    # Each linear layer and attention of Transformer Engine asks for a state of each layer, and the last norm for one.
+    assert len(others) == 5 * n_layers + 1
+    assert f"decoder.layers.mlp.linear_fc1._extra_state/shard_{n_layers - 1}_{n_layers}" in others
+    assert (common["checkpoint_version"], common["iteration"]) == (3.0, 0)
+    said = common["args"]
+    assert (said.num_layers, said.hidden_size, said.padded_vocab_size) == (n_layers, 64, 256)
+    positions, eps = ("learned_absolute", 1e-5) if kind == "gpt2" else ("rope", 1e-6)
+    assert (said.position_embedding_type, said.norm_epsilon) == (positions, eps)
+    assert said.untie_embeddings_and_output_weights == (kind == "llama")
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    metadata = json.loads((tmp_path / "out" / "release" / "metadata.json").read_text())
+    assert metadata == {
+        **{"sharded_backend": "torch_dist", "sharded_backend_version": 1},
+        **{"common_backend": "torch", "common_backend_version": 1},
+    }
+
+
+def test_the_arguments_of_a_llama_are_those_with_which_megatron_lm_makes_it(tmp_path: Path):
+    scaled = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    model = a_llama(rope_parameters=scaled, max_position_embeddings=131_072)
+    assert to_core(tmp_path, model, "--dtype", "bfloat16") == exit_codes.DONE
+    tensors, _, common = core_files.read(tmp_path / "out" / "release")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    expected = {
+        **{"group_query_attention": True, "num_query_groups": 2, "kv_channels": 16, "ffn_hidden_size": 96},
+        **{"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "qk_layernorm": False},
+        **{"rotary_base": 500_000, "rotary_percent": 1.0, "rotary_interleaved": False},
+        **{"use_rope_scaling": True, "rope_scaling_factor": 32.0, "max_position_embeddings": 131_072},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "tokenizer_type": "HuggingFaceTokenizer"},
+        **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "params_dtype": torch.bfloat16},
+        **{"bf16": True, "ckpt_format": "torch_dist", "consumed_train_samples": 0},
+    }
+    said = vars(common["args"])
+    assert {name: said[name] for name in expected} == expected
+    back = ["--from", "megatron", str(tmp_path / "out"), "--to", "hf", str(tmp_path / "back"), "--vocab-size", "131"]
+    assert command(["convert", *back]) == exit_codes.DONE
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(again[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
+
+
+def test_a_layer_of_a_core_checkpoint_is_in_memory_at_a_time(tmp_path: Path):
+    model = a_llama()
+    assert to_core(tmp_path, model) == exit_codes.DONE
+    release = tmp_path / "out" / "release"
+    sizes = {file.name: file.stat().st_size for file in release.glob("*.distcp")}
+    assert sizes.keys() == {f"__{i}_0.distcp" for i in range(1 + model.config.num_hidden_layers)}
+    assert b"tmp" not in (release / ".metadata").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "2"], "--tp=2 and --pp=1 are for --format legacy; what --format core writes"),
+        (["--format", "core", "--pp", "2"], "--tp=1 and --pp=2 are for --format legacy"),
+        (["--format", "legacy"], "--format legacy is not for a model of name = 'llama', expected core"),
+    ],
+)
+def test_what_a_format_does_not_have_is_refused(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert to_core(tmp_path, a_llama(), *options) == exit_codes.REFUSED
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["bloom", "bert", "t5"])
+def test_core_is_refused_for_families_that_megatron_core_does_not_hold(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+):
+    form, model, build = MODELS[kind]
+    weights = {name: tensor.float() for name, tensor in drawn(kind).items()}
+    to_checkpoint.write(str(tmp_path / "ours"), as_ours(Memory(weights), form, model, build, "file"), model)
+    there = ["--from", "dtmega", str(tmp_path / "ours"), "--to", "megatron", str(tmp_path / "out")]
+    assert command(["convert", *there, "--format", "core"]) == exit_codes.REFUSED
+    message = f"--format core is not for a model of name = '{kind}', expected legacy (--format, [model] name)"
+    assert message in capsys.readouterr().err
+    assert command(["convert", *there]) == exit_codes.DONE
+    assert (tmp_path / "out" / "release" / "mp_rank_00").is_dir()
+
+
+def test_a_scaling_of_frequencies_that_megatron_lm_has_no_flag_for_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    scaled = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 2.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    model = a_llama(rope_parameters=scaled, max_position_embeddings=131_072)
+    assert to_core(tmp_path, model) == exit_codes.REFUSED
+    assert "rope_low_freq_factor=1.0, which no flag changes; got 2.0" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_while_tensors_are_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write_core.FileSystemWriter, "finish", full)
+    model = a_llama()
+    assert to_core(tmp_path, model) != exit_codes.DONE
+    assert "No space left on device" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

@@ -10,8 +10,8 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code can compute, for all sentences at once, where a sample that begins with a sentence would end, and can cut
-all documents in parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
+So the code computes, for every sentence at once, where a sample that began there would end. Then it cuts all documents
+in parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def cut_table(dataset: IndexedDataset, documents: tuple[int, int], targets: Targ
     """Cut documents (start, stop) into samples. Each sentence of a usable document is in exactly one sample.
 
     Returns:
-        uint32 or int64 [n, 3], one row per sample, in ascending order: the number of the first sentence in the data
-        set, the number one past the last sentence, and the target length.
+        The table, uint32 or int64 [n, 3]. Each sample has a row, in ascending order: the number of its first sentence
+        in the data set, the number one past its last sentence, and its target length.
     """
     dtype = np.dtype(np.uint32 if len(dataset) < 2**32 else np.int64)
 
@@ -117,11 +117,11 @@ def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Target
 
 
 def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -> NDArray[np.int64]:
-    """Cut consecutive documents into samples, [n, 3].
+    """Cut consecutive documents into samples; return the samples' table rows, [n, 3].
 
     Args:
         dataset: data set that holds the documents.
-        bounds: [documents + 1], first sentence of each document, then one past the last sentence of the last document.
+        bounds: first sentence of each document, then one past the last document's last sentence, [documents + 1].
         targets: target lengths of the samples.
     """
     low, high = int(bounds[0]), int(bounds[-1])
@@ -155,8 +155,8 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
     """True for each usable document, bool [documents].
 
     Args:
-        sizes: [n], tokens per sentence.
-        bounds: [documents + 1], first sentence of each document, then n.
+        sizes: number of tokens in each sentence, [n].
+        bounds: first sentence of each document, then n, [documents + 1].
         fewest: minimum number of sentences in a document.
     """
 

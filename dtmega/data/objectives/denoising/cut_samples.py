@@ -1,6 +1,6 @@
-"""Samples made of sentences. Each row of the table from `cut.py` is a sample, once per epoch.
+"""Samples made of sentences. Each row of the table from `cut.py` gives one sample per epoch.
 
-The order is keyed by (seed, epoch). `pairs.py` and `separate_spans.py` turn the sentences of a table row into a sample.
+The order of samples is keyed by (seed, epoch). `pairs.py` and `separate_spans.py` turn a row's sentences into a sample.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SHORTEST = 2  # tokens of the shortest sample
 
 
 class CutSamples(ABC):
-    """An endless sequence of samples from one part of a corpus whose sequences are sentences.
+    """An endless sequence of samples from one part of a corpus that is split into sentences.
 
     Args:
         dataset: the corpus.
-        documents: (start, stop) in the corpus's document index.
+        documents: range (start, stop) in the corpus's document index.
         seq_len: S, length of a sample with its special tokens.
         short_seq_prob: share of short samples, see `Targets`.
         seed: the run's seed.
@@ -39,7 +39,7 @@ class CutSamples(ABC):
         n_samples: number of samples in an epoch.
         n_unread: number of the part's tokens that no epoch reads.
         note: a line for the user about text that is not read, or ''.
-        stream: name of the random stream of this part; all draws are functions of it.
+        stream: name of this part's random stream; all draws are functions of this name.
 
     Raises:
         ValueError: no document is usable, or `seq_len` has no room for text.
@@ -103,8 +103,8 @@ class CutSamples(ABC):
         By default all tokens are read. A subclass may drop tokens, if it drops the same tokens in every epoch.
 
         Args:
-            lengths: [n], number of tokens in each sample's sentences.
-            targets: [n], target lengths of the samples.
+            lengths: number of tokens in each sample's sentences, [n].
+            targets: target lengths of the samples, [n].
         """
         return lengths
 

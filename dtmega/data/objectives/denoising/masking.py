@@ -30,8 +30,8 @@ class Vocabulary(NamedTuple):
 
     Attributes:
         specials: ids of [CLS], [SEP], [MASK] and [PAD].
-        continuing: int64 [n], ids of tokens that continue a word.
-        ordinary: int64 [n], all ids that are not special.
+        continuing: ids of tokens that continue a word, int64 [n].
+        ordinary: all ids that are not special, int64 [n].
     """
 
     specials: Specials
@@ -43,8 +43,8 @@ class MaskedTokens(NamedTuple):
     """Samples after masking.
 
     Attributes:
-        tokens: int64 [B, S], the tokens that the model reads.
-        hidden: bool [B, S], true at the places where the model has to predict the original token.
+        tokens: tokens that the model reads, int64 [B, S].
+        hidden: mask of the places where the model has to predict the original token, bool [B, S].
     """
 
     tokens: NDArray[np.int64]
@@ -52,7 +52,7 @@ class MaskedTokens(NamedTuple):
 
 
 def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
-    """Hide a share of about `mask_prob` of each sample's tokens; a little less if no n-gram fits the remaining number.
+    """Hide about a share `mask_prob` of each sample's tokens; slightly fewer tokens if no n-gram fits the rest.
 
     Args:
         pairs: samples [B, S].

@@ -6,9 +6,9 @@
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
 `run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into the same number of pieces; every
-cut is equally likely. Pieces and spans alternate, beginning with a piece of text. So all samples have the same counts.
-All texts have the greatest length at which the encoder's sequence still fits in S. This sequence consists of the text
-that is not hidden, a sentinel for each span, and the end mark.
+cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have the same counts:
+every text has the greatest length at which the encoder's sequence still fits in S. The encoder's sequence consists of
+the text that is not hidden, a sentinel for each span, and the end mark.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def hide(counts: SpanCounts, samples: list[SpanSample]) -> HiddenSpans:
 
 
 def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """True for hidden tokens, bool [B, L]; pieces of text and hidden spans alternate."""
+    """Mask of the hidden tokens, bool [B, L]; pieces of text and hidden spans alternate."""
     text = _pieces(counts.n_tokens - counts.n_hidden, counts.n_spans, keys, "text")
     spans = _pieces(counts.n_hidden, counts.n_spans, keys, "hidden")
     lengths = np.stack([text, spans], 2).reshape(len(keys), -1)

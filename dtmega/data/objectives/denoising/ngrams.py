@@ -3,7 +3,7 @@
     words = words_of(tokens, segments, continuing)
     grams = choose(words, n_words, max_ngram, n_to_hide(0.15, lengths), keys)
 
-The rule is Megatron-LM's (`create_masked_lm_predictions`). The words of a sample are taken in random order, and each
+The rule is Megatron-LM's (`create_masked_lm_predictions`). The words of a sample are taken in random order; each word
 begins an n-gram. An n-gram with more tokens than remain to be hidden is tried with fewer words. An n-gram that overlaps
 an earlier n-gram is dropped.
 
@@ -28,11 +28,11 @@ class Words(NamedTuple):
     """The words of B samples. W is the largest number of words in a sample.
 
     Attributes:
-        numbers: int64 [B, S], number of the word that a token belongs to, from 0 in each sample; meaningless outside
-            segments.
-        begins: bool [B, S], true at the first token of each word.
-        sizes: int64 [B, W], number of tokens in each word; 0 after a sample's last word.
-        in_segment: int64 [B, W], number of words from this word to the last word of its segment, both included.
+        numbers: number of the word that each token belongs to, int64 [B, S], counted from 0 in each sample; meaningless
+            outside segments.
+        begins: mask of the first token of each word, bool [B, S].
+        sizes: number of tokens in each word, int64 [B, W]; 0 after a sample's last word.
+        in_segment: number of words from each word to the last word of its segment, both included, int64 [B, W].
     """
 
     numbers: NDArray[np.int64]
@@ -45,8 +45,8 @@ class Grams(NamedTuple):
     """The n-grams chosen in B samples. Two n-grams may touch but not overlap.
 
     Attributes:
-        words: bool [B, W], true for each word in an n-gram.
-        firsts: bool [B, W], true for the first word of each n-gram.
+        words: mask of the words in n-grams, bool [B, W].
+        firsts: mask of the first word of each n-gram, bool [B, W].
     """
 
     words: NDArray[np.bool_]
@@ -62,8 +62,8 @@ def words_of(tokens: NDArray[np.int64], segments: NDArray[np.int64], continuing:
     """The words of B samples.
 
     Args:
-        tokens: int64 [B, S].
-        segments: int64 [B, S], number of each token's segment, 1 or 2; 0 for a token that is not text.
+        tokens: tokens of the samples, int64 [B, S].
+        segments: number of each token's segment, int64 [B, S]: 1 or 2, or 0 for a token that is not text.
         continuing: ids of tokens that continue a word.
     """
     in_text = segments > 0
@@ -97,11 +97,11 @@ def choose(
 
     Args:
         words: the samples' words.
-        n_words: int64 [B, W], number of words in the n-gram that would begin at each word; at most max_ngram, and
-            at most `words.in_segment`.
+        n_words: number of words in the n-gram that would begin at each word, int64 [B, W]; at most max_ngram, and at
+            most `words.in_segment`.
         max_ngram: maximum number of words in an n-gram.
-        to_hide: int64 [B], number of tokens to hide.
-        keys: uint64 [B], keys of the samples; the order of a sample's words is a function of its key.
+        to_hide: number of tokens to hide in each sample, int64 [B].
+        keys: keys of the samples, uint64 [B]; the order of a sample's words is a function of its key.
         max_grams: maximum number of n-grams in a sample.
         room: maximum total number of tokens in a sample's n-grams, counting one more token per n-gram for its sentinel.
     """

@@ -29,7 +29,7 @@ class Segments(NamedTuple):
     """Two neighbouring segments, not yet truncated or swapped.
 
     Attributes:
-        tokens: [n], tokens of both segments, as they stand in the document.
+        tokens: tokens of both segments, in the order of the document, [n].
         n_first: number of tokens in the first segment.
         target: maximum number of tokens that the sample may take from both segments together.
         key: 64-bit key of the sample; all its random draws are functions of the key.
@@ -82,12 +82,12 @@ class Pairs(NamedTuple):
     """Samples before masking.
 
     Attributes:
-        tokens: int64 [B, S], with special tokens and padding.
-        segments: int64 [B, S], 1 in the first segment, 2 in the second, 0 at special tokens and padding.
-        types: int64 [B, S], 1 in the second segment and at the [SEP] that ends it, else 0.
-        padding: bool [B, S], true at padding.
-        swapped: bool [B], true if the sample's first segment is the later one in the text.
-        keys: uint64 [B], keys of the samples.
+        tokens: tokens, special tokens and padding, int64 [B, S].
+        segments: segment numbers, int64 [B, S]: 1 in the first segment, 2 in the second, 0 elsewhere.
+        types: token types, int64 [B, S]: 1 in the second segment and at the [SEP] that ends it, else 0.
+        padding: mask of padding, bool [B, S].
+        swapped: mask of the samples whose first segment is the later one in the text, bool [B].
+        keys: keys of the samples, uint64 [B].
     """
 
     tokens: NDArray[np.int64]
@@ -145,7 +145,7 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
 def _shares(
     n_first: NDArray[np.int64], n_second: NDArray[np.int64], surplus: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of tokens [B] that the first and the second segment lose when `surplus` tokens are dropped.
+    """Numbers of tokens that the first and the second segment lose when `surplus` tokens are dropped, [B] each.
 
     Megatron drops one token at a time, from the longer segment, or from the second segment if both are equally long.
     """
@@ -159,7 +159,7 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """Number of tokens [B] that a segment loses at its front; the other lost tokens are dropped at its end.
+    """Number of tokens that each segment loses at its front, [B]; the other lost tokens are dropped at its end.
 
     Each of the `lost` tokens is taken from the front with probability 1/2.
     """

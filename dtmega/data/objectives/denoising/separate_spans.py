@@ -8,7 +8,7 @@ off at S - 2 tokens, or earlier if the sample is short. `ngrams.py` chooses the 
 n-gram follows a geometric distribution with p = 0.2 (SpanBERT, arXiv:1907.10529, section 3.1), up to `[data] max_span`.
 Two n-grams that touch keep separate sentinels.
 
-There is one difference from Megatron. If an n-gram does not fit in the room that is left in T, it is tried with fewer
+There is one difference from Megatron. If an n-gram does not fit in the decoder's remaining room, it is tried with fewer
 words. If even one word does not fit, or no sentinel is left, the n-gram is not hidden. Megatron stops the run instead.
 """
 

@@ -31,10 +31,10 @@ class HiddenSpans(NamedTuple):
     """B texts with hidden spans; L is the length of the longest text.
 
     Attributes:
-        tokens: int64 [B, L], the texts.
-        is_text: bool [B, L], false at the padding of shorter texts.
-        hidden: bool [B, L], true at hidden tokens.
-        begins: bool [B, L], true at the first token of each hidden span, to tell apart spans that touch.
+        tokens: tokens of the texts, int64 [B, L].
+        is_text: mask of the texts, bool [B, L]; false at the padding of shorter texts.
+        hidden: mask of the hidden tokens, bool [B, L].
+        begins: mask of the first token of each hidden span, bool [B, L], which separates spans that touch.
     """
 
     tokens: NDArray[np.int64]
@@ -47,10 +47,10 @@ class Sequences(NamedTuple):
     """Encoder and decoder sequences for B texts.
 
     Attributes:
-        tokens: int64 [B, S], input of the encoder.
-        decoder_tokens: int64 [B, T], input of the decoder.
-        targets: int64 [B, T], tokens that the decoder has to predict.
-        padding, decoder_padding: bool [B, S] and [B, T], true at padding.
+        tokens: input of the encoder, int64 [B, S].
+        decoder_tokens: input of the decoder, int64 [B, T].
+        targets: tokens that the decoder has to predict, int64 [B, T].
+        padding, decoder_padding: masks of padding, bool [B, S] and [B, T].
     """
 
     tokens: NDArray[np.int64]
@@ -103,7 +103,7 @@ def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: i
     number = spans.begins.cumsum(1) - 1  # number of the span that a hidden token is in
     sentinels = np.array(marks.sentinels)[np.maximum(number, 0)]
 
-    # The encoder reads the text that is not hidden, and a sentinel in the place of each span's first token.
+    # The encoder reads the text that is not hidden, and a sentinel in place of each hidden span.
     is_read = spans.is_text & (~spans.hidden | spans.begins)
     place = is_read.cumsum(1) - 1
     tokens = np.full((n_rows, seq_len), marks.pad)

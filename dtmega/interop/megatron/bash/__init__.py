@@ -1,6 +1,6 @@
-"""Read launch scripts of bash without running them.
+"""Read bash launch scripts without running them.
 
-grammar.py parses a text with tree-sitter's grammar of bash, run.py follows its statements, expand.py its words.
-Everything that only a machine could tell (the environment, other programs, files) stays unknown, and a word says which
-unknown piece it contains.
+grammar.py parses a script with tree-sitter's bash grammar, run.py follows the statements, and expand.py expands the
+words. Anything that only a real machine could tell (environment, other programs, files) stays unknown, and each word
+records its unknown pieces.
 """

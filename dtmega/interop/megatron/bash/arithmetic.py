@@ -1,4 +1,4 @@
-"""Whole-number arithmetic of bash: `$((…))`, `((…))` and `let`."""
+"""Bash's integer arithmetic: `$((…))`, `((…))` and `let`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+#\w+|0[xX][0-9a-fA-F]+|\d+)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<operator>\*\*|\+\+|--|<<=|>>=|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%<>=!~&|^?:(),]))"
 )
-# Operators with two operands, from the loosest to the tightest. Assignments and `? :` are looser than all of them.
+# Binary operators, in order of rising precedence. Assignments and `? :` have a lower precedence than all of these.
 LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"))
 SUMS = ("+", "-")
 PRODUCTS = ("*", "/", "%")
@@ -18,20 +18,20 @@ BITS = 64
 
 
 class NotKnown(Exception):
-    """The value of a name is not known, or the text is not arithmetic."""
+    """Raised if a name's value is not known, or if the text is not arithmetic."""
 
 
 def evaluate(text: str, read: Callable[[str], str], write: Callable[[str, str], None], depth: int = 0) -> int:
-    """The value of an expression.
+    """Evaluate an arithmetic expression.
 
     Args:
         text: the expression.
-        read: gives the text of a variable, which is an expression itself; raises NotKnown if it is not known.
-        write: sets a variable.
-        depth: number of variables that are being evaluated.
+        read: function that returns a variable's text, itself an expression; raises NotKnown if the text is not known.
+        write: function that sets a variable, given its name and its new text.
+        depth: nesting depth of this expression inside other expressions; 0 at the top level.
 
     Raises:
-        NotKnown: the value of a name is not known, or the text is not arithmetic.
+        NotKnown: a name's value is not known, the text is not arithmetic, or expressions nest too deeply.
     """
     if depth > DEEPEST:
         raise NotKnown
@@ -45,10 +45,10 @@ def evaluate(text: str, read: Callable[[str], str], write: Callable[[str, str], 
 
 
 class _Parser:
-    """Reads an expression from left to right.
+    """Parses and evaluates an expression from left to right.
 
     Attributes:
-        token: next token; '' at the end.
+        token: the next token; '' at the end of the expression.
     """
 
     def __init__(self, text: str, read: Callable[[str], str], write: Callable[[str, str], None], depth: int) -> None:
@@ -62,7 +62,7 @@ class _Parser:
         self._advance()
 
     def _advance(self) -> str:
-        """Move to the next token, and return the one before it."""
+        """Consume the current token, and return it."""
         before = self.token
         rest = self._text[self._at :]
         match = TOKEN.match(self._text, self._at)
@@ -212,6 +212,6 @@ def _apply(operator: str, left: int, right: int) -> int:
 
 
 def _wrapped(value: int) -> int:
-    """The value in 64 bits with a sign, as bash computes."""
+    """Wrap a value to a signed 64-bit integer, as bash does."""
     half = 1 << (BITS - 1)
     return (value + half) % (2 * half) - half

@@ -1,4 +1,4 @@
-"""Assignments, declarations and definitions of functions."""
+"""Assignments, declarations and function definitions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtmega.interop.megatron.bash.words import Text, Word, joined, known, unknow
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-INDEXED = re.compile(r"\[([^\]]*)\]=")  # start of an array's item with its index
+INDEXED = re.compile(r"\[([^\]]*)\]=")  # an explicit index at the start of an array item
 
 
 class Assignments(Shell):
-    """The statements that set variables and functions."""
+    """Follows the statements that set variables or define functions."""
 
     def assignments(self, node: Node) -> Flow:
         for child in node.named_children if node.type == "variable_assignments" else [node]:
@@ -25,7 +25,7 @@ class Assignments(Shell):
         return Flow.NEXT
 
     def _assign(self, node: Node) -> str:
-        """Set the variable of an assignment, and return its name."""
+        """Carry out an assignment, and return the variable's name."""
         expander = self.expander()
         target = node.child_by_field_name("name")
         value_node = node.child_by_field_name("value")
@@ -56,11 +56,11 @@ class Assignments(Shell):
         return name
 
     def _items(self, node: Node, items: dict[str, Word]) -> dict[str, Word]:
-        """The items of an array, `(a b [5]=c)`.
+        """Evaluate an array such as `(a b [5]=c)` to its items by index.
 
         Args:
-            node: the array.
-            items: items before it, which are kept.
+            node: node of the array.
+            items: existing items, to which the new items are added; empty if the array replaces the old value.
         """
         expander = self.expander()
         place = 1 + max((int(key) for key in items if key.isdigit()), default=-1)
@@ -82,7 +82,7 @@ class Assignments(Shell):
         return items
 
     def set(self, name: str, value: Word, line: int) -> None:
-        """Set a variable. If its value is not known, the value that the user gives counts."""
+        """Set a variable. If the value is not known, use the value that the user gives for the variable, if any."""
         missing = unknowns([value])
         if missing and name in self.given:
             value = (Text(self.given[name], line),)
@@ -91,7 +91,7 @@ class Assignments(Shell):
         self.scope.assign(name, value)
 
     def declaration(self, node: Node) -> Flow:
-        """Follow export, declare, local, readonly or typeset."""
+        """Follow `export`, `declare`, `local`, `readonly` or `typeset`."""
         expander = self.expander()
         command = expander.text(node.children[0])
         options = "".join(expander.text(child) for child in node.named_children if child.type == "word")
@@ -113,7 +113,7 @@ class Assignments(Shell):
         return Flow.NEXT
 
     def _assign_text(self, word: Word, line: int) -> list[str]:
-        """Set a variable from the text NAME=VALUE, and return its name; [] if the name is not known."""
+        """Set a variable from the text NAME=VALUE. Returns a list with the name, empty if the name is not known."""
         head = word[0] if word else None
         name, equals, rest = head.text.partition("=") if isinstance(head, Text) else ("", "", "")
         if not (equals and name.isidentifier()):

@@ -1,6 +1,6 @@
-"""Commands of the shell, and programs whose effect on a launch is known: what they set, and what they write.
+"""Shell builtins and common programs, as far as their variables and output can affect a launch.
 
-Each takes the shell that follows the script, the words of the command and its line, and returns how the script goes on.
+Each function takes the shell, the command's words and its line, and returns a Flow that says how the script continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtmega.interop.megatron.bash.words import Text, Unknown, Word, joined, know
 
 
 class Follower(Protocol):
-    """The shell that follows a script, as far as commands use it."""
+    """The part of the shell's interface that the commands use."""
 
     scope: Scope
 
@@ -35,7 +35,7 @@ class Follower(Protocol):
 
 
 Builtin = Callable[[Follower, Sequence[Word], int], Flow]
-# Programs that a script takes to succeed, and that write nothing that a launch depends on.
+# Programs that are assumed to succeed without writing anything that affects a launch.
 SILENT = (
     *("mkdir", "touch", "rm", "cp", "mv", "ln", "chmod", "sleep", "wait", "clear", "ulimit", "module", "conda"),
     *("pip", "pip3", "kill", "pkill", "set", "shopt", "trap", "umask", "alias", "sync", "logger", "popd", "hash"),
@@ -86,7 +86,7 @@ def _cat(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _sed(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Replace literal texts, as in `sed "s/NAME/$VALUE/"`. Any other use gives an unknown text."""
+    """Replace literal text, as in `sed "s/NAME/$VALUE/"`. For any other use of sed, the output is unknown."""
     arguments = [word for word in words[1:] if known(word) not in ("-e", "-E", "-r")]
     files = arguments[1:]
     text = shell.read_file(written(files[0])) if files else shell.scope.input
@@ -117,7 +117,7 @@ def _pwd(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _path_of_folder(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Write the result of dirname, basename, realpath or `readlink -f`."""
+    """Write the output of `dirname`, `basename`, `realpath` or `readlink -f`."""
     program = written(words[0])
     arguments = [word for word in words[1:] if not written(word).startswith("-")]
     text = known(arguments[0]) if arguments else None
@@ -168,7 +168,7 @@ def _shift(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Set the arguments, for `set -- …`. Options of the shell change nothing here."""
+    """Set the script's arguments, for `set -- …`. Shell options have no effect here."""
     if len(words) > 1 and known(words[1]) == "--":
         shell.scope.arguments = tuple(words[2:])
     shell.scope.status = True
@@ -176,7 +176,7 @@ def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _read(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Make the variables of `read`, `mapfile` or `getopts` unknown."""
+    """Mark the variables that `read`, `mapfile` or `getopts` would set as unknown."""
     for word in words[1:]:
         name = known(word) or ""
         if name.isidentifier():

@@ -1,4 +1,4 @@
-"""Conditions of a script: True, False, or None where only a machine could tell."""
+"""Evaluate a script's conditions: True, False, or None if only a real machine could tell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS: dict[str, Callable[[int, int], bool]] = {
 
 
 def test(node: Node, expander: Expander) -> bool | None:
-    """The value of `[ … ]`, `[[ … ]]` or `(( … ))`."""
+    """Evaluate `[ … ]`, `[[ … ]]` or `(( … ))`."""
     kind = node.type
     if kind == "compound_statement":
         value = expander.arithmetic(node, node.start_byte + 2, node.end_byte - 2)
@@ -45,24 +45,24 @@ def test(node: Node, expander: Expander) -> bool | None:
 
 
 def of_words(words: Sequence[Word], expander: Expander) -> bool | None:
-    """The value of the command `test`, without its name."""
+    """Evaluate the command `test`, given its words without `test` itself."""
     return _of_words(words, expander)
 
 
 def both(first: bool | None, second: bool | None) -> bool | None:
-    """True if both conditions hold; None if that is not known."""
+    """True if both conditions hold; None if the result is not known."""
     if first is False or second is False:
         return False
     return None if first is None or second is None else True
 
 
 def negated(condition: bool | None) -> bool | None:
-    """The opposite of a condition."""
+    """The opposite of a condition; None stays None."""
     return None if condition is None else not condition
 
 
 def _operands(node: Node) -> list[Node]:
-    """The words of `[ … ]` in order, whatever the grammar takes them for."""
+    """The words of `[ … ]` in order, without the nesting that the grammar gives the words."""
     if node.type not in ("test_command", "unary_expression", "binary_expression", "parenthesized_expression"):
         return [node]
     operands: list[Node] = []
@@ -105,13 +105,13 @@ def _is_double(node: Node, expander: Expander) -> bool:
 
 
 def _compared(operator: str, left: Word, right: Word, expander: Expander, *, is_double: bool) -> bool | None:
-    """Compare two texts, or two numbers."""
+    """Compare two words as texts or as numbers; None if the result is not known."""
     one, other = known(left), known(right)
     if one is None or other is None:
         return None
     if operator in NUMBERS:
         numbers = [_number(text, expander, is_double=is_double) for text in (one, other)]
-        # `[` fails if an operand is not a number. `[[` takes it as arithmetic.
+        # `[` fails if an operand is not a number. `[[` evaluates each operand as arithmetic.
         first, second = numbers
         if first is None or second is None:
             return None if is_double else False
@@ -126,14 +126,14 @@ def _compared(operator: str, left: Word, right: Word, expander: Expander, *, is_
 
 
 def _number(text: str, expander: Expander, *, is_double: bool) -> int | None:
-    """The number that a text stands for in a comparison."""
+    """Convert an operand of a comparison to a number; None if the operand is not a number."""
     if is_double:
         return expander.arithmetic_of(text)
     return int(text) if re.fullmatch(r"\s*[-+]?\d+\s*", text) else None
 
 
 def _of_text(operator: str, word: Word, expander: Expander) -> bool | None:
-    """The value of `-z TEXT`, `-n TEXT` or `-v NAME`. Nothing else is known: the other operators look at files."""
+    """Evaluate `-z TEXT`, `-n TEXT` or `-v NAME`. The result is None for other operators, which inspect files."""
     if operator == "-z":
         return negated(_is_filled(word))
     if operator == "-n":
@@ -145,14 +145,14 @@ def _of_text(operator: str, word: Word, expander: Expander) -> bool | None:
 
 
 def _is_filled(word: Word) -> bool | None:
-    """True if a text is longer than 0; None if that is not known."""
+    """True if a word is not empty; None if the answer is not known."""
     if any(isinstance(piece, Text) and piece.text for piece in word):
         return True
     return False if known(word) is not None else None
 
 
 def _of_words(words: Sequence[Word], expander: Expander) -> bool | None:
-    """The value of a test that is given as words."""
+    """Evaluate a test that is given as a list of words."""
     texts = [known(word) for word in words]
     for operator in ("-o", "-a"):
         if operator in texts:
@@ -175,7 +175,7 @@ def _of_words(words: Sequence[Word], expander: Expander) -> bool | None:
 
 
 def fits(value: Word, pattern: str | None) -> bool | None:
-    """True if a text fits a pattern of `case` or `[[`; None if one of them is not known."""
+    """True if a text matches a pattern of `case` or `[[`; None if the text or the pattern is not known or too long."""
     if pattern == "*":
         return True
     text = known(value)

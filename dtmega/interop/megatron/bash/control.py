@@ -1,4 +1,4 @@
-"""Conditions, lists, `case` and loops."""
+"""`if`, `case`, loops, and the lists `first && second` and `first || second`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_ROUNDS = 10_000  # limit for the rounds of one loop
 
 
 class Control(Shell):
-    """The statements that choose and repeat others."""
+    """Follows the statements that select or repeat other statements."""
 
     def follow_if(self, node: Node) -> Flow:
         """Follow `if`, its `elif` branches and its `else`."""
@@ -43,13 +43,13 @@ class Control(Shell):
     def either(
         self, condition: Condition, first: Callable[[], Flow], second: Callable[[], Flow], held: bool | None = None
     ) -> Flow:
-        """Follow one of two branches, or both if it is not known which.
+        """Follow one of two branches, or both if the condition's value is not known.
 
         Args:
-            condition: the condition, for a message.
-            first: follows the branch for a condition that holds.
-            second: follows the other branch.
-            held: value of the condition; the status of the last command if None.
+            condition: description of the condition, for messages.
+            first: function that follows the branch for a true condition.
+            second: function that follows the branch for a false condition.
+            held: value of the condition; None to use the status of the last command.
         """
         value = self.scope.status if held is None else held
         if value is not None:
@@ -81,11 +81,11 @@ class Control(Shell):
         return flows[0]
 
     def _become(self, scope: Scope) -> None:
-        """Take over the state of another shell, in place: callers hold this one."""
+        """Copy another scope into the current object, because callers hold references to the current object."""
         vars(self.scope).update(vars(scope))
 
     def condition(self, node: Node, nodes: Sequence[Node]) -> Condition:
-        """The description of a condition that is made of some nodes."""
+        """Describe the condition that the given nodes make up."""
         expander = self.expander()
         line = expander.line(node)
         named = [child for child in nodes if child.is_named and child.type != "comment"]
@@ -108,7 +108,7 @@ class Control(Shell):
         return self._arms(value_node, value, arms)
 
     def _arms(self, value_node: Node, value: Word, arms: Sequence[Node]) -> Flow:
-        """Follow the first arm of a `case` whose pattern fits."""
+        """Follow the first arm of a `case` that has a matching pattern."""
         if not arms:
             self.scope.status = True
             return Flow.NEXT
@@ -135,7 +135,7 @@ class Control(Shell):
         return self.then(left, operator, right) if flow is Flow.NEXT else flow
 
     def then(self, left: Node, operator: str, right: Node) -> Flow:
-        """Follow the second part of a list, after the first."""
+        """Follow the right side of a list, after the left side has been followed."""
         if operator == "||":
             self.scope.status = conditions.negated(self.scope.status)
 
@@ -165,7 +165,7 @@ class Control(Shell):
         if not any(child.type == "in" for child in node.children):
             words = list(self.scope.arguments) if self.scope.arguments is not None else [expander.unknown(node, "#")]
         if any(known(word) is None and len(word) == 1 for word in words):
-            # An unknown word without quotes may be several words, or none.
+            # An unknown word without quotes may expand to several words, or to none.
             condition = self.condition(node, values)
             return self._once_or_never(condition, body, [(name, expander.unknown(node))])
         if len(words) > MOST_ROUNDS:
@@ -188,7 +188,7 @@ class Control(Shell):
         if len(marks) < 4 or expander.arithmetic(node, marks[0].end_byte, marks[1].start_byte) is None:
             return self._once_or_never(self.condition(node, [node]), body, [])
         for _ in range(MOST_ROUNDS):
-            # Without a condition, as in `for ((;;))`, the loop goes on until it is left.
+            # Without a condition, as in `for ((;;))`, the loop runs until a statement leaves the loop.
             has_condition = known(expander.span(node, marks[1].end_byte, marks[2].start_byte)) not in ("", " ")
             holds = expander.arithmetic(node, marks[1].end_byte, marks[2].start_byte) if has_condition else 1
             if holds is None:
@@ -227,9 +227,9 @@ class Control(Shell):
         raise ValueError(f"line {self.expander().line(node)}: a loop of more than {MOST_ROUNDS:,} rounds")
 
     def _once_or_never(self, condition: Condition, body: Node, variables: Sequence[tuple[str, Word]]) -> Flow:
-        """Follow the body of a loop whose number of rounds is not known.
+        """Follow the body of a loop with an unknown number of rounds.
 
-        One round shows which variables the loop sets. Afterwards they depend on the condition.
+        One round shows which variables the loop sets. Afterwards, these variables depend on the condition.
         """
 
         def once() -> Flow:
@@ -243,7 +243,7 @@ class Control(Shell):
 
 
 def _variables(nodes: Sequence[Node]) -> list[str]:
-    """The names of all variables in some nodes."""
+    """The names of all variables that occur in the given nodes."""
     names: list[str] = []
     for node in nodes:
         if node.type in ("variable_name", "special_variable_name") and node.text:
@@ -253,5 +253,5 @@ def _variables(nodes: Sequence[Node]) -> list[str]:
 
 
 def in_field(node: Node, name: str) -> list[Node]:
-    """The children of a node that stand in one of its fields."""
+    """The children of a node that belong to the field `name`."""
     return [child for i, child in enumerate(node.children) if node.field_name_for_child(i) == name]

@@ -1,4 +1,4 @@
-"""Expand the words of a script: variables and their forms, quotes, arithmetic, output of commands."""
+"""Expand a script's words: all forms of variables, quotes, arithmetic and command output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 EXPANSIONS = ("simple_expansion", "expansion", "arithmetic_expansion", "command_substitution", "process_substitution")
-MOST_WORDS = 10_000  # limit for the words of a range in braces
-LONGEST_PATTERN = 2_000  # limit in characters for a text that a pattern is matched with
-# `{a,b}` outside quotes makes two words. No launch script was seen with it, so such a word is unknown.
+MOST_WORDS = 10_000  # limit for the words of one brace range
+LONGEST_PATTERN = 2_000  # limit in characters for a pattern, and for text matched against a pattern
+# `{a,b}` outside quotes makes two words. We know no launch script that uses this form, so the word becomes unknown.
 BRACE_LIST = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
 BRACE_RANGE = re.compile(r"\{(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?\}")
 BLANKS = " \t\n"
@@ -27,12 +27,12 @@ ANSI_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"',
 
 
 class Expander:
-    """Expands words in the state of a shell.
+    """Expands words, given the state of a shell.
 
     Attributes:
-        source: text that the nodes belong to.
+        source: parsed text that the nodes belong to.
         scope: state of the shell.
-        run_inside: runs the statements of a `$(…)` and returns their output.
+        run_inside: function that follows the statements in a `$(…)` node and returns their output.
     """
 
     def __init__(self, source: Source, scope: Scope, run_inside: Callable[[Node], Word]) -> None:
@@ -41,7 +41,7 @@ class Expander:
         self.run_inside = run_inside
 
     def fields(self, nodes: Iterable[Node]) -> list[Word]:
-        """The words that some nodes of a command make."""
+        """Expand the nodes of a command into words."""
         words: list[Word] = []
         for node in nodes:
             if node.type == "comment":
@@ -53,7 +53,7 @@ class Expander:
         return words
 
     def string(self, node: Node | None) -> Word:
-        """The text of a node without splitting it, as in an assignment."""
+        """Expand a node without splitting the result into words, as in an assignment."""
         if node is None:
             return ()
         fields = _Unsplit()
@@ -61,7 +61,7 @@ class Expander:
         return joined(fields.parts)
 
     def pattern(self, nodes: Iterable[Node]) -> str | None:
-        """The pattern that some neighbouring nodes make, with quoted parts taken literally; None if it is not known."""
+        """Combine adjacent nodes into a pattern, with quoted parts taken literally; None if a part is not known."""
         pattern = ""
         for node in nodes:
             parts = node.named_children if node.type == "concatenation" else [node]
@@ -73,34 +73,34 @@ class Expander:
         return pattern
 
     def span(self, parent: Node, start: int, stop: int) -> Word:
-        """The text between two offsets inside a node, with its expansions, as in double quotes."""
+        """Expand the text between two offsets inside a node, as in double quotes."""
         return joined(self._parts(parent, start, stop, unescaped_in_quotes))
 
     def line(self, node: Node) -> int:
         return self.source.line(node.start_byte)
 
     def text(self, node: Node) -> str:
-        """The node as the script writes it."""
+        """The text of a node, as written in the script."""
         return self.source.text[self._begin(node) : node.end_byte].decode("utf-8", errors="replace").strip()
 
     def _begin(self, node: Node) -> int:
-        """The offset at which a node begins. The grammar counts blanks before some expansions as part of them."""
+        """The offset at which a node begins, without the leading blanks that the grammar adds to some expansions."""
         if node.type not in ("command_substitution", "expansion"):
             return node.start_byte
         raw = self.source.text[node.start_byte : node.end_byte]
         return node.start_byte + min(raw.find(mark) for mark in (b"`", b"$") if mark in raw)
 
     def unknown(self, node: Node, name: str = "") -> Word:
-        """An unknown piece for a node."""
+        """A word with a single unknown piece that stands for a node."""
         return (Unknown(self.text(node), self.line(node), name),)
 
     def arithmetic(self, parent: Node, start: int, stop: int) -> int | None:
-        """The value of the arithmetic between two offsets inside a node; None if it is not known."""
+        """Evaluate the arithmetic between two offsets inside a node; None if the value is not known."""
         text = known(self.span(parent, start, stop))
         return None if text is None else self.arithmetic_of(text)
 
     def arithmetic_of(self, text: str) -> int | None:
-        """The value of an arithmetic expression whose `$` are expanded; None if it is not known."""
+        """Evaluate an arithmetic expression with every `$` already expanded; None if the value is not known."""
         try:
             return arithmetic.evaluate(text, self._read_number, self._write_number)
         except (arithmetic.NotKnown, RecursionError):
@@ -117,7 +117,7 @@ class Expander:
         self.scope.assign(name, (Text(value, 0),))
 
     def _add(self, node: Node, fields: Fields) -> None:
-        """Add what a node expands to."""
+        """Expand a node, and add the result to `fields`."""
         kind = node.type
         if kind in ("concatenation", "brace_expression", "word") and BRACE_LIST.search(self._unquoted(node)):
             self._add_range(node, fields)
@@ -142,7 +142,7 @@ class Expander:
             fields.add(self._literal(node.start_byte, node.end_byte, _unescaped))
 
     def _add_string(self, node: Node, fields: Fields) -> None:
-        """Add a text in double quotes. `"${A[@]}"` alone in its quotes makes one word for each item."""
+        """Add a text in double quotes. If the text is only `${A[@]}`, add one word for each item."""
         inner = node.named_children
         if len(inner) == 1 and inner[0].type in ("simple_expansion", "expansion"):
             alone = inner[0].end_byte - inner[0].start_byte == node.end_byte - node.start_byte - 2
@@ -163,7 +163,7 @@ class Expander:
         unescape: Callable[[str], str],
         kinds: Sequence[str] = EXPANSIONS,
     ) -> list[Word]:
-        """The expansions between two offsets, and the literal text between them."""
+        """Split the text between two offsets into literal texts and expansions, and expand the latter."""
         parts: list[Word] = []
         at = start
         for node in _expansions(parent, start, stop, kinds):
@@ -174,11 +174,11 @@ class Expander:
         return parts
 
     def _span_with_quotes(self, parent: Node, start: int, stop: int) -> Word:
-        """The text between two offsets, without the quotes around its parts."""
+        """Expand the text between two offsets, and remove double quotes around parts of the text."""
         return joined(self._parts(parent, start, stop, unescaped_in_quotes, (*EXPANSIONS, "string")))
 
     def _quoted(self, node: Node) -> Word:
-        """The value of an expansion, or of a text in double quotes, without splitting it."""
+        """Evaluate an expansion or a text in double quotes, without splitting the result into words."""
         if node.type == "string":
             return self.span(node, node.start_byte + 1, node.end_byte - 1)
         if node.type not in ("simple_expansion", "expansion"):
@@ -191,12 +191,12 @@ class Expander:
         return tuple(Text(unescape(part.text), part.line) for part in self.source.segments(start, stop))
 
     def _unquoted(self, node: Node) -> str:
-        """The text of a word's parts that stand in no quotes and are no expansion."""
+        """The text of a word without quoted parts and expansions."""
         parts = [node] if node.type != "concatenation" else node.named_children
         return "".join(self.text(part) for part in parts if part.type in ("word", "number", "brace_expression"))
 
     def _add_range(self, node: Node, fields: Fields) -> None:
-        """Add the words of `{1..4}` or `{100..900..100}`. Other words in braces are unknown."""
+        """Add the words of a range such as `{1..4}` or `{100..900..100}`. Other words with braces become unknown."""
         match = BRACE_RANGE.fullmatch(self.text(node))
         if match is None:
             fields.add(self.unknown(node))
@@ -212,7 +212,7 @@ class Expander:
             fields.add((Text(str(number), self.line(node)),))
 
     def _computed(self, node: Node) -> Word:
-        """The value of `$((…))`, `$(…)` or `<(…)`."""
+        """Evaluate `$((…))`, `$(…)` or `<(…)`."""
         raw = self.text(node)
         if node.type == "arithmetic_expansion":
             offset = len("$((") if raw.startswith("$((") else len("$[")
@@ -228,11 +228,11 @@ class Expander:
         return self.unknown(node)
 
     def _cause(self, word: Word) -> tuple[str, str]:
-        """The variable and the condition that make a value unknown."""
+        """The variables and the condition that make a value unknown, each '' if there is none."""
         for piece in word:
             if isinstance(piece, Unknown):
                 return piece.name, piece.condition
-        # A name without `$`, as arithmetic allows, may be unknown itself.
+        # Arithmetic allows variable names without `$`, so the unknown variable may be one of these names.
         for name in re.findall(r"[A-Za-z_]\w*", known(word) or ""):
             for piece in (self.scope.items(name) or {}).get("0", (Unknown(name, 0, name),)):
                 if isinstance(piece, Unknown):
@@ -247,7 +247,7 @@ class Expander:
             separators = known((self.scope.items("IFS") or {}).get("0", (Text(BLANKS, 0),)))
             has_other = separators is None or {*separators} != {*BLANKS}
             if has_other and any(separators is None or set(piece.text) & {*separators, *BLANKS} for piece in value):
-                # Only words that bash separates at blanks are followed.
+                # Word splitting is implemented for the default IFS only, which consists of blanks.
                 value = self.unknown(node, "IFS") if not isinstance(fields, _Unsplit) else value
             quoted = self._quoted_alternative(node) if not isinstance(fields, _Unsplit) else None
             if quoted is not None and quoted == value:
@@ -261,14 +261,14 @@ class Expander:
             fields.add_split(item)
 
     def _quoted_alternative(self, node: Node) -> Word | None:
-        """The text of `${NAME:-"text"}` if all of it stands in quotes, so that it is not split; None otherwise."""
+        """The text of `${NAME:-"text"}` if the whole text is quoted, so that bash does not split it; None otherwise."""
         inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
         if node.type == "expansion" and len(inner) == 1 and inner[0].type == "string":
             return self.string(inner[0])
         return None
 
     def _all_items(self, node: Node) -> list[Word] | None:
-        """The items of `$@` or `${A[@]}`; None for every other form, and if the items are not known."""
+        """The items of `$@` or `${A[@]}`; None for any other form, or if the items are not known."""
         names = [child for child in node.named_children if child.type in ("subscript", "special_variable_name")]
         is_plain = node.type == "simple_expansion" or node.child_count == 3
         if len(names) != 1 or not is_plain:
@@ -284,7 +284,7 @@ class Expander:
         return None if items is None else list(items.values())
 
     def _subscript(self, node: Node) -> tuple[str, str | None]:
-        """The name and index of `NAME[INDEX]`; None for an index that is not known."""
+        """The name and the index of `NAME[INDEX]`; the index is None if it is not known."""
         name_node = node.child_by_field_name("name")
         index_node = node.child_by_field_name("index")
         assert name_node is not None
@@ -300,7 +300,7 @@ class Expander:
         return name, text if number is None else str(number)
 
     def _read(self, node: Node) -> Word | None:
-        """The value of a variable's name or subscript; None if the script never sets it."""
+        """The value of a variable or an array item; None if the script never sets the variable."""
         name = self.text(node)
         if node.type == "subscript":
             base, index = self._subscript(node)
@@ -333,7 +333,7 @@ class Expander:
         return (Unknown(f"${{{self.text(node)}}}", self.line(node), path="./script"),)
 
     def _value(self, node: Node) -> Word:
-        """The value of `$NAME` or `${NAME…}`."""
+        """Evaluate `$NAME` or `${NAME…}`."""
         children = node.children
         if any(child.is_missing or child.is_error for child in children):
             return self.unknown(node)
@@ -362,7 +362,7 @@ class Expander:
         return (Text(result, self.line(node)),)
 
     def _prefixed(self, node: Node, prefix: str, name: Node, value: Word | None) -> Word:
-        """The value of `${#NAME}` or `${!NAME}`."""
+        """Evaluate `${#NAME}` or `${!NAME}`."""
         line = self.line(node)
         is_all = name.type == "subscript" and self._subscript(name)[1] in ("@", "*")
         items = self.scope.items(self._subscript(name)[0]) if name.type == "subscript" else None
@@ -379,15 +379,15 @@ class Expander:
         return self.unknown(node, "" if is_all else self.text(name))
 
     def _alternative(self, node: Node, operator: str, name: Node, value: Word | None, start: int, stop: int) -> Word:
-        """The value of `${NAME:-other}` and its relatives.
+        """Evaluate `${NAME:-other}` and similar forms.
 
-        A variable that the script does not set is taken as unset: the script itself says what it is then.
+        A variable that the script never sets counts as unset, because the script itself gives a value for this case.
         """
         is_set = value is not None
         if value is not None and operator.startswith(":"):
             text = known(value)
             if text is None and not any(isinstance(piece, Text) and piece.text for piece in value):
-                # Whether the unknown text is empty decides.
+                # The result depends on whether the unknown text is empty.
                 return value if operator[-1] != "+" else self.unknown(node, self._cause(value)[0])
             is_set = text != ""
         if operator[-1] == "+":
@@ -402,7 +402,7 @@ class Expander:
         return other
 
     def _cut(self, node: Node, operator: str, text: str, start: int, stop: int) -> str | None:
-        """The text of `${NAME%pattern}` and other forms that take something from a value; None if it is not known."""
+        """Evaluate `${NAME%pattern}` and other forms that modify a value; None if the result is not known."""
         if operator == ":":
             return self._substring(node, text, start, stop)
         if operator in ("^^", ",,", "^", ",") and start == stop:
@@ -423,7 +423,7 @@ class Expander:
         return None
 
     def _substring(self, node: Node, text: str, start: int, stop: int) -> str | None:
-        """The text of `${NAME:offset:length}`; None if it is not known."""
+        """Evaluate `${NAME:offset:length}`; None if the result is not known."""
         colons = [child for child in node.children if self.text(child) == ":" and child.start_byte >= start]
         middle = colons[0].start_byte if colons else stop
         offset = self.arithmetic(node, start, middle)
@@ -437,10 +437,10 @@ class Expander:
 
 
 class _Unsplit(Fields):
-    """Takes the place of Fields where words are not split.
+    """A substitute for Fields that does not split text into words.
 
     Attributes:
-        parts: everything that was added.
+        parts: all words added so far, with a blank for each call of `close`.
     """
 
     def __init__(self) -> None:
@@ -458,7 +458,7 @@ class _Unsplit(Fields):
 
 
 def _expansions(parent: Node, start: int, stop: int, kinds: Sequence[str]) -> list[Node]:
-    """The outermost nodes of some kinds between two offsets, in order."""
+    """The outermost nodes of the given kinds between two offsets, in order."""
     found: list[Node] = []
     for child in parent.children:
         if child.end_byte <= start or child.start_byte >= stop:
@@ -483,7 +483,7 @@ def _ansi(text: str) -> str:
 
 
 def _without(text: str, operator: str, pattern: str) -> str | None:
-    """The text without the shortest (`%`, `#`) or longest (`%%`, `##`) end or start that matches a pattern."""
+    """Remove the suffix (`%`) or prefix (`#`) that matches: the longest for `%%` and `##`, else the shortest."""
     if len(text) > LONGEST_PATTERN or len(pattern) > LONGEST_PATTERN:
         return None
     matches = re.compile(fnmatch.translate(pattern)).match

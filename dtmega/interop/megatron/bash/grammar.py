@@ -1,4 +1,4 @@
-"""Parse a text with the grammar of bash, and find the script's line of each piece of the text."""
+"""Parse text with the bash grammar, and map each piece of the text to its line in the script."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dtmega.interop.megatron.bash.words import LONGEST, Text, Unknown, Word
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-DEEPEST = 150  # limit for nested constructs of the grammar, far below Python's limit for recursion
-# A value that a published example leaves to its reader, NAME=<Specify path>. Bash itself refuses it.
+DEEPEST = 150  # limit for nested constructs, far below Python's recursion limit
+# A placeholder for the reader of a published example to fill in, NAME=<Specify path>. Bash itself rejects placeholders.
 PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?[A-Za-z_]\w*=)(<[A-Za-z][^<>\n]*>)", re.MULTILINE)
-# Names of the variables that stand for unknown pieces in a text that is parsed.
+# Prefix of the variables that stand in for unknown pieces of the text while it is parsed.
 STAND_IN = "__unknown_"
 
 
 class Source(NamedTuple):
-    """A text that was parsed.
+    """A parsed text.
 
     Attributes:
-        text: the text as UTF-8, whose offsets the grammar's nodes have.
-        starts: offsets at which a new line of the script starts, in ascending order.
-        lines: for each of `starts`, the number of the line.
-        unknown: stand-in variable -> unknown piece of the text.
-        root: root node of the tree.
+        text: the text as UTF-8; the syntax tree's nodes hold offsets into these bytes.
+        starts: offsets at which the line in the script changes, in ascending order.
+        lines: line number from each offset of `starts` on.
+        unknown: name of a stand-in variable -> unknown piece of the text.
+        root: root node of the syntax tree.
     """
 
     text: bytes
@@ -38,11 +38,11 @@ class Source(NamedTuple):
     root: Node
 
     def line(self, offset: int) -> int:
-        """The script's line at an offset."""
+        """The line number in the script at an offset of the text."""
         return self.lines[bisect.bisect_right(self.starts, offset) - 1]
 
     def segments(self, start: int, stop: int) -> Iterator[Text]:
-        """The text between two offsets, in parts that come from one line each."""
+        """Yield the text between two offsets, split by line of the script."""
         while start < stop:
             i = bisect.bisect_right(self.starts, start)
             end = min(self.starts[i], stop) if i < len(self.starts) else stop
@@ -54,7 +54,7 @@ def parse(word: Word) -> Source:
     """Parse the text of a script, or of a string that a shell runs.
 
     Args:
-        word: the text. Unknown pieces are parsed as variables, which `Source.unknown` names.
+        word: the text. Unknown pieces are parsed as stand-in variables, listed in `Source.unknown`.
 
     Raises:
         ValueError: the text is not bash, is longer than LONGEST or nests deeper than DEEPEST; or tree-sitter is not
@@ -79,7 +79,7 @@ def parse(word: Word) -> Source:
     whole = "".join(parts)
     if len(whole) > LONGEST:
         raise ValueError(f"line {lines[0]}: a script of {len(whole):,} characters, expected at most {LONGEST:,}")
-    # A last line that ends in a backslash continues with nothing.
+    # Remove a backslash at the end of the text, because there is no next line to join.
     whole = re.sub(r"\\\s*\Z", "", whole) + "\n"
     encoded = whole.encode()
     source = Source(encoded, starts, lines, unknown, _parser().parse(encoded).root_node)
@@ -88,7 +88,7 @@ def parse(word: Word) -> Source:
 
 
 def script(text: str) -> Word:
-    """The text of a script as a word: one piece for each line, and unknown pieces for placeholders."""
+    """Convert a script's text to a word, with one piece for each line and an unknown piece for each placeholder."""
     text = text.replace("\r\n", "\n").replace("\0", "")
     pieces: list[Text | Unknown] = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
@@ -110,13 +110,13 @@ def _parser() -> Any:
 
 
 def _check(source: Source) -> None:
-    """Refuse a text that the grammar does not understand, or that nests too deeply."""
+    """Refuse text that the grammar does not understand, and constructs that nest too deeply."""
     cursor = source.root.walk()
     depth = 0
     while True:
         node = cursor.node
         assert node is not None
-        # The grammar does not know every form of ${NAME...}. `expand.py` takes the value of such a form as unknown.
+        # The grammar does not know every form of ${NAME...}. `expand.py` makes the other forms unknown.
         is_form = node.is_missing and node.type == "}" and node.parent is not None and node.parent.type == "expansion"
         if (node.is_error or node.is_missing) and not is_form:
             line = source.line(node.start_byte)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Redirections(Control):
-    """The statements that read from files and other commands, or write to them."""
+    """Follows statements with redirected input or output, and pipelines."""
 
     def redirected(self, node: Node) -> Flow:
-        """Follow a command whose input or output is a file, or whose input is a here-document."""
+        """Follow a command that reads from a file or a here-document, or writes to a file."""
         expander = self.expander()
         body = node.child_by_field_name("body")
         target: str | None = None
@@ -28,7 +28,7 @@ class Redirections(Control):
         rest: Node | None = None  # a here-document that is followed by `| command` or `&& command`
         for redirect in _redirects(node):
             destinations = in_field(redirect, "destination")
-            # The grammar takes the command's words behind a redirection for further destinations.
+            # The grammar mistakes the command's words after a redirection for further destinations.
             self.more_words += [*destinations[1:], *in_field(redirect, "argument")]
             kind = next((expander.text(child) for child in redirect.children if not child.is_named), "")
             if redirect.type == "heredoc_redirect":
@@ -65,7 +65,7 @@ class Redirections(Control):
         return flow
 
     def _heredoc(self, node: Node) -> Word:
-        """The text of a here-document. If its end mark is quoted, variables stay as they are written."""
+        """The text of a here-document. Variables in the text are expanded unless the end marker is quoted."""
         expander = self.expander()
         mark = next(child for child in node.named_children if child.type == "heredoc_start")
         body = next((child for child in node.named_children if child.type == "heredoc_body"), None)
@@ -76,15 +76,15 @@ class Redirections(Control):
         return expander.span(body, body.start_byte, body.end_byte)
 
     def pipeline(self, node: Node) -> Flow:
-        """Follow commands that read each other's output."""
+        """Follow a pipeline, in which each command reads the previous command's output."""
         return self.pipe([child for child in node.named_children if child.type != "comment"], self.scope.input)
 
     def pipe(self, commands: Sequence[Node], text: Word | None) -> Flow:
         """Follow the commands of a pipeline.
 
         Args:
-            commands: the commands.
-            text: input of the first one.
+            commands: nodes of the commands, in order.
+            text: input of the first command; None if it is not known.
         """
         outer = self.scope
         for i, command in enumerate(commands):
@@ -106,7 +106,7 @@ class Redirections(Control):
 
 
 def _redirects(node: Node) -> list[Node]:
-    """The redirections of a statement. Those behind a `<<EOF` are inside its node."""
+    """The redirections of a statement. The grammar nests redirections after a `<<EOF` inside the node of `<<EOF`."""
     redirects: list[Node] = []
     for child in node.named_children:
         if child.type.endswith("_redirect"):
@@ -115,6 +115,6 @@ def _redirects(node: Node) -> list[Node]:
 
 
 def _is_errors(node: Node, expander: Expander) -> bool:
-    """True if a redirection is about the error output."""
+    """True if a redirection does not apply to standard output, as with `2>`."""
     descriptor = node.child_by_field_name("descriptor")
     return descriptor is not None and expander.text(descriptor) != "1"

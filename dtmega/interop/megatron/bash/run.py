@@ -1,8 +1,8 @@
-"""Follow the statements of a script, and collect the commands that it would run.
+"""Follow a script's statements, and collect the commands that the script would run.
 
-Nothing is run. A condition whose value is not known is followed both ways: what differs afterwards depends on it, and
-a branch that ends in `exit` never comes to what follows. Only a command that is wanted and depends on such a condition
-is refused.
+Nothing is executed. After a condition with an unknown value, both branches are followed, and values that differ between
+the branches become unknown. A branch that ends in `exit` does not affect later statements. An error is raised only if a
+wanted command depends on an unknown condition.
 
     run.launches(script_text, wanted=lambda words: ..., folder=Path("examples"), given={"DEBUG_MODE": "1"})
 """
@@ -31,21 +31,21 @@ def launches(
     folder: Path | None = None,
     given: Mapping[str, str] | None = None,
 ) -> tuple[list[Launch], list[str]]:
-    """The commands of a script that somebody wants.
+    """Collect the wanted commands of a script.
 
     Args:
         text: text of the script.
-        wanted: True for a command that is collected.
+        wanted: function that returns True for the words of a command to collect.
         folder: folder of the script, below which files may be read; None if nothing may be read.
-        given: variable -> value in the script's environment. A number is an argument of the script, and `#` is the
-            number of arguments.
+        given: variable -> value in the script's environment. The variables `1`, `2`, ... are the script's arguments,
+            and `#` is the number of arguments.
 
     Returns:
-        The commands in the order in which the script comes to them, and remarks for the user.
+        The commands in the order of execution, and remarks for the user.
 
     Raises:
         ValueError: the text is not bash, or it exceeds a limit.
-        Undecided: it depends on a condition whose value is not known which command runs next.
+        Undecided: the next command to run depends on a condition with an unknown value.
     """
     follower = _Follower(wanted, folder, dict(given or {}))
     scope = Scope(arguments=_arguments(follower.given))
@@ -62,7 +62,7 @@ def launches(
 
 
 def _arguments(given: Mapping[str, str]) -> tuple[Word, ...] | None:
-    """The script's arguments; None if they are not given."""
+    """The script's arguments; None if the user gives neither arguments nor their number."""
     numbers = [int(name) for name in given if name.isdigit() and int(name) > 0]
     n_given = max(numbers, default=0)
     count = given.get("#", "")
@@ -148,7 +148,7 @@ class _Follower(Assignments, Redirections):
         return Flow.NEXT
 
     def _other_program(self, words: list[Word], environment: Mapping[str, Word], line: int) -> None:
-        """Take note of a command that is not part of the shell."""
+        """Handle a command that runs another program: follow a bash script, or collect a wanted command."""
         self.scope.status = None
         self.scope.write(((Unknown(written(words[0]), line),),))
         names = [(known(word) or "").rpartition("/")[2] for word in words]
@@ -177,7 +177,7 @@ class _Follower(Assignments, Redirections):
             self.found.append(Launch(words, line, self.conditions, dict(self.scope.files)))
 
     def call(self, function: Function, arguments: Sequence[Word]) -> Flow:
-        """Follow a function. Its `local` variables have their old values afterwards."""
+        """Follow a function call, then restore the old values of the function's `local` variables."""
         scope = self.scope
         before = scope.arguments
         scope.arguments = tuple(arguments)
@@ -192,7 +192,7 @@ class _Follower(Assignments, Redirections):
         return Flow.NEXT if flow is Flow.RETURN else flow
 
     def child(self, text: Word, arguments: Sequence[Word], environment: Mapping[str, Word]) -> None:
-        """Follow a text in a process of its own, which has only the exported variables."""
+        """Follow a text in a child process, which has only the exported variables."""
         exported = {name: variable for name, variable in self.scope.variables.items() if variable.is_exported}
         exported |= {name: Variable(value, is_exported=True) for name, value in environment.items()}
         scope = Scope(variables=exported, arguments=tuple(arguments), folder=self.scope.folder, files=self.scope.files)

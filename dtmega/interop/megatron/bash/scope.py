@@ -1,4 +1,4 @@
-"""The state of a shell: its variables, functions, arguments, and the files that it wrote; how a statement ends."""
+"""The state of a shell (variables, functions, arguments, written files), and the ways in which a statement can end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Flow(enum.Enum):
-    """How a statement ends."""
+    """The way in which a statement ends, which decides where the script continues."""
 
     NEXT = "next"
     BREAK = "break"
@@ -26,10 +26,10 @@ class Flow(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A variable.
+    """A shell variable.
 
     Attributes:
-        value: the variable's text, or for an array its items by index.
+        value: text of the variable; for an array, index -> item.
         is_exported: True if child processes get the variable.
     """
 
@@ -52,7 +52,7 @@ class Function:
 
 @dataclasses.dataclass
 class Scope:
-    """The state of a shell. Every value in it is immutable, so a copy is shallow.
+    """The state of a shell. All values are immutable, so copying the dicts is enough for an independent copy.
 
     Attributes:
         variables: variables by name.
@@ -60,9 +60,9 @@ class Scope:
         arguments: arguments of the script or function; None if they are not known.
         folder: working directory, relative to the script's folder; None if it is not known.
         files: contents of files that the script wrote, by path.
-        output: text that was written to the standard output; None if nobody reads it.
-        input: text on the standard input; None if it is not known.
-        status: True or False if the last command succeeded or failed; None if that is not known.
+        output: text written to standard output so far; None if nothing reads the output.
+        input: text on standard input; None if the text is not known.
+        status: True if the last command succeeded, False if it failed; None if the outcome is not known.
     """
 
     variables: dict[str, Variable] = dataclasses.field(default_factory=dict)
@@ -75,43 +75,43 @@ class Scope:
     status: bool | None = True
 
     def copy(self) -> Scope:
-        """A copy that can change without changing this one, as for a subshell."""
+        """An independent copy, as a subshell needs: changes to the copy do not affect the original."""
         return dataclasses.replace(
             self, variables={**self.variables}, functions={**self.functions}, files={**self.files}
         )
 
     def items(self, name: str) -> dict[str, Word] | None:
-        """The items of a variable by index; a variable that is no array has item 0. None if it was never set."""
+        """A variable's items by index (item 0 if it is not an array); None if the variable was never set."""
         variable = self.variables.get(name)
         if variable is None:
             return None
         return variable.value if isinstance(variable.value, dict) else {"0": variable.value}
 
     def assign(self, name: str, value: Word | dict[str, Word]) -> None:
-        """Set a variable. It stays exported if it was."""
+        """Set a variable. An exported variable stays exported."""
         before = self.variables.get(name)
         self.variables[name] = Variable(value, before is not None and before.is_exported)
 
     def export(self, name: str) -> None:
-        """Let child processes have a variable, if it is set."""
+        """Export a variable to child processes, if the variable is set."""
         if name in self.variables:
             self.variables[name] = dataclasses.replace(self.variables[name], is_exported=True)
 
     def write(self, words: tuple[Word, ...]) -> None:
-        """Write to the standard output, if somebody reads it."""
+        """Append words to standard output, if anything reads the output."""
         if self.output is not None:
             self.output = (*self.output, *words)
 
 
 def merged(first: Scope, second: Scope, condition: str, names: str, line: int) -> Scope:
-    """The state after a condition that is not known.
+    """Merge the states after both branches of a condition with an unknown value.
 
-    What differs between the two branches depends on the condition.
+    Values that differ between the branches become unknown pieces that name the condition.
 
     Args:
-        first: state after the branch for a condition that holds.
-        second: state after the other branch.
-        condition: the condition and its line.
+        first: state after the branch for a true condition.
+        second: state after the branch for a false condition.
+        condition: text of the condition, with its line.
         names: names of the condition's unknown variables, separated by blanks.
         line: line of the condition.
     """

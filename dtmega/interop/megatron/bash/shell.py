@@ -1,4 +1,4 @@
-"""The shell that follows a script: its state, its limits, and how it follows one text inside another."""
+"""The shell that follows a script: state, limits, and the handling of texts nested in other texts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 MOST_STATEMENTS = 50_000  # limit for the statements that are followed
 MOST_TEXT = 20_000_000  # limit in characters for everything that is assigned, written or run
-DEEPEST = 20  # limit for functions, substitutions and scripts that call each other
+DEEPEST = 20  # limit for nested calls of functions, substitutions and scripts
 
 
 class Condition(NamedTuple):
     """A condition whose value is not known.
 
     Attributes:
-        text: the condition with its line, for a message.
-        names: names of its unknown variables, separated by blanks.
+        text: text of the condition, with its line, for messages.
+        names: names of the condition's unknown variables, separated by blanks.
         line: line of the condition.
     """
 
@@ -40,8 +40,8 @@ class Launch(NamedTuple):
     Attributes:
         words: the command's words.
         line: line of the command.
-        conditions: conditions that must hold for the command to run, and whose values are not known.
-        files: contents of the files that the script wrote before, by path.
+        conditions: conditions with unknown values that must hold for the command to run.
+        files: contents of the files that the script wrote before the command, by path.
     """
 
     words: list[Word]
@@ -51,19 +51,19 @@ class Launch(NamedTuple):
 
 
 class Shell:
-    """Follows the texts of one script. `run.py` adds the statements.
+    """Base class for following the text of a script; subclasses add the statements.
 
     Attributes:
-        wanted: True for a command that is collected.
+        wanted: function that returns True for the words of a command to collect.
         folder: folder of the script; None if nothing may be read.
         given: variable -> value that the user gives.
-        found: commands that were collected.
+        found: commands collected so far.
         notes: remarks for the user.
-        hidden: refusal of the first other command that depends on a condition; the wanted one may hide in it.
-        source: text that is being followed.
+        hidden: error about the first unwanted command that depends on a condition, raised if no command is collected.
+        source: parsed text that is being followed.
         scope: state of the shell.
-        conditions: conditions that must hold for the statement that is being followed, and whose values are not known.
-        more_words: words of the next command that the grammar puts elsewhere.
+        conditions: conditions with unknown values that must hold for the current statement to run.
+        more_words: nodes of the next command's words that the grammar attaches to a redirection instead.
     """
 
     def __init__(self, wanted: Callable[[Sequence[Word]], bool], folder: Path | None, given: Mapping[str, str]) -> None:
@@ -86,7 +86,7 @@ class Shell:
         raise NotImplementedError
 
     def block(self, nodes: Sequence[Node]) -> Flow:
-        """Follow statements one after the other."""
+        """Follow statements in order, until one of the statements does not continue with the next."""
         nodes = [node for node in nodes if node.is_named and node.type != "comment"]
         for node in nodes:
             is_background = node.next_sibling is not None and node.next_sibling.type == "&"
@@ -96,15 +96,15 @@ class Shell:
         return Flow.NEXT
 
     def follow_text(self, text: Word, scope: Scope) -> Flow:
-        """Follow a whole text in a shell."""
+        """Parse a text, and follow its statements with `scope` as the state of the shell."""
         self.spend(text)
         return self.inside(grammar.parse(text), None, scope)
 
     def inside(self, source: Source, body: Node | None, scope: Scope) -> Flow:
-        """Follow a text, or one node of it, in a shell, and return to what was followed before.
+        """Follow a text, or one node of a text, with `scope` as the state, then restore the previous text and state.
 
         Raises:
-            ValueError: too many texts, functions or substitutions are inside each other.
+            ValueError: texts, functions or substitutions are nested too deeply.
         """
         if self._depth >= DEEPEST:
             raise ValueError(f"more than {DEEPEST} functions, substitutions or scripts inside each other")
@@ -118,7 +118,7 @@ class Shell:
             self.source, self.scope = before
 
     def apart(self, follow: Callable[[], Flow]) -> Flow:
-        """Follow statements in a subshell: only their output and their files remain."""
+        """Follow statements in a subshell. Only the output, the written files and the status remain afterwards."""
         outer = self.scope
         self.scope = outer.copy()
         try:
@@ -132,10 +132,10 @@ class Shell:
         return Expander(self.source, self.scope, self._substitution)
 
     def spend(self, word: Word) -> Word:
-        """Count the characters of a text.
+        """Add a text's length to the script's total, and return the text.
 
         Raises:
-            ValueError: all texts together are too long.
+            ValueError: the total is above MOST_TEXT.
         """
         self._n_characters += sum(len(piece.text) for piece in word)
         if self._n_characters > MOST_TEXT:
@@ -143,7 +143,7 @@ class Shell:
         return word
 
     def _substitution(self, node: Node) -> Word:
-        """The output of a `$(…)` or of commands in backquotes."""
+        """The output of the commands in `$(…)` or in backquotes."""
         expander = self.expander()
         inner = self.scope.copy()
         inner.output = ()
@@ -170,19 +170,19 @@ class Shell:
         if not missing:
             line = expander.line(node)
             return tuple(Text(piece.text, line) for piece in pieces)
-        # An unknown part makes the whole unknown: the text that is shown is the substitution's own.
+        # One unknown part makes the whole output unknown. The unknown piece then has the substitution's own text.
         path = missing[0].path if len(pieces) == 1 else ""
         first = missing[0]
         return (Unknown(expander.text(node), expander.line(node), first.name, first.condition, path),)
 
     def read_file(self, path: str) -> Word | None:
-        """The contents of a file that the script wrote, or that lies in the script's folder; None if not known."""
+        """The contents of a file that the script wrote, or of a file in the script's folder; None if not known."""
         if path in self.scope.files:
             return self.scope.files[path]
         return self._read_below(path)
 
     def _read_below(self, path: str) -> Word | None:
-        """The contents of a file below the script's folder; None if there is none."""
+        """The contents of a file below the script's folder; None if the file cannot be read."""
         if self.folder is None:
             return None
         try:
@@ -195,7 +195,7 @@ class Shell:
             return None
 
     def path_of(self, word: Word) -> str | None:
-        """The path that a word stands for, relative to the script's folder where it is known to be below it."""
+        """Convert a word to a path, with the paths of its unknown pieces inserted; None if one of them is not known."""
         parts: list[str] = []
         for piece in word:
             if isinstance(piece, Unknown) and not piece.path:

@@ -1,6 +1,6 @@
 """Words of a shell command as sequences of pieces: known text, and text that only a running shell would know.
 
-Each piece has the line of the script that it comes from, so that a message about a flag can name the line.
+Each piece holds its line number in the script, so that a message about a flag can name the line.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Unknown(NamedTuple):
     """A piece whose value is not known: a variable of the environment, or the output of another program.
 
     Attributes:
-        text: the piece as the script writes it.
+        text: the piece as written in the script.
         line: number of the line in the script.
-        name: variable with which a user can give the value; '' if there is none.
+        name: variables that a user can set to make the value known, separated by blanks; '' if there are none.
         condition: condition on which the value depends, with its line; '' if the value does not depend on a condition.
-        path: the path that the piece stands for, relative to the script's folder; '' if it is not known.
+        path: path that the piece stands for, relative to the script's folder; '' if the path is not known.
     """
 
     text: str
@@ -46,10 +46,12 @@ Word = tuple[Piece, ...]
 
 
 class Undecided(ValueError):
-    """A condition decides about the command, and its value is not known."""
+    """Raised if the command depends on a condition with an unknown value."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
-        options = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(names) if name)
+        # All arguments are known if their number is. A shell takes an unquoted # for a comment.
+        known_by = ["'#=VALUE'" if name in ("#", "@", "*") else f"{name}=VALUE" for name in names if name]
+        options = " ".join(f"--set {option}" for option in dict.fromkeys(known_by))
         cure = f"give it with {options}" if options else "write the script without it"
         super().__init__(f"{condition} is not known, and the command depends on it: {cure}")
 
@@ -62,17 +64,17 @@ def known(word: Word) -> str | None:
 
 
 def written(word: Word) -> str:
-    """The text of a word, with unknown pieces as the script writes them."""
+    """The text of a word, with unknown pieces as written in the script."""
     return "".join(piece.text for piece in word)
 
 
 def unknowns(words: Iterable[Word]) -> list[Unknown]:
-    """All unknown pieces of some words."""
+    """All unknown pieces in the given words."""
     return [piece for word in words for piece in word if isinstance(piece, Unknown)]
 
 
 def joined(words: Iterable[Word]) -> Word:
-    """One word from several, with neighbouring texts of one line merged.
+    """Join words into one word, and merge neighbouring texts from the same line.
 
     Raises:
         ValueError: the word is longer than LONGEST.
@@ -93,7 +95,7 @@ def joined(words: Iterable[Word]) -> Word:
 
 
 def with_blanks(words: Iterable[Word], line: int) -> Word:
-    """One word from several, with a blank between neighbours."""
+    """Join words into one word, separated by blanks."""
     parts: list[Word] = []
     for word in words:
         if parts:
@@ -103,7 +105,7 @@ def with_blanks(words: Iterable[Word], line: int) -> Word:
 
 
 class Fields:
-    """The words that an expansion makes, built piece by piece.
+    """The words that result from an expansion, built piece by piece.
 
     Attributes:
         words: the finished words.
@@ -114,12 +116,12 @@ class Fields:
         self._open: list[Word] | None = None
 
     def add(self, word: Word) -> None:
-        """Add text to the last word as it is, as for text in quotes."""
+        """Append text to the last word without splitting the text, as for text in quotes."""
         self._open = self._open or []
         self._open.append(word)
 
     def add_split(self, word: Word) -> None:
-        """Add text that is split at blanks, as for a variable without quotes."""
+        """Split text at blanks and add the parts, as for a variable without quotes."""
         for piece in word:
             if isinstance(piece, Unknown):
                 self.add((piece,))

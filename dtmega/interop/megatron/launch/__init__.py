@@ -1,1 +1,1 @@
-"""Translate launch scripts of Megatron and its forks into configurations."""
+"""Translate launch scripts for Megatron and its forks into dtmega configurations."""

@@ -1,4 +1,4 @@
-"""The family of a command's model, and the keys of [model] that several flags decide together."""
+"""Choose the family of a command's model, and set the [model] keys that depend on several flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from dtmega.interop.megatron.launch.command import Command
 from dtmega.interop.megatron.launch.draft import Draft
 
-# Script -> the family that it trains unless its flags say otherwise.
+# Script -> family of the trained model, unless the flags say otherwise.
 FAMILY_OF_SCRIPT = {
     "pretrain_gpt": "gpt",
     "pretrain_gpt2": "gpt",
@@ -17,7 +17,7 @@ FAMILY_OF_SCRIPT = {
     "pretrain_bert": "bert",
     "pretrain_t5": "t5",
 }
-# Keys of [model] that no flag sets: every T5 of Megatron has these values.
+# [model] keys that no flag sets, with the values that every T5 in Megatron has.
 THEIR_T5: Mapping[str, Any] = MappingProxyType(
     {
         "positions": "learned",
@@ -30,10 +30,10 @@ THEIR_T5: Mapping[str, Any] = MappingProxyType(
 )
 ROTARY = ("rotary", "rope")
 ABSOLUTE = ("absolute", "learned_absolute")
-# Llama 3.1's scaling of rotary frequencies, as megatron-core has it (`rotary_pos_embedding.py`, _apply_scaling).
+# Llama 3.1's scaling of rotary frequencies. Source: megatron-core, `rotary_pos_embedding.py`, _apply_scaling.
 ROPE_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_length": 8192}
-# Query-key layer scaling was on by default until Megatron-LM's commit 94a3749f87 of 2 November 2023. Flags that it lost
-# before that day, and flags that it got afterwards, tell the time. The forks for DeepSpeed never changed the default.
+# Query-key layer scaling was on by default until Megatron-LM's commit 94a3749f87 of 2 November 2023. Flags removed
+# before that day and flags added afterwards date a command. The DeepSpeed forks never changed the default.
 UNTIL_2023 = (
     *("--checkpoint-activations", "--checkpoint-num-layers", "--activations-checkpoint-method", "--batch-size"),
     *("--model-parallel-size", "--data-impl", "--mmap-warmup", "--DDP-impl", "--scattered-embeddings", "--warmup"),
@@ -49,12 +49,12 @@ FOR_DEEPSPEED = (
     *("--embed-layernorm", "--pad-vocab-size-to", "--kill-switch-path", "--sync-tp-duplicated-parameters"),
     *("--train-weighted-split-paths", "--train-weighted-split-paths-path", "--glu-activation", "--valid-num-workers"),
 )
-# --original -> True if query-key layer scaling is on without a flag.
+# Value of --original -> True if query-key layer scaling is on by default.
 SCALES_BY_DEFAULT = {"megatron-lm": True, "megatron-deepspeed": True, "megatron-core": False}
 
 
 def positions_of(command: Command) -> str:
-    """The kind of positions that a command's flags choose: absolute, rope, alibi, none, or another word."""
+    """The kind of positions that a command's flags select: absolute, rope, alibi, none, or another word."""
     values = command.values.get("--position-embedding-type")
     kind = values[0] if values else "absolute"
     if "--use-rotary-position-embeddings" in command.values:
@@ -70,7 +70,7 @@ def family_of(command: Command) -> str:
     """The family of a command's model.
 
     Raises:
-        ValueError: the script trains a model that is not built here.
+        ValueError: the script trains a model that dtmega does not have.
     """
     if command.script not in FAMILY_OF_SCRIPT:
         known = ", ".join(f"{name}.py" for name in FAMILY_OF_SCRIPT)
@@ -82,7 +82,7 @@ def family_of(command: Command) -> str:
 
 
 def set_model(draft: Draft) -> None:
-    """Set the keys of [model], except those of the vocabulary, and the run's directory."""
+    """Set the run's directory and the [model] keys, except for the vocabulary."""
     draft.keys["model.name"] = draft.family
     draft.keys["run.dir"] = f"runs/{draft.family}"
     if "max_position_embeddings" in draft.fields_of("model"):
@@ -117,7 +117,7 @@ def _set_length(draft: Draft) -> None:
 
 
 def _check_positions(draft: Draft) -> None:
-    """Leave the flags of positions that the family does not have to the user."""
+    """Refuse positions, and an embedding LayerNorm, that do not fit the family."""
     kind = positions_of(draft.command)
     expected = {"bloom": "alibi", "llama": "rope"}.get(draft.family, "absolute")
     if kind != expected:
@@ -133,7 +133,7 @@ def _check_positions(draft: Draft) -> None:
 
 
 def _check_parts(draft: Draft) -> None:
-    """Leave norms, biases and grouped heads that the family does not have to the user."""
+    """Refuse norms, biases and grouped heads that do not fit the family."""
     family = draft.family
     norm = (draft.value("normalization") or "").lower()
     if norm != ("rmsnorm" if family == "llama" else "layernorm"):
@@ -153,13 +153,13 @@ def _check_parts(draft: Draft) -> None:
     width = draft.number("kv-channels") if draft.has("kv-channels") else None
     size, heads = draft.number("hidden-size"), draft.number("num-attention-heads")
     if family != "t5" and width and size and heads and width * heads == size:
-        # The value is the default, so families without the key have it, too.
+        # The given width equals the default, D / H, which families without the key always use.
         draft.open.pop("--kv-channels", None)
         draft.read.add("--kv-channels")
 
 
 def _refuse_positions(draft: Draft, flag: str, reason: str) -> None:
-    """Leave a llama to the user that lacks a flag of every llama."""
+    """Refuse rotary positions, because the command lacks a flag that every llama has."""
     name = _positions_flag(draft)
     before = draft.open.get(name)
     more = f"{before.reason}; " if before else "rotary positions are built in a llama only: "
@@ -167,13 +167,13 @@ def _refuse_positions(draft: Draft, flag: str, reason: str) -> None:
 
 
 def _positions_flag(draft: Draft) -> str:
-    """The flag of the command that chooses its positions."""
+    """The flag that selects the command's positions."""
     names = ("--use-rotary-position-embeddings", "--no-position-embedding", "--position-embedding-type")
     return next((name for name in names if name in draft.command.values), names[-1])
 
 
 def _set_gelu(draft: Draft) -> None:
-    """Set the GELU of the feed-forward: fused, it is the approximation with tanh."""
+    """Set the feed-forward's GELU. Megatron's fused GELU is the tanh approximation."""
     is_erf = draft.has("no-bias-gelu-fusion") and not draft.has("openai-gelu")
     gelu = "erf" if is_erf else "tanh"
     if draft.family == "bert":
@@ -185,7 +185,7 @@ def _set_gelu(draft: Draft) -> None:
 
 
 def _set_swiglu(draft: Draft) -> None:
-    """Set a gated feed-forward of a model with Megatron's layers."""
+    """Set a feed-forward with SwiGLU in a family other than llama."""
     if "glu" not in draft.fields_of("model"):
         draft.refuse("--swiglu", f"a {draft.family} has no gated feed-forward with SiLU")
         return
@@ -194,7 +194,7 @@ def _set_swiglu(draft: Draft) -> None:
 
 
 def _set_gated_width(draft: Draft) -> None:
-    """Set the width of a gated feed-forward, whose default in Megatron is 8/3 D in multiples of 64."""
+    """Set the width of a gated feed-forward. Megatron's default is 8/3 D, rounded down to a multiple of 64."""
     size = draft.number("hidden-size")
     if not draft.has("ffn-hidden-size") and size:
         # megatron/training/arguments.py, validate_args
@@ -202,7 +202,7 @@ def _set_gated_width(draft: Draft) -> None:
 
 
 def _set_llama(draft: Draft) -> None:
-    """Set the keys of a llama, and leave to the user where the command's model is none."""
+    """Set the keys of a llama, and refuse flags that do not fit a llama."""
     if draft.has("swiglu"):
         _set_gated_width(draft)
     else:
@@ -231,7 +231,7 @@ def _set_llama(draft: Draft) -> None:
 
 
 def _set_scaling(draft: Draft) -> None:
-    """Set query-key layer scaling, which changes something in float16 only."""
+    """Set query-key layer scaling, which has an effect in float16 only."""
     if not draft.has("fp16") or "query_key_layer_scaling" not in draft.fields_of("model"):
         return
     if draft.has("no-query-key-layer-scaling") or draft.has("apply-query-key-layer-scaling"):
@@ -248,7 +248,7 @@ def _set_scaling(draft: Draft) -> None:
 
 
 def _scales_by_default(draft: Draft) -> bool | None:
-    """True or False for the default of the command's fork and version; None if its flags do not tell."""
+    """True if the command's fork and version scale by default; None if the flags do not show fork and version."""
     if draft.original:
         return SCALES_BY_DEFAULT[draft.original]
     written = {*draft.command.values, *draft.command.names.values()}

@@ -1,4 +1,4 @@
-"""Find a Megatron command in a launch script, or in a line of text, and sort its words by flag."""
+"""Find a Megatron command in a launch script or a line of text, and group the command's words by flag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtmega.interop.megatron.bash.words import Unknown, Word, known, unknowns, w
 from dtmega.interop.megatron.launch.flags import MANY, by_name, first_name
 
 SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
-# Programs that can have a pretrain_*.py among their words without running it.
+# Programs that can have a pretrain_*.py as an argument without running the script.
 OTHERS = (
     "grep",
     "ls",
@@ -37,14 +37,14 @@ class Command(NamedTuple):
     """A Megatron command.
 
     Attributes:
-        script: name of the program, such as pretrain_bert.
-        values: flag -> words that follow the flag. A flag has its first name of the table, whatever the command calls
-            it. Unknown parts of a word are as the script writes them.
+        script: name of the training script without its ending, such as pretrain_bert.
+        values: flag -> words that follow the flag. Each flag stands under its first name in the table. Unknown parts
+            of a word are kept as written in the script.
         stray: words that belong to no flag.
-        lines: flag or stray word -> line of the script.
-        unknown: flag or stray word -> the first unknown part of its words.
-        names: flag -> name that the command calls it.
-        files: contents of the files that the script wrote, by path; None where they are not known.
+        lines: flag or stray word -> line number in the script.
+        unknown: flag or stray word -> first unknown piece in the flag's words or in the stray word.
+        names: flag -> name of the flag in the command.
+        files: path -> contents of a file that the script wrote, or that is in the script's folder; None if not known.
     """
 
     script: str
@@ -57,18 +57,18 @@ class Command(NamedTuple):
 
 
 def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Command, list[str]]:
-    """Read a command.
+    """Read a Megatron command from a line of text or a launch script.
 
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
         given: variable -> value in the script's environment.
-        number: number of the command, from 1, if the script has several; 0 if there may be only one.
+        number: number of the command, from 1, if the script has several commands; 0 if the script must have only one.
 
     Returns:
         The command, and remarks for the user.
 
     Raises:
-        ValueError: `source` has no such command or several, is not bash, or leaves open which command would run.
+        ValueError: `source` has no Megatron command or several, is not bash, or leaves open which command would run.
         OSError: the file cannot be read.
     """
     path = Path(source)
@@ -99,14 +99,14 @@ def is_training(words: Sequence[Word]) -> bool:
 
 
 def _script(word: Word) -> str:
-    """The name of the training program that a word names; '' if it names none."""
+    """The name of the training script in a word, without its ending; '' if there is none."""
     text = written(word)
     match = SCRIPT.search(text)
     return match[1] if match and "=" not in text else ""
 
 
 def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
-    """The commands with different arguments, each once."""
+    """The commands without repetitions, i.e. commands with the same arguments as an earlier command."""
     seen: dict[tuple[str, ...], run.Launch] = {}
     for launch in launches:
         texts = [written(word) for word in launch.words]
@@ -116,7 +116,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """The contents of files in the script's folder that the command names, by path."""
+    """Path -> contents, for JSON files in the script's folder that the command names."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)
@@ -130,7 +130,7 @@ def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
 
 
 def _sorted_by_flag(words: Sequence[Word], files: Mapping[str, str | None]) -> Command:
-    """Sort the words behind the program by flag."""
+    """Group the words after the training script by flag."""
     first = next(i for i, word in enumerate(words) if _script(word))
     flags = by_name()
     values: dict[str, list[str]] = {}

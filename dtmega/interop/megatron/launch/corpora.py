@@ -1,4 +1,4 @@
-"""The corpora of a command, their split, their tokenizer, and the size of the vocabulary."""
+"""Set the corpora, the split, the tokenizer, the vocabulary size and the evaluation from a command's flags."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dtmega.interop.megatron.launch.draft import Draft
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
 # Script -> objective, for scripts that do not train the family's default objective.
 OBJECTIVE_OF_SCRIPT = {"pretrain_prefix_lm": "prefix-lm", "pretrain_t5": "separate-spans"}
-# Megatron's names of WordPiece tokenizers -> the prefix of dtmega's tokenizer spec.
+# Megatron's name of a WordPiece tokenizer -> prefix in dtmega's tokenizer spec.
 WORDPIECE_OF = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
 OF_DIRECTORY = ("PretrainedFromHF", "HuggingFaceTokenizer", "HFTokenizer")
 
 
 def set_vocabulary(draft: Draft) -> None:
-    """Set the size of the vocabulary, its padding and the tokenizer."""
+    """Set the vocabulary size, the padding and the tokenizer."""
     kind = draft.value("tokenizer-type") or TOKENIZERS[FAMILY_OF_SCRIPT[draft.command.script]]
     _set_size(draft, kind)
     _set_tokenizer(draft, kind)
 
 
 def _set_size(draft: Draft, kind: str) -> None:
-    """Set the size of the vocabulary and its padding."""
+    """Set the vocabulary size and the padding."""
     size = None
     flag = ""
     for flag in ("pad-vocab-size-to", "vocab-size"):
@@ -92,7 +92,7 @@ def set_data(draft: Draft) -> None:
 
 
 def _split(text: str) -> str:
-    """A split as three shares: `90,10` is `90,10,0`, and `949/50/1` is `949,50,1`.
+    """Convert a split to three shares: `90,10` becomes `90,10,0`, and `949/50/1` becomes `949,50,1`.
 
     Source: get_train_valid_test_split_ (`megatron/data/dataset_utils.py`).
     """
@@ -103,7 +103,7 @@ def _split(text: str) -> str:
 
 
 def _groups(draft: Draft, split: str) -> list[str]:
-    """The weighted groups of corpora of a split, from its flag or from the file that another flag names."""
+    """The weighted corpus groups for a split, from the split's flag or from the file that another flag names."""
     flag = f"--{split}-weighted-split-paths"
     path = draft.value(f"{split}-weighted-split-paths-path")
     if path is None:
@@ -124,7 +124,7 @@ def _set_mixtures(draft: Draft, groups: Mapping[str, list[str]]) -> None:
     """Set the mixtures of each split.
 
     Args:
-        groups: weighted groups of corpora by split.
+        groups: split -> weighted corpus groups.
     """
     draft.keys["data.train"] = groups["train"][0]
     # Each group has its own range, so --split is ignored, as in Megatron.
@@ -141,7 +141,7 @@ def _set_mixtures(draft: Draft, groups: Mapping[str, list[str]]) -> None:
 
 
 def set_evaluation(draft: Draft) -> None:
-    """Set validation, checkpoints, and the weights that the run starts from."""
+    """Set the keys for validation, checkpoints and initial weights."""
     if draft.number("eval-iters") == 0:
         draft.keys.pop("eval.steps", None)
         draft.keys["eval.interval"] = 0

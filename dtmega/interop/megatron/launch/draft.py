@@ -1,4 +1,4 @@
-"""A configuration that is being made from the flags of a command, and everything that it leaves open."""
+"""A configuration under construction from a command's flags, and everything that the flags leave open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.config.schema import SectionClasses
 from dtmega.interop.megatron.launch.command import Command
 from dtmega.interop.megatron.launch.flags import Flag, by_name, first_name
 
-# Keys of a family that have another name than in the table of flags.
+# Family -> key in the table of flags -> name of the key in this family.
 RENAMED = {
     "t5": {"model.layer_norm_eps": "model.norm_eps"},
     "llama": {"model.layer_norm_eps": "model.rms_norm_eps"},
@@ -22,7 +22,7 @@ REQUIRED_FLAGS = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *("--micro-batch-size", "--global-batch-size", "--lr"),
 )
-# Flags whose value is a path on the machine of the run. A path with an unknown part is left to dtmega's default.
+# Flags for paths on the run's machine. If a part of the path is unknown, dtmega's default is used instead.
 PATHS = ("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--data-cache-path")
 
 
@@ -30,9 +30,9 @@ class Open(NamedTuple):
     """Something that the user has to decide before a run can start.
 
     Attributes:
-        name: flag, stray word or key.
-        line: line of the script; 0 if there is none.
-        reason: reason why it is open.
+        name: name of the flag or key, or the stray word.
+        line: line number in the script; 0 if there is none.
+        reason: reason why the user has to decide.
     """
 
     name: str
@@ -48,15 +48,15 @@ class Draft:
     """A configuration that is being built from the flags of a command.
 
     Attributes:
-        command: the command that is translated.
-        original: fork of Megatron that the command is for; '' if its flags have to tell.
+        command: the command to translate.
+        original: Megatron fork that the command is for; '' to infer the fork from the flags.
         flags: Megatron's flags by name.
-        family: the family of the model.
+        family: family of the model.
         keys: "section.key" -> value.
         lacking: "section.key" -> description of the value that the user has to fill in.
-        notes: flag -> reason why it is not carried over, for flags that do not change what a run computes.
-        open: everything that the user has to decide, by name.
-        read: flags whose values are not needed, so that they need not be known.
+        notes: flag -> reason why the flag is not carried over, for flags that do not change what a run computes.
+        open: name -> decision that is left to the user.
+        read: flags that are already accounted for, although no key has the flag's value.
     """
 
     def __init__(self, command: Command, family: str, original: str = "") -> None:
@@ -74,12 +74,12 @@ class Draft:
         return f"--{name}" in self.command.values
 
     def value(self, name: str) -> str | None:
-        """The value of a flag on the command line, or Megatron's default; None if there is neither."""
+        """The value of a flag on the command line, else Megatron's default; None without a default."""
         values = self.command.values.get(f"--{name}")
         return values[0] if values else self.flags[f"--{name}"].default
 
     def number(self, name: str) -> int | float | None:
-        """The value of a flag as a number; None without a value, or if it is not a number."""
+        """The value of a flag as a number; None if there is no value, or if the value is not a number."""
         value = self.value(name)
         return None if value is None else as_number(value)
 
@@ -89,7 +89,7 @@ class Draft:
         return kinds.classes[self.family if kinds.discriminator else ""].model_fields
 
     def refuse(self, flag: str, reason: str) -> None:
-        """Leave a flag to the user's decision, because it changes what a run computes."""
+        """Leave the decision about a flag to the user, because the flag changes what a run computes."""
         line = self.command.lines.get(flag, 0)
         values = " ".join(self.command.values.get(flag, []))
         name = self.command.names.get(flag, flag)
@@ -100,8 +100,8 @@ class Draft:
 
         Args:
             key: section.key.
-            reason: description of the value.
-            flag: flag that would give the value; '' if there is none.
+            reason: description of the value, or reason why the value is missing.
+            flag: flag that would give the value; '' if there is no such flag.
         """
         section, _, name = key.partition(".")
         self.lacking[key] = reason
@@ -111,7 +111,7 @@ class Draft:
             self.open[key] = Open(f"[{section}] {name}", 0, reason)
 
     def set_numbers(self, key: str, texts: Sequence[str], flag: str) -> None:
-        """Set a key to a list of numbers, or leave it to the user if a text is no number."""
+        """Set a key to a list of numbers, or leave the key to the user if a text is not a number."""
         numbers = [as_number(text) for text in texts]
         if self.unknown(flag) or None in numbers:
             self.lack(key, self.unknown(flag) or "expected numbers", flag)
@@ -119,7 +119,7 @@ class Draft:
             self.keys[key] = numbers
 
     def unknown(self, flag: str) -> str:
-        """The reason why a flag's value is not known; '' if it is known."""
+        """The reason why a flag's value is not known; '' if the value is known."""
         piece = self.command.unknown.get(flag)
         if piece is None:
             return ""
@@ -128,9 +128,9 @@ class Draft:
         return f"{piece.text:.80}{place} is not known{f': {options}' if options else ''}"
 
     def copy_values(self) -> None:
-        """Copy each flag whose value is the value of one key.
+        """Copy the values of all flags that correspond to a single key.
 
-        If a flag is not given, its key is set to Megatron's default where dtmega's default differs.
+        If a flag is not given and dtmega's default differs from Megatron's, set the key to Megatron's default.
         """
         for name in REQUIRED_FLAGS:
             if name not in self.command.values:
@@ -140,7 +140,7 @@ class Draft:
                 self._copy_value(name, flag)
 
     def _copy_value(self, name: str, flag: Flag) -> None:
-        """Copy the value of one flag, given or default, to its key."""
+        """Copy a flag's value, given or default, to the flag's key."""
         full_key = RENAMED.get(self.family, {}).get(flag.keys[0], flag.keys[0])
         section, _, key = full_key.partition(".")
         fields = self.fields_of(section)
@@ -161,20 +161,20 @@ class Draft:
 
     @staticmethod
     def _typed(kind: Any, value: str | None) -> Any:
-        """A value in the type of its key; None if the key needs a number and the value is not one."""
+        """Convert a value to the type of its key; None if the key needs a number and the value is not a number."""
         number = None if value is None else as_number(value)
         if kind is int and isinstance(number, float) and number.is_integer():
             return int(number)
         return number if kind in (int, float) else value
 
     def close(self, allowed: Sequence[str]) -> None:
-        """Go through the flags that no step has carried over, and let the user's list decide about them.
+        """Record every flag that no step has carried over, then mark what the user allows as settled.
 
         Args:
-            allowed: flags, words and keys that may be missing, as the user names them.
+            allowed: names of flags, words and keys that may be missing, as given by the user.
 
         Raises:
-            ValueError: a name in `allowed` is not open.
+            ValueError: a name in `allowed` belongs to nothing open.
         """
         for name, values in self.command.values.items():
             flag = self.flags.get(name)
@@ -217,10 +217,10 @@ class Draft:
         return [str(each) for each in self.open.values() if each.name.startswith("[")]
 
     def text(self, title: str) -> str:
-        """The text of the configuration.
+        """Format the configuration as TOML.
 
         Args:
-            title: text of the first line, which is a comment.
+            title: text of the comment on the first line.
         """
         values = {key: value for key, value in self.keys.items() if key not in self.lacking}
         lines = [f"# {title}", *self._refusal(values)]
@@ -239,7 +239,7 @@ class Draft:
         return "\n".join(lines) + "\n"
 
     def _open_lines(self) -> list[str]:
-        """The key that makes a run refuse the configuration while something is open."""
+        """The lines of the key that makes a run refuse the configuration while anything is open."""
         return [
             "# Decide about each line, change this file accordingly, and delete the line.",
             "untranslated = [",
@@ -248,7 +248,7 @@ class Draft:
         ]
 
     def _refusal(self, values: Mapping[str, Any]) -> list[str]:
-        """The message with which a run would refuse these values, as comment lines; empty if keys are lacking."""
+        """The error that a run would raise for these values, as comment lines; not checked while keys are lacking."""
         if self.lacking:
             return []
         try:
@@ -259,7 +259,7 @@ class Draft:
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Nest values with keys like "section.key": section -> key -> value."""
+    """Nest values with keys such as "section.key" as section -> key -> value."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
@@ -268,7 +268,7 @@ def by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def as_number(text: str) -> int | float | None:
-    """The number that a string stands for; None if it is not a number."""
+    """Convert a string to a number; None if the string is not a number."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -282,7 +282,7 @@ def _one_line(text: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML. A list is written on one line."""
+    """Format a value as TOML, with each list on one line."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(_toml, value))}]"
     return tomli_w.dumps({"key": value}).strip().removeprefix("key = ")

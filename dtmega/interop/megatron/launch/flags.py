@@ -1,7 +1,7 @@
-"""Megatron's flags: one row per flag, with the configuration key that replaces it or the reason why there is none.
+"""Table of Megatron's flags: each row has the configuration keys that replace a flag, or the reason why no key does.
 
-The table has the flags that pre-training uses, with their defaults, from `megatron/arguments.py` of Megatron-LM and of
-BigScience's Megatron-DeepSpeed. `translate.py` reads it, and `docs/from-megatron.md` shows it to readers.
+The table has the flags for pre-training with their defaults, from `megatron/arguments.py` in Megatron-LM and in
+BigScience's Megatron-DeepSpeed. The other modules here read the table, and `docs/from-megatron.md` shows it to users.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ class Flag(NamedTuple):
     """A flag of Megatron.
 
     Attributes:
-        names: the flag, or several flags with one remark, as they are written.
+        names: name of the flag, or names of several flags that share the row, as written on a command line.
         n_values: number of values that the flag takes; MANY for all words up to the next flag.
         default: Megatron's default, as written on a command line; None for switches and for flags without a default.
         keys: keys of the configuration that replace the flag; empty if the flag is not carried over.
         why: difference between the key and the flag, or reason why there is no key.
         same: True if the flag has a single key with the same value, so that translating copies the value.
-        changes: True if a run without the flag would compute something else, so that the configuration is refused
-            until the user has decided about the flag.
-        neutral: values with which such a flag changes nothing.
-        other_names: another name of one of the flags, of another version or fork -> the flag.
+        changes: True if a run without the flag would compute something else. The configuration is then refused until
+            the user has decided about the flag.
+        neutral: values for which a flag with `changes` has no effect.
+        other_names: name in another version or fork -> name of the flag.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ def _row(names: str, n_values: int, keys: str = "", why: str = "", default: str 
     """A row of the table.
 
     Args:
-        names: the flags, separated by blanks. Other names of a flag follow it after a bar.
+        names: names of the flags, separated by blanks. A bar separates several names of the same flag.
         n_values: number of values that each flag takes.
         keys: keys of the configuration, separated by blanks.
         why: remark for the reader.
@@ -60,7 +60,7 @@ def _row(names: str, n_values: int, keys: str = "", why: str = "", default: str 
 
 
 def _same(names: str, key: str, default: str | None = None, why: str = "") -> Flag:
-    """A flag whose value is the value of one key."""
+    """A flag with a value that is copied to one key."""
     return _row(names, 1, key, why, default, same=True)
 
 
@@ -70,7 +70,7 @@ def _switch(name: str, key: str, why: str = "") -> Flag:
 
 
 def _other(names: str, n_values: int, keys: str, why: str, default: str | None = None) -> Flag:
-    """A flag that another module of this folder turns into keys in its own way."""
+    """A flag that another module of this folder translates to keys."""
     return _row(names, n_values, keys, why, default)
 
 
@@ -312,6 +312,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Layout": (
         _same("tensor-model-parallel-size|model-parallel-size", "mesh.tp", "1"),
+        _same("context-parallel-size|ds-sequence-parallel-size", "mesh.cp", "1"),
         _same("pipeline-model-parallel-size|pipe-parallel-size", "mesh.pp", "1"),
         _same(
             "pipeline-model-parallel-split-rank",
@@ -376,7 +377,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "FSDP2 cuts parameters, gradients and moments over [mesh] dp_shard, and overlaps communication",
         ),
         _gone(
-            "context-parallel-size ds-sequence-parallel-size expert-model-parallel-size moe-expert-parallel-size",
+            "expert-model-parallel-size moe-expert-parallel-size",
             1,
             "an axis that dtmega's mesh does not have; the layout does not change what a run computes",
         ),
@@ -532,11 +533,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def by_name() -> dict[str, Flag]:
-    """The rows of the table by flag. A row is listed under each name of its flags."""
+    """Name of a flag -> row of the table. Other names of the same flag lead to the same row."""
     return {name: flag for group in FLAGS.values() for flag in group for name in flag.names}
 
 
 def first_name(name: str) -> str:
-    """The name under which a flag is translated; the name itself if the flag has no other."""
+    """The first name of a flag in the table; the given name if the flag is not in the table."""
     flag = by_name().get(name)
     return name if flag is None else flag.other_names.get(name, name)

@@ -1,4 +1,4 @@
-"""The layout of a command's run: offloading, recomputing and virtual stages."""
+"""Set offloading, recomputation and virtual stages from a command's flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RECOMPUTE_ALL = ("checkpoint-activations", "deepspeed-activation-checkpointing",
 
 
 def set_layout(draft: Draft) -> None:
-    """Set offloading, recomputing and virtual stages."""
+    """Set offloading, recomputation and virtual stages."""
     if draft.has("cpu-optimizer"):
         draft.keys["fsdp.cpu_offload"] = True
     if any(draft.has(name) for name in RECOMPUTE_ALL):

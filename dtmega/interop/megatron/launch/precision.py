@@ -1,4 +1,4 @@
-"""The dtypes of a run, float16's loss scale, and what DeepSpeed's JSON says about both."""
+"""Set dtypes, float16's loss scale and gradient clipping from a command's flags and from DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from dtmega.interop.megatron.launch.draft import Draft
 
-# Keys of "fp16" in DeepSpeed's JSON -> key of [precision], and DeepSpeed's default (`runtime/config.py`,
-# `runtime/fp16/loss_scaler.py`).
+# Key of "fp16" in DeepSpeed's JSON -> key of [precision] and DeepSpeed's default. Source: DeepSpeed's
+# `runtime/config.py` and `runtime/fp16/loss_scaler.py`.
 OF_JSON = {
     "loss_scale_window": ("precision.loss_scale_window", 1000),
     "min_loss_scale": ("precision.min_loss_scale", 1),
     "hysteresis": ("precision.hysteresis", 2),
 }
 INITIAL_SCALE_POWER = 16
-# Keys of the JSON that do not change what a run computes, or that Megatron's own flags repeat. Any other one is left to
-# the user, unless it is a section that is not enabled.
+# JSON keys that do not change what a run computes, that Megatron's flags repeat, or that this module translates. Any
+# other key is left to the user, unless the key's value is empty or a disabled section.
 REPEATED = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("fp16", "bf16", "bfloat16", "zero_optimization", "zero_allow_untested_optimizer", "prescale_gradients"),
@@ -49,7 +49,7 @@ def set_precision(draft: Draft) -> None:
 
 
 def _set_from_json(draft: Draft) -> None:
-    """Set what DeepSpeed reads from its JSON instead of Megatron's flags: the loss scale and the limit of gradients."""
+    """Set the loss scale and the gradient limit, which DeepSpeed reads from its JSON instead of Megatron's flags."""
     flag = "--deepspeed_config"
     if flag not in draft.command.values:
         return
@@ -82,14 +82,14 @@ def _set_from_json(draft: Draft) -> None:
 
 
 def _is_on(value: Any) -> bool:
-    """True unless a setting of DeepSpeed's JSON is empty, or a section that is not enabled."""
+    """True if a setting in DeepSpeed's JSON is neither empty nor a disabled section."""
     if isinstance(value, dict):
         return value.get("enabled", True) is not False
     return value not in (None, False, "", 0)
 
 
 def _set_clipping(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Set the limit of the gradient's norm, of which DeepSpeed's default is 0: no limit."""
+    """Set the limit for the gradient norm. DeepSpeed's default, 0, means no limit."""
     limit = settings.get("gradient_clipping", 0.0)
     if type(limit) not in (int, float):
         draft.refuse("--deepspeed_config", f"gradient_clipping={limit!r:.40} is no number")
@@ -100,7 +100,7 @@ def _set_clipping(draft: Draft, settings: Mapping[str, Any]) -> None:
 
 
 def _set_scale(draft: Draft, fp16: Mapping[str, Any]) -> None:
-    """Set the loss scale from "fp16" of DeepSpeed's JSON."""
+    """Set the loss scale from the "fp16" section of DeepSpeed's JSON."""
     fixed = fp16.get("loss_scale", 0)
     if fixed != 0:
         draft.refuse("--deepspeed_config", f"its loss_scale is {fixed!r:.40}, and the scale is always dynamic here")

@@ -1,4 +1,4 @@
-"""The length of a run, its batches, and the schedule of its learning rate."""
+"""Set a run's length, batches, learning-rate schedule and optimizer from a command's flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = {"iters": "train.steps", "samples": "train.samples", "tokens": "train.t
 
 
 def set_batch(draft: Draft) -> None:
-    """Set the ramp-up and the skipped steps."""
+    """Set the batch-size ramp-up and the skipped steps."""
     ramp = draft.command.values.get("--rampup-batch-size")
     if ramp:
         draft.set_numbers("batch.rampup", ramp, "--rampup-batch-size")
@@ -32,7 +32,7 @@ def set_batch(draft: Draft) -> None:
 
 
 def set_length(draft: Draft) -> None:
-    """Set the length of the run. Of several lengths, Megatron stops at the first that it reaches."""
+    """Set the run's length. If there are several lengths, Megatron stops at the length that is reached first."""
     given = [unit for unit in UNITS if draft.has(f"train-{unit}")]
     if not given:
         draft.lack("train.steps", "--train-iters, --train-samples or --train-tokens")
@@ -40,7 +40,7 @@ def set_length(draft: Draft) -> None:
         return
     unknown = [unit for unit in given if draft.number(f"train-{unit}") is None]
     if unknown:
-        return  # `copy_values` has asked for it
+        return  # `copy_values` has already left the number to the user
     in_tokens = {unit: converted(draft, draft.number(f"train-{unit}"), unit, "tokens") for unit in given}
     lengths = {unit: length for unit, length in in_tokens.items() if length is not None}
     if len(lengths) < len(given):
@@ -56,7 +56,7 @@ def set_length(draft: Draft) -> None:
 
 
 def converted(draft: Draft, amount: int | float | None, unit: str, wanted: str) -> int | float | None:
-    """An amount of steps, samples or tokens in another unit; None if the flags do not determine it."""
+    """Convert a number of steps, samples or tokens to another unit; None if the flags do not determine the result."""
     if amount is None or unit == wanted:
         return amount
     per_step = None if draft.has("rampup-batch-size") else draft.number("global-batch-size")
@@ -70,10 +70,10 @@ def converted(draft: Draft, amount: int | float | None, unit: str, wanted: str) 
 
 
 def set_schedule(draft: Draft) -> None:
-    """Set the unit, the decay, the warm-up and the curve of the learning rate."""
+    """Set the learning-rate schedule: unit, decay, warm-up and curve."""
     decays = [unit for unit in UNITS if draft.has(f"lr-decay-{unit}")]
     lengths = [unit for unit in UNITS if draft.has(f"train-{unit}")]
-    # A decay in tokens is read before one in samples or steps, and so is the length of the run.
+    # For the decay and for the run's length, tokens take precedence over samples, and samples over steps.
     unit = next(reversed(decays), "") or next(reversed(_kept(draft, lengths)), "") or UNITS[0]
     if unit != UNITS[0]:
         draft.keys["optim.unit"] = unit
@@ -82,7 +82,7 @@ def set_schedule(draft: Draft) -> None:
     if decays:
         _set_amount(draft, f"lr-decay-{unit}", "optim.decay", unit, unit)
     elif len(lengths) > 1:
-        # Without a flag the decay ends with the length that is counted in the schedule's own unit.
+        # Without a decay flag, the decay lasts for the run's length in steps or, if that is not given, in samples.
         longest = next((length for length in lengths if length != "tokens"), lengths[0])
         amount = converted(draft, draft.number(f"train-{longest}"), longest, unit)
         draft.keys["optim.decay"] = amount if amount is not None else 0
@@ -91,12 +91,12 @@ def set_schedule(draft: Draft) -> None:
 
 
 def _kept(draft: Draft, lengths: list[str]) -> list[str]:
-    """The units of the lengths that end the run."""
+    """The units of the lengths that were not dropped in favour of a shorter length."""
     return [unit for unit in lengths if f"--train-{unit}" not in draft.notes]
 
 
 def _set_amount(draft: Draft, flag: str, key: str, unit: str, wanted: str) -> None:
-    """Set a key of [optim] to the value of a flag, in another unit."""
+    """Convert the value of a flag to the unit `wanted`, and set a key of [optim] to the result."""
     amount = draft.number(flag)
     value = converted(draft, amount, unit, wanted)
     if draft.unknown(f"--{flag}") or amount is None:
@@ -108,7 +108,7 @@ def _set_amount(draft: Draft, flag: str, key: str, unit: str, wanted: str) -> No
 
 
 def _set_warmup(draft: Draft, unit: str) -> None:
-    """Set the warm-up. A warm-up in tokens is read before one in samples or steps."""
+    """Set the warm-up. A warm-up in tokens takes precedence over samples, and samples over steps."""
     warmups = [each for each in UNITS if draft.has(f"lr-warmup-{each}")]
     for other in warmups[:-1]:
         draft.refuse(f"--lr-warmup-{other}", f"--lr-warmup-{warmups[-1]} is read in its place")
@@ -117,13 +117,13 @@ def _set_warmup(draft: Draft, unit: str) -> None:
     if warmups:
         _set_amount(draft, f"lr-warmup-{warmups[-1]}", "optim.warmup", warmups[-1], unit)
         if draft.has("lr-warmup-fraction"):
-            # The fraction counts: optimizer_param_scheduler is made with it before the amounts are looked at.
+            # The fraction takes precedence: Megatron looks for it first when making its optimizer_param_scheduler.
             draft.keys.pop("optim.warmup", None)
             draft.refuse(f"--lr-warmup-{warmups[-1]}", "--lr-warmup-fraction is read in its place")
 
 
 def _set_curve(draft: Draft, unit: str) -> None:
-    """Set the curve of the learning rate, and the decay at the end of WSD."""
+    """Set the learning-rate curve, and for WSD the final decay."""
     style = (draft.value("lr-decay-style") or "").lower()
     if style not in SCHEDULES:
         draft.lack("optim.schedule", f"one of {', '.join(SCHEDULES.values())}", "--lr-decay-style")
@@ -146,12 +146,12 @@ def _set_curve(draft: Draft, unit: str) -> None:
 
 
 def set_optimizer(draft: Draft) -> None:
-    """Set the optimizer, and leave out the keys that it does not read."""
+    """Set the optimizer, and remove the keys that the optimizer does not read."""
     name = draft.value("optimizer")
     if name == "sgd":
         draft.keys["optim.name"] = "sgd"
     elif name != "adam":
         draft.refuse("--optimizer", "only adam and sgd are built")
-    # A key that this optimizer does not read would be refused.
+    # A run refuses a configuration with a key that the optimizer does not read.
     for key in config.UNREAD_BY_OPTIMIZER[draft.keys.get("optim.name", "adamw")]:
         draft.keys.pop(f"optim.{key}", None)

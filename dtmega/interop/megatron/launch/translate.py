@@ -1,4 +1,4 @@
-"""Translate a Megatron command into a TOML configuration, as far as its flags go.
+"""Translate the flags of a Megatron command into a TOML configuration.
 
 translation = translate("pretrain_bert.py --num-layers 24 ...")
 """
@@ -16,15 +16,15 @@ LAYOUT = ("mesh", "pipeline", "recompute", "fsdp")  # sections that do not chang
 
 
 class Translation(NamedTuple):
-    """The configuration that a command's flags give.
+    """The result of translating a command's flags.
 
     Attributes:
         toml: text of the configuration, with comments in place of the keys that the flags do not give.
         left_out: lines for the user, one for each flag that was not carried over.
         notes: further remarks for the user, about files that were not read.
         missing: lines for the user, one for each key whose value the flags do not give.
-        open: lines about everything that the user has to decide before a run accepts the configuration: every key of
-            `missing`, and the flags of `left_out` that change what a run computes. The text has them as
+        open: lines about everything that the user has to decide before a run accepts the configuration: each key in
+            `missing`, and each flag in `left_out` that changes what a run computes. `toml` has the same lines in
             `[run] untranslated`.
     """
 
@@ -49,12 +49,12 @@ def translate(
         given: variable -> value in the script's environment.
         allowed: flags and keys that may be missing from the configuration.
         original: fork and version that the command is for: megatron-lm (until November 2023), megatron-deepspeed or
-            megatron-core; '' if its flags have to tell.
-        number: number of the command, from 1, if the script has several; 0 if there may be only one.
+            megatron-core; '' to infer fork and version from the flags.
+        number: number of the command, from 1, if the script has several commands; 0 if the script must have only one.
 
     Raises:
-        ValueError: `source` has no such command, leaves open which command would run, or the command trains a model
-            that is not built here.
+        ValueError: `source` has no Megatron command or leaves open which command would run, or the command trains a
+            model that dtmega does not have.
         OSError: the file cannot be read.
     """
     found, notes = command.read(source, given or {}, number)
@@ -69,7 +69,7 @@ def translate(
 def translate_known_model(
     found: Command, known: Mapping[str, Any], title: str
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Translate a command whose model is known, without its layout.
+    """Translate a command for a model that is already known, and leave out the layout.
 
     Args:
         found: the command.
@@ -85,13 +85,13 @@ def translate_known_model(
         for key in [key for key in keys if key.partition(".")[0] in ("model", *LAYOUT)]:
             del keys[key]
     draft.keys |= known
-    # The checkpoint decides about the model, so its flags leave nothing open.
+    # The checkpoint determines the model, so nothing is left for the user to decide.
     draft.open.clear()
     return draft.text(title), by_section(draft.keys)
 
 
 def _filled_draft(found: Command, original: str) -> Draft:
-    """The draft of a configuration after all flags of the command have been translated."""
+    """Create a draft, and translate all flags of the command."""
     draft = Draft(found, architecture.family_of(found), original)
     # The order matters: each step reads keys that were copied or set before, and replaces some of them.
     draft.copy_values()

@@ -133,6 +133,11 @@ def test_a_condition_that_decides_and_is_not_known_is_refused_with_its_line_and_
     assert found(BRANCH, {"DEBUG": ""}) == [["24"]]
 
 
+def test_the_number_of_arguments_is_asked_for_in_quotes() -> None:
+    with pytest.raises(Undecided, match="--set '#=VALUE'"):
+        found('for a in "$@"; do L=$a; done; show $L')
+
+
 @pytest.mark.parametrize(
     "script",
     [

@@ -1,0 +1,181 @@
+"""megatron-core's `Format` of GPT and Llama: tensor names, and the run's arguments as keys of [model].
+
+families.py has these formats as `formats["megatron-core"]`. The names are those of a distributed checkpoint with one
+entry for each layer; `core.py` splits stacks into such entries, and `write_core.py` stacks them. Rows do not depend on
+the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and the first
+matrix of a gated feed-forward has all rows of the gate before all rows of the values. A LayerNorm is named after the
+linear layer that follows it, whether the two are fused or not.
+
+Source: `models/gpt/gpt_layer_specs.py` and `transformer/mlp.py` of megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtmega import config
+from dtmega.formats.format import Format, Key
+from dtmega.formats.rules import Heads, Rule
+from dtmega.interop.megatron.forms import EPS, GPT_FORM, INIT_STD, LENGTH, PLAIN, SIZES, refuse_head_width
+
+LAYERS = "decoder.layers."
+_LAYER = f"{LAYERS}{{}}."
+WORDS = "embedding.word_embeddings.weight"
+# Tensors with one row for each token of the vocabulary, followed by rows of padding.
+BY_TOKEN = (WORDS, "output_layer.weight")
+# Names of the modules that Transformer Engine gives a further state, which is empty except in fp8. A model made of
+# these modules, Megatron-LM's default on a GPU, does not load a checkpoint without these states.
+STATEFUL_IN_LAYER = (
+    *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+)
+STATEFUL_AT_END = "decoder.final_layernorm"
+
+# Arguments with which a run changes the model, beside those in PLAIN. Only these values are supported.
+FURTHER_PLAIN: Mapping[str, Any] = {
+    **{"apply_residual_connection_post_layernorm": False, "num_experts": None, "mtp_num_layers": None},
+    **{"heterogeneous_layers_config_path": None, "experimental_attention_variant": None, "window_size": None},
+    **{"softmax_type": "vanilla", "attention_output_gate": False, "qk_l2_norm": False, "add_qkv_bias": False},
+    **{"softmax_scale": None, "quick_geglu": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None},
+    **{"linear_attention_freq": None, "use_mup": False},
+}
+ROTARY: Mapping[str, Any] = {
+    **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_interleaved": False},
+    **{"rotary_seq_len_interpolation_factor": None, "no_rope_freq": None},
+}
+# Arguments in PLAIN that a Llama may have with any value: `_llama` reads one, and the other says the same as
+# position_embedding_type.
+READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings")
+# megatron-core's scaling of rotary frequencies is that of Llama 3.1 with these values; only the factor can be set.
+SCALING: Mapping[str, Any] = {
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_length": 8192,
+}
+DEFAULT_FACTOR = 8.0  # of --rope-scaling-factor
+
+ENDS = (
+    Rule("embed.", "embedding.word_embeddings."),
+    Rule("norm.", "decoder.final_layernorm."),
+    # A model with a tied head stores the embedding alone.
+    Rule("head.", "output_layer."),
+)
+BLOCK = (
+    Rule("layers.{}.attn_norm.weight", f"{_LAYER}self_attention.linear_qkv.layer_norm_weight"),
+    Rule("layers.{}.attn.out.", f"{_LAYER}self_attention.linear_proj."),
+    Rule("layers.{}.mlp_norm.weight", f"{_LAYER}mlp.linear_fc1.layer_norm_weight"),
+    Rule("layers.{}.mlp.down.", f"{_LAYER}mlp.linear_fc2."),
+)
+GPT_RULES = (
+    *(*ENDS, *BLOCK),
+    Rule("positions.", "embedding.position_embeddings."),
+    Rule("layers.{}.attn_norm.bias", f"{_LAYER}self_attention.linear_qkv.layer_norm_bias"),
+    Rule("layers.{}.attn.qkv.", f"{_LAYER}self_attention.linear_qkv."),
+    Rule("layers.{}.mlp_norm.bias", f"{_LAYER}mlp.linear_fc1.layer_norm_bias"),
+    Rule("layers.{}.mlp.up.", f"{_LAYER}mlp.linear_fc1."),
+)
+LLAMA_RULES = (
+    *(*ENDS, *BLOCK),
+    Rule(tuple(f"layers.{{}}.attn.{name}." for name in "qkv"), f"{_LAYER}self_attention.linear_qkv.", "heads"),
+    Rule(("layers.{}.mlp.gate.", "layers.{}.mlp.up."), f"{_LAYER}mlp.linear_fc1.", "concat"),
+)
+
+
+def _tensors_in_layer() -> frozenset[str]:
+    """The names of all tensors of a layer, without the layer."""
+    names: set[str] = set()
+    for rule in (*GPT_RULES, *LLAMA_RULES):
+        assert isinstance(rule.theirs, str)
+        if rule.theirs.startswith(_LAYER):
+            ends = ("weight", "bias") if rule.theirs.endswith(".") else ("",)
+            names |= {rule.theirs.removeprefix(_LAYER) + end for end in ends}
+    return frozenset(names)
+
+
+TENSORS_IN_LAYER = _tensors_in_layer()
+
+
+def _args_of_gpt(model: config.Model) -> dict[str, Any]:
+    assert isinstance(model, config.GPT)
+    return {
+        **GPT_FORM.from_section(model),
+        **{"position_embedding_type": "learned_absolute", "norm_epsilon": model.layer_norm_eps},
+    }
+
+
+def _llama(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of [model] that follow from several arguments."""
+    refuse_head_width(args)
+    n_heads = args["num_attention_heads"]
+    is_scaled = bool(args.get("use_rope_scaling"))
+    scaling = {"rope_factor": args.get("rope_scaling_factor", DEFAULT_FACTOR), **SCALING}
+    return {
+        "tied": not args.get("untie_embeddings_and_output_weights"),
+        "n_kv_heads": args.get("num_query_groups", n_heads) if args.get("group_query_attention") else n_heads,
+        "rope_theta": args.get("rotary_base", 10_000),
+        **(scaling if is_scaled else {"rope_factor": 1.0}),
+    }
+
+
+def _args_of_llama(model: config.Model) -> dict[str, Any]:
+    assert isinstance(model, config.Llama)
+    is_whole = model.rope_theta == int(model.rope_theta)
+    is_scaled = model.rope_factor != 1
+    return {
+        "untie_embeddings_and_output_weights": not model.tied,
+        "group_query_attention": model.kv_heads != model.n_heads,
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim,
+        "rotary_base": int(model.rope_theta) if is_whole else model.rope_theta,  # the flag takes a whole number
+        "use_rope_scaling": is_scaled,
+        "rope_scaling_factor": model.rope_factor if is_scaled else DEFAULT_FACTOR,
+        "padded_vocab_size": model.padded_vocab_size,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "apply_query_key_layer_scaling": False,
+        "tokenizer_type": "HuggingFaceTokenizer",
+    }
+
+
+def _refuse_scaling(model: config.Model) -> None:
+    """Refuse a scaling of rotary frequencies that megatron-core has no flags for.
+
+    Raises:
+        ValueError: the frequencies are scaled, and not with the values in SCALING.
+    """
+    assert isinstance(model, config.Llama)
+    for key, expected in SCALING.items():
+        value = getattr(model, key)
+        if model.rope_factor != 1 and value != expected:
+            raise ValueError(
+                f"megatron-core scales rotary frequencies with {key}={expected}, which no flag changes; got {value} "
+                f"([model] {key})"
+            )
+
+
+GPT_CORE = replace(
+    GPT_FORM,
+    rules=GPT_RULES,
+    rules_of=lambda model: (),
+    fixed={**GPT_FORM.fixed, **FURTHER_PLAIN},
+    from_section=_args_of_gpt,
+)
+LLAMA_CORE = Format(
+    rules=LLAMA_RULES,
+    heads=lambda model: Heads(model.n_heads, getattr(model, "kv_heads", model.n_heads)),
+    fixed={
+        **{key: value for key, value in PLAIN.items() if key not in READ_FOR_LLAMA},
+        **FURTHER_PLAIN,
+        **ROTARY,
+        **{"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False},
+    },
+    keys=(*SIZES, LENGTH._replace(free=True), Key("rms_norm_eps", EPS[::-1], 1e-5), INIT_STD),
+    refuse=_refuse_scaling,
+    to_section=_llama,
+    from_section=_args_of_llama,
+)
+# The formats of all of Megatron's programs, by the key of `Family.formats`.
+GPT_FORMS = {"megatron": [GPT_FORM], "megatron-core": [GPT_CORE]}
+LLAMA_FORMS = {"megatron-core": [LLAMA_CORE]}

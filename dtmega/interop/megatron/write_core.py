@@ -1,0 +1,227 @@
+"""Write a `release` folder of megatron-core: weights as a distributed checkpoint, which any number of ranks can load.
+
+    OUT/latest_checkpointed_iteration.txt    "release"
+    OUT/release/metadata.json                the backend that wrote the tensors: torch.distributed.checkpoint
+    OUT/release/common.pt                    the model's arguments, with which Megatron-LM compares its own
+    OUT/release/.metadata, __*.distcp        the tensors, one file for each layer and one for the others
+
+Tensors that every layer has are stacked, [L, ...], as megatron-core stores them by default. Each layer is a chunk of
+the stack. Modules of Transformer Engine have a further state, which is empty except in fp8; it is written as empty,
+because Megatron-LM's default models on GPUs do not load without it, and other models do not ask for it.
+
+Source: `dist_checkpointing/` and `transformer/transformer_block.py` of megatron-core 0.16.1, and
+`megatron/training/checkpointing.py` of Megatron-LM in 2024 to 2026.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from dtmega.files import atomic
+from dtmega.formats.sources import Source
+from dtmega.interop.megatron.core import BACKEND, COMMON, LAYER, METADATA
+from dtmega.interop.megatron.core_forms import BY_TOKEN, LAYERS, STATEFUL_AT_END, STATEFUL_IN_LAYER, WORDS
+from dtmega.interop.megatron.write import MULTIPLE, RELEASE, Layout, args_of_files, check_new, new_release, os_errors
+
+BACKENDS = {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch"}
+BACKENDS["common_backend_version"] = 1
+# Arguments that follow from the form of the files.
+FORM: Mapping[str, Any] = {"ckpt_format": BACKEND, "add_position_embedding": True}
+
+
+class Entry(NamedTuple):
+    """An item of the checkpoint, and its contents.
+
+    Attributes:
+        item: the item, as torch.distributed.checkpoint plans it.
+        read: function that returns the contents.
+    """
+
+    item: WriteItem
+    read: Callable[[], Tensor | io.BytesIO]
+
+
+def write(
+    folder: Path,
+    source: Source,
+    args: Mapping[str, Any],
+    *,
+    tokenizer: str = "",
+    work: Callable[[], object] = int,
+) -> None:
+    """Write a checkpoint completely, or not at all. One layer is in memory at a time.
+
+    Args:
+        folder: path of the checkpoint, a new folder or an empty one.
+        source: the whole model under the names in core_forms.py, each tensor once, without padding of the vocabulary.
+        args: the model's arguments, under Megatron's names.
+        tokenizer: the model's tokenizer spec. If Megatron's loader is given a vocabulary, it compares the kind of
+            tokenizer.
+        work: function that is called before each tensor.
+
+    Raises:
+        ValueError: the folder is not empty. Nothing has been written.
+        OSError: writing failed.
+    """
+    check_new(folder)
+    dtype, (n_tokens, *_) = source.tensors[WORDS]
+    # On other numbers of ranks, megatron-core pads to other multiples. It loads the rows that both have, and fills the
+    # others with zeros.
+    padded = -(-n_tokens // MULTIPLE) * MULTIPLE
+    all_args = {**args, **args_of_files(Layout(1, 1), padded, dtype, tokenizer), **FORM}
+    content = {"args": argparse.Namespace(**all_args), "checkpoint_version": 3.0, "iteration": 0}
+    with new_release(folder) as temporary:
+        release = temporary / RELEASE
+        atomic.make_folder(release)
+        with os_errors():
+            _write_tensors(release, _entries(source, padded, work))
+            with atomic.created(release / COMMON) as file:
+                torch.save(content, file)
+        with atomic.created(release / METADATA) as file:
+            file.write(json.dumps(BACKENDS).encode())
+        atomic.sync_folder(release)
+
+
+def _entries(source: Source, padded: int, work: Callable[[], object]) -> list[list[Entry]]:
+    """The items of the checkpoint, one list for each file.
+
+    Args:
+        padded: number of vocabulary rows, including padding.
+        work: function that is called before each tensor is read.
+    """
+    layers: dict[int, list[Entry]] = {}
+    others: list[Entry] = []
+    numbers = [int(match["number"][:-1]) for name in source.tensors if (match := LAYER.fullmatch(name))]
+    n_layers = 1 + max(numbers)
+    for name, (dtype, shape) in source.tensors.items():
+
+        def read(name: str = name) -> Tensor:
+            work()
+            return source.read(name).contiguous()
+
+        match = LAYER.fullmatch(name)
+        if match is not None:
+            number = int(match["number"][:-1])
+            stack = f"{LAYERS}{match['inner']}"
+            layers.setdefault(number, []).append(_layer_entry(stack, dtype, shape, number, n_layers, read))
+        else:
+            others += _whole_entries(name, dtype, shape, padded if name in BY_TOKEN else shape[0], read)
+    for number, entries in layers.items():
+        entries += [_state(f"{LAYERS}{module}", number, n_layers) for module in STATEFUL_IN_LAYER]
+    others.append(_state(STATEFUL_AT_END, 0, 1))
+    return [others, *layers.values()]
+
+
+def _layer_entry(
+    stack: str, dtype: torch.dtype, shape: tuple[int, ...], number: int, n_layers: int, read: Callable[[], Tensor]
+) -> Entry:
+    """The chunk of one layer in the stack of all layers.
+
+    Args:
+        stack: name of the stack.
+        shape: shape of the layer's tensor.
+        number: number of the layer.
+        read: function that returns the layer's tensor.
+    """
+    offsets = (number, *[0] * len(shape))
+    item = _item(stack, dtype, (n_layers, *shape), offsets, (1, *shape))
+    return Entry(item, lambda: read().unsqueeze(0))
+
+
+def _whole_entries(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], n_rows: int, read: Callable[[], Tensor]
+) -> Iterator[Entry]:
+    """The chunk of a tensor that no layer has, and the chunk of its padding if there is any.
+
+    Args:
+        n_rows: number of rows, including padding.
+        read: function that returns the tensor without padding.
+    """
+    rows, *columns = shape
+    whole = (n_rows, *columns)
+    first = [0] * len(shape)
+    yield Entry(_item(name, dtype, whole, tuple(first), shape), read)
+    if n_rows > rows:
+        padding = (n_rows - rows, *columns)
+        yield Entry(_item(name, dtype, whole, (rows, *first[1:]), padding), lambda: torch.zeros(padding, dtype=dtype))
+
+
+def _item(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> WriteItem:
+    """The item of one chunk.
+
+    Args:
+        shape: shape of the whole tensor.
+        offsets: place of the chunk in the tensor.
+        sizes: shape of the chunk.
+    """
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _state(module: str, number: int, n_layers: int) -> Entry:
+    """The empty state of a module of Transformer Engine.
+
+    Args:
+        module: name of the module in the checkpoint.
+        number: number of the layer, 0 if the module is outside the layers.
+        n_layers: number of layers that have such a module, 1 if it is outside the layers.
+    """
+
+    def read() -> io.BytesIO:
+        pickled = io.BytesIO()
+        # megatron-core stores a list. All versions of Transformer Engine take None as "no state".
+        torch.save([None], pickled)
+        return pickled
+
+    name = f"{module}._extra_state/shard_{number}_{n_layers}"
+    return Entry(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), read)
+
+
+class _Planner(DefaultSavePlanner):
+    """Reads the contents of an item when the writer comes to it."""
+
+    def __init__(self, contents: Mapping[MetadataIndex, Callable[[], Tensor | io.BytesIO]]) -> None:
+        super().__init__()
+        self._contents = contents
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self._contents[write_item.index]()
+
+
+class _Writer(FileSystemWriter):
+    """Leaves the folder's path out of the metadata, because the folder still has a temporary name."""
+
+    def storage_meta(self) -> None:
+        return None
+
+
+def _write_tensors(folder: Path, files: list[list[Entry]]) -> None:
+    """Write the files of torch.distributed.checkpoint.
+
+    Args:
+        files: the entries, one list for each file.
+    """
+    contents = {entry.item.index: entry.read for entries in files for entry in entries}
+    plans = [SavePlan([entry.item for entry in entries]) for entries in files]
+    plans, metadata = create_default_global_save_plan(plans)
+    writer = _Writer(folder)
+    writer.set_up_storage_writer(True)
+    planner = _Planner(contents)
+    # Each plan becomes a file: while the writer writes a file, it keeps some of the tensors in memory.
+    results = [writer.write_data(plan, planner).value() for plan in writer.prepare_global_plan(plans)]
+    writer.finish(metadata, results)

@@ -1,0 +1,110 @@
+"""The attention rule of sequences that several ranks share (context parallelism).
+
+Each rank computes the queries of its own tokens, or of its own heads. A run of consecutive queries with all keys before
+it has the same form as the queries of one process with a cache, so the same kernels compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtmega.ops.context_parallel import ContextParallel
+
+
+class RunRule(NamedTuple):
+    """The rule of a run of consecutive queries.
+
+    Attributes:
+        start, stop: indices of the queries among those that the rank computes.
+        n_keys: number of keys, from the start of the sequence, that the queries may see.
+        rule: rule of these queries and keys.
+    """
+
+    start: int
+    stop: int
+    n_keys: int
+    rule: Any
+
+
+class SharedRule(NamedTuple):
+    """The rule of sequences that several ranks share.
+
+    Attributes:
+        context: ranks that share the sequences.
+        runs: rules of the queries that this rank computes.
+        queries_balanced, keys_balanced: True if a rank holds two slices of the queries, or of the keys.
+    """
+
+    context: ContextParallel
+    runs: tuple[RunRule, ...]
+    queries_balanced: bool
+    keys_balanced: bool
+
+
+def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Callable[[Any, bool], Any]) -> Any:
+    """Complete the rule of sequences that several ranks share.
+
+    Args:
+        part: an `AttentionRule` with this rank's parts of the tensors of queries and of keys.
+        context: ranks that share the sequences.
+        crosses: True if the keys belong to other tokens than the queries.
+        finish: completes the rule of consecutive queries; called with the rule, and with True if its last key is the
+            one of its last query.
+    """
+    # Tokens under a causal mask are balanced over the ranks, and so are a decoder's, which attend to an encoder's.
+    keys_balanced, queries_balanced = part.causal, part.causal or crosses
+
+    def whole(tensor: Tensor | None, balanced: bool) -> Tensor | None:
+        return None if tensor is None else context.whole(tensor, balanced)
+
+    part = part._replace(
+        query_places=part.query_places.to(torch.int32),
+        key_places=whole(part.key_places.to(torch.int32), keys_balanced),
+        key_documents=whole(part.key_documents, keys_balanced),
+        prefix=whole(part.prefix, keys_balanced),
+    )
+    if context.by_heads:
+        runs = [_run_of_heads(part, context, crosses, queries_balanced, finish)]
+    else:
+        runs = _runs_of_tokens(part, context, queries_balanced, finish)
+    return part._replace(shared=SharedRule(context, tuple(runs), queries_balanced, keys_balanced))
+
+
+def _run_of_heads(
+    part: Any, context: ContextParallel, crosses: bool, balanced: bool, finish: Callable[[Any, bool], Any]
+) -> RunRule:
+    """The rule of all queries, for this rank's part of the heads."""
+    documents = part.query_documents
+    rule = part._replace(
+        query_places=context.whole(part.query_places, balanced),
+        query_documents=None if documents is None else context.whole(documents, balanced),
+        slopes=None if part.slopes is None else context.own_heads(part.slopes),
+        table=None if part.table is None else context.own_heads(part.table),
+    )
+    return RunRule(0, rule.query_places.shape[1], rule.key_places.shape[1], finish(rule, not crosses))
+
+
+def _runs_of_tokens(
+    part: Any, context: ContextParallel, balanced: bool, finish: Callable[[Any, bool], Any]
+) -> list[RunRule]:
+    """The rules of the runs of queries that this rank holds, each with the keys that its queries may see."""
+    # A causal query sees no key behind it, unless the key is part of a prefix.
+    ends_with_queries = part.causal and part.prefix is None
+    runs: list[RunRule] = []
+    for run in context.runs(part.query_places.shape[1], balanced):
+        queries = slice(run.start, run.stop)
+        n_keys = run.place + run.stop - run.start if ends_with_queries else part.key_places.shape[1]
+        documents = part.query_documents
+        # Copies, because torch 2.13 cannot compile a block whose custom autograd function gets a tensor twice.
+        rule = part._replace(
+            query_places=part.query_places[:, queries].contiguous(),
+            query_documents=None if documents is None else documents[:, queries].contiguous(),
+            key_places=part.key_places[:, :n_keys].contiguous(),
+            key_documents=None if documents is None else part.key_documents[:, :n_keys].contiguous(),
+        )
+        runs.append(RunRule(run.start, run.stop, n_keys, finish(rule, ends_with_queries)))
+    return runs
