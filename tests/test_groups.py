@@ -1,6 +1,6 @@
 """Claims about the group of each operation, and the part of each rank, where no two groups have the same ranks.
 
-24 processes, of which one at a time is here: torch's "fake" process group, in which nobody answers. What a rank
+48 processes, of which one at a time is here: torch's "fake" process group, in which nobody answers. What a rank
 computes with that is of no use; what it asks for, of whom, and which parameters it holds, is.
 """
 
@@ -27,11 +27,11 @@ from dtmega.training.parallelize import ShardedModel, parallelize
 from tests import test_wire
 from tests.test_wire import Wire, settings
 
-SIZES = {"pp": 3, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
-N = 24
+SIZES = {"pp": 3, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+N = 48
 # The vocabulary leaves no rank with a smaller part, so that the formulas of traffic.py hold on all.
 KEYS: dict[str, Any] = {"mesh": SIZES, "model": {"pad_vocab_to_multiple": 4}}
-FIRST, MIDDLE, LAST = 5, 8 + 6, 16 + 3  # a rank of each pipeline stage, of which there are 8
+FIRST, MIDDLE, LAST = 5, 16 + 14, 32 + 3  # a rank of each pipeline stage, of which there are 16
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def zero_gradients(model: ShardedModel) -> None:
 def test_a_step_on_replicas_of_shards_of_parts_is_what_the_formula_says(monkeypatch, pretend):
     for name in ("CHUNK_TOKENS", "CHUNK_LOGITS"):
         monkeypatch.setattr(cross_entropy, name, getattr(cross_entropy, name))  # which `counted_and_expected` changes
-    pretend(7, 12)
-    keys = {"mesh": {"dp_replicate": 3, "dp_shard": 2, "tp": 2}, "model": {"vocab_size": 32}}
+    pretend(7, 24)
+    keys = {"mesh": {"dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 2}, "model": {"vocab_size": 32}}
     ((counted, expected),) = test_wire.counted_and_expected([settings(keys, n_layers=3, sequences=2 * 6)])
     assert counted == expected
 
@@ -112,7 +112,7 @@ def test_what_all_ranks_tell_is_added_up_over_those_with_other_tokens_and_those_
     monkeypatch.setattr(step.replica_check, "gather_vectors", lambda *_: told)
     totals, squared_norm = step.over_ranks(world, torch.zeros(1, dtype=torch.float64), torch.zeros(()))
     same_tp = [r for r in range(N) if r % 2 == rank % 2]
-    same_replica = [r for r in range(N) if r // 4 % 2 == rank // 4 % 2]
+    same_replica = [r for r in range(N) if r // 8 % 2 == rank // 8 % 2]
     assert totals.tolist() == [sum(2.0**r for r in same_tp)]
     assert squared_norm == sum(2.0**r for r in same_replica)
 
@@ -143,7 +143,7 @@ def test_over_the_shards_each_element_of_the_model_comes_once_but_all_here_are_c
     cfg = cfg_of(model={"vocab_size": 32}, mesh={"pp": 2, "dp_shard": 3})
     everything = cost.n_parameters(families.pieces(cfg.model))
     n_weights = n_gradients = 0
-    for rank in [rank for rank in range(N) if rank // 6 % 2 == 0]:  # of one replica
+    for rank in [rank for rank in range(N) if rank // 12 % 2 == 0]:  # of one replica
         pretend(rank)
         model = parallelize(cfg, world_of(cfg))
         n_weights += sum(part.numel() for part in model.weights())
@@ -164,9 +164,9 @@ class Built(Exception):
 @pytest.mark.parametrize(
     ("keys", "shape", "dtype"),
     [
-        ({}, (3, 4, 16), torch.float32),  # B, S / tp, D
-        ({"mesh": {"sequence_parallel": False}}, (3, 8, 16), torch.float32),
-        ({"precision": {"params": "bfloat16"}}, (3, 4, 16), torch.bfloat16),
+        ({}, (3, 2, 16), torch.float32),  # B, S / cp / tp, D
+        ({"mesh": {"sequence_parallel": False}}, (3, 4, 16), torch.float32),
+        ({"precision": {"params": "bfloat16"}}, (3, 2, 16), torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize(("rank", "stage"), [(FIRST, 0), (MIDDLE, 1), (LAST, 2)])
@@ -175,7 +175,7 @@ def test_a_pipeline_gets_the_stages_of_its_rank_and_the_shape_of_what_goes_betwe
 ):
     def pipeline(wanted: Any, stages: Any, group: Any, boundaries: Any, device: Any) -> None:
         assert (wanted, list(stages), device) == (cfg.pipeline, [stage], torch.device("cpu"))
-        assert dist.get_process_group_ranks(group) == [rank % 8, rank % 8 + 8, rank % 8 + 16]
+        assert dist.get_process_group_ranks(group) == [rank % 16, rank % 16 + 16, rank % 16 + 32]
         assert [[*boundary] for boundary in boundaries] == [["hidden"]] * 2
         for boundary in boundaries:
             hidden = boundary["hidden"]

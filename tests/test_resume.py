@@ -41,7 +41,7 @@ BERT = {"model.name": "bert", "model.pad_vocab_to_multiple": 48}
 T5 = {"model.name": "t5"}
 # The others repeat these: two schedules, two ways to cut data.
 RING = [name for name in LAYOUTS if name not in ("pp 2, 1F1B", "HSDP 2 x 2")]
-SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2", "cp 2", "cp 4")}
+SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2", "cp 2")}
 SAME |= {"bert, pp 2, ZBV, again": Pair("pp 2, ZBV", "pp 2, ZBV", BERT, {})}
 OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]])} | {
     # Also the bias of the vocabulary is padded here, and both heads go to another rank.

@@ -19,7 +19,7 @@ from dtmega.ops import optim
 
 Treatment = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {
-    "run": ("dir", "device", "timeout_s", "grace_s"),
+    "run": ("dir", "device", "timeout_s", "grace_s", "untranslated"),
     "data": ("validation", "test", "num_workers"),
     "eval": ("interval", "steps", "only", "prompt", "sample_tokens"),
     "train": ("kill_switch", "stop_loss_above", "stop_validation_rises", "past_stop"),

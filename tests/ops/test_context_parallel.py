@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtmega import config, families
 from dtmega.ops import attention_rule as R
 from dtmega.ops import keyed
 from dtmega.ops.attention import Dropout, attention
@@ -63,6 +64,27 @@ def test_a_run_is_of_consecutive_places_and_the_runs_are_all_that_a_rank_holds(n
             assert start == len(found)
             found += range(place, place + stop - start)
         assert found == places_of(rank, n, balanced)
+
+
+@pytest.mark.parametrize("has_places", [False, True])
+def test_a_rank_gets_its_part_of_each_text_and_the_places_in_the_whole_one(has_places):
+    with torch.device("meta"):
+        model = families.build(config.validate({"train": {"steps": 1}, "model": {"name": "t5"}}, "test"))
+    rows = {"tokens": torch.arange(6) + 10, "decoder_tokens": torch.arange(12) + 30, "labels": torch.arange(12) + 50}
+    if has_places:  # as the loader's rows do
+        rows |= {"places": torch.arange(6), "decoder_places": torch.arange(12)}
+    batch = {name: row[None] for name, row in rows.items()} | {"sample_ids": torch.tensor([7])}
+    parts = model.part_of(batch, alone(1, 3))
+    found = {name: part.flatten().tolist() for name, part in parts.items()}
+    encoder, decoder = [2, 3], [2, 3, 8, 9]
+    assert found == {
+        "tokens": [place + 10 for place in encoder],
+        "places": encoder,
+        "decoder_tokens": [place + 30 for place in decoder],
+        "decoder_places": decoder,
+        "labels": [place + 50 for place in decoder],
+        "sample_ids": [7],
+    }
 
 
 class Rule(NamedTuple):
