@@ -1,4 +1,4 @@
-"""Reads a directory's safetensors, whole or in part. No other module reads safetensors.
+"""Reads tensors, whole or in part, from a directory's safetensors files. No other module reads safetensors.
 
 transformers' `from_pretrained` reads the same files: model.safetensors if it exists, else the files that
 model.safetensors.index.json names. No other file is opened. Every tensor in the files counts, even if the index does
@@ -179,5 +179,5 @@ def other_weights(directory: Path) -> str:
 
 
 def has_weights(directory: str | Path) -> bool:
-    """True if a directory has weights of any kind, even pickles or unusual names, which are refused later."""
+    """True if a directory has weights of any kind, even pickles or unusually named files, which are refused later."""
     return any(any(Path(directory).glob(pattern)) for pattern in WEIGHTS)

@@ -48,7 +48,7 @@ class Parts(NamedTuple):
         group: ranks over which the rows are cut; None if this rank has all rows.
         unchanged: function that returns True if the weight has not changed since the forward.
         scale: factor for the logits before the cap.
-        softcap: bound of the logits; None if they are not capped.
+        softcap: bound on the logits; None if the logits are not capped.
     """
 
     h: Tensor
