@@ -5,8 +5,8 @@ each module, and which config.json keys affect the cut. Module names follow `tra
 base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the ends, and `tp/plan.py` uses
 the styles.
 
-If a family has no row, or its row has no `styles`, transformers' own plan cuts the model (`tp/native.py`). A family
-without a row cannot run in a pipeline.
+If a family has no row, or a row without `styles`, its models are cut by transformers' own plan (`tp/native.py`). A
+family without a row cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: name of a module that runs blocks -> name of this module's list of blocks.
+        stacks: name of a module that runs blocks -> name of the block list in that module.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: module name pattern -> how tp cuts the matching modules. A pattern without a match is skipped: a model

@@ -78,7 +78,7 @@ class TensorHeader(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """The place of a tensor's elements in a file.
+    """The position of a tensor's elements in a file.
 
     Attributes:
         at: byte position of the first element in the file.

@@ -101,7 +101,7 @@ def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Sourc
     """The model's tensors, named and divided as in a directory that `save_pretrained` writes.
 
     With these names, old transformers versions and other programs can read the tensors. If the family has a conversion
-    that is not understood here, the tensors keep the model's own names, which transformers 5 reads for every family.
+    that dtmega does not support, the tensors keep the model's own names, which transformers 5 reads for every family.
 
     Args:
         source: the parameters and stored buffers, each under one name.
@@ -121,7 +121,7 @@ def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Sourc
     names = saved_names(model, components.theirs)
     names |= {name: saved_name_of.get(id(tensors[name]), "") for name in uncut}
 
-    # If our names and shapes differ from transformers' own, the family has a conversion that is not understood here.
+    # If our names and shapes differ from transformers' own, the family has a conversion that dtmega does not support.
     our_shapes = {names[name]: component.shape for name, component in components.theirs.items()}
     our_shapes |= {names[name]: shapes[name] for name in uncut}
     if our_shapes != {name: tuple(tensor.shape) for name, tensor in saved_tensors.items()}:

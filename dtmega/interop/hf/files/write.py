@@ -130,7 +130,7 @@ def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The steps of writing a folder, which all ranks run. A barrier follows each step.
+    """The steps in which all ranks together write a folder. A barrier follows each step.
 
     Attributes:
         folder: absolute final path of the folder.
@@ -186,7 +186,7 @@ class _Writer:
 
 
 def header(tensors: Sequence[TensorSpec]) -> bytes:
-    """The header of a safetensors file with these tensors: 8 bytes with the length of the JSON, then the JSON.
+    """The header of a safetensors file that holds `tensors`: 8 bytes with the length of the JSON, then the JSON.
 
     The safetensors library is not used for writing, because it needs all tensors of a file at once and creates files
     with mode 0600.
