@@ -13,7 +13,7 @@
 
 Read these modules in the order above, then the modules of tp/:
 
-    styles.py, packed.py, experts.py, vocab.py    ways to cut one module, in addition to `plans/styles.py`
+    styles.py, packed.py, experts.py, vocab.py    ways to cut one module, beyond those in `plans/styles.py`
     regions.py, dropout.py, logits.py             what happens before, between and after the cut modules
     plan.py, native.py, generic.py                build a model's style table from our family rows, from transformers'
                                                   own plan, or from module names alone

@@ -63,18 +63,18 @@ def build(hf_config: Any) -> Any:
 
 
 def dropouts(hf_config: Any) -> dict[str, float]:
-    """The rates of dropout and other noise (for example, jitter on a router's input) in a config, by key."""
+    """A config's rates of dropout and other noise (for example, jitter on a router's input), by key."""
     return {key: p for key, p in hf_config.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 
 def initial_values(path: str) -> dict[str, tuple[float, float]]:
-    """The normal distribution that the family draws each parameter's initial values from.
+    """The distribution from which the family draws each parameter's initial values.
 
     Returns:
-        Parameter name -> (mean, std).
+        Parameter name -> (mean, std), as in `draws_of`.
 
     Raises:
-        ValueError: the family initialises a parameter in any other way.
+        ValueError: `draws_of` finds no distribution for a parameter.
     """
     with torch.device("meta"):
         draws = draws_of(build(read_config(path)))

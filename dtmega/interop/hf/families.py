@@ -5,8 +5,8 @@ each module, and which config.json keys affect the cut. Module names follow `tra
 base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the ends, and `tp/plan.py` uses
 the styles.
 
-Models of a family without `styles` or without a row are cut by transformers' own plan (`tp/native.py`). A family
-without a row cannot run in a pipeline.
+If a family has no row, or a row without `styles`, its models are cut by transformers' own plan (`tp/native.py`). A
+family without a row cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 # Stand-ins, which replace a module on the pipeline stages that do not hold the module.
 NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
-ZERO = "zero"  # a module that returns 0, in place of positions that the first stage has already added
+ZERO = "zero"  # a module that returns 0, because the first stage has already added the positions
 
 # Keys of config.json. Each line lists the keys that different families use for the same quantity.
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
@@ -114,7 +114,7 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: name of a module that runs blocks -> name of this module's list of blocks.
+        stacks: name of a module that runs blocks -> name of the block list in that module.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: module name pattern -> how tp cuts the matching modules. A pattern without a match is skipped: a model
@@ -125,7 +125,7 @@ class FamilyFacts:
             is first cast to the embeddings' dtype.
         heads: config key for the number of heads.
         kv_heads: config key for the number of kv heads; None if each head has its own keys.
-        head_blocks: number of equal groups that the weights store the heads in; tp must divide each group's head count.
+        head_blocks: number of equal groups in which the weights store heads; tp must divide each group's head count.
         sizes: further config keys whose values tp must divide.
         refused: config key -> reason why this key must not be set.
     """
@@ -169,10 +169,10 @@ _LLAMA = FamilyFacts(
     styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Families with Llama's ends that are cut over tp by transformers' own plan. The modules hold all differences between
-# these families and Llama, so every stage has the settings that it needs: Gemma's embedding factor is in embed_tokens;
-# windows and layers without rotation are set in each layer and in layer_types (a stage keeps only the entries for its
-# own layers).
+# Families that have Llama's ends, but are cut over tp by transformers' own plan. All differences between these families
+# and Llama are settings of modules, so every stage has the settings of its own modules. For example, Gemma's embedding
+# factor is in embed_tokens. Windows and layers without rotation are set in each layer and in layer_types; a stage keeps
+# only the entries for its own layers.
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
     """The distribution of each parameter's initial values, by parameter name.
 
-    Some families zero the padding token's row after the draw; the result does not show that zeroing.
+    Some families set the padding token's row to zero after the draw; the result ignores this step.
 
     Args:
         hf: whole `transformers` model, on meta.
 
     Returns:
-        Parameter name -> (mean, std) of a normal distribution. A constant has std 0; any other distribution has mean 0.
-        The value is None for a parameter that is initialised in any other way.
+        Parameter name -> (mean, std). For a constant, std is 0; for a normal distribution, mean is 0. The entry is None
+        if the parameter is initialised in any other way.
     """
     # transformers skips every module or parameter whose flag `_is_hf_initialized` is True, so clear all flags.
     for tensor in (*hf.modules(), *hf.parameters()):
@@ -39,8 +39,7 @@ class _DrawRecorder(TorchDispatchMode):
     """A dispatch mode that records how parameters are initialised in place.
 
     Attributes:
-        draws: parameter name -> (mean, std) of the parameter's last initialisation, or None; the same form as the
-            result of `draws_of`.
+        draws: parameter name -> (mean, std) of the parameter's last initialisation, or None; see `draws_of`.
     """
 
     def __init__(self, names: dict[int, str]) -> None:

@@ -27,7 +27,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class _Zero(nn.Module):
-    """Stands in for learned positions on later stages, where the input already contains the positions."""
+    """Replaces the position embedding on later stages, whose input already contains the positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         # A 0-dim tensor does not take part in type promotion, so adding this zero keeps the other summand's dtype.

@@ -24,7 +24,7 @@ def resolve(cfg: config.Config) -> config.Config:
 
     Raises:
         ValueError: the directory is missing, contains custom code or does not hold a causal language model; a
-            configured size contradicts config.json; or a key asks for something that a transformers model cannot do.
+            configured size contradicts config.json; or a key asks for a feature that a transformers model lacks.
     """
     directory = cfg.model.directory
     hf_config = read_config(directory)
@@ -108,13 +108,13 @@ def sizes(directory: str) -> dict[str, int]:
 
 
 def digest(directory: str) -> str:
-    """A digest of config.json that ignores the keys without effect on training."""
+    """A digest of config.json that ignores keys that do not affect training."""
     values = {k: v for k, v in config_json.read_plain(directory).items() if k not in KEYS_WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def reread_directory(model: config.Model, trained: str) -> config.Model:
-    """The [model] section with sizes read again from the directory.
+    """Read the sizes from the directory again, and return the [model] section with these sizes.
 
     Args:
         model: the [model] section of the training run, with resolved sizes.

@@ -1,12 +1,12 @@
 """Decodes pickles, opcode by opcode, into inert records. Nothing is imported and nothing is called.
 
 `pickle.load` runs any code that a pickle names. A `find_class` that allows only a few names still runs the allowed
-names, and `getattr` would have to be allowed (see dcp.py). Here an object becomes a `PickledObject`, which only holds
+functions, and would have to allow `getattr` (see dcp.py). Here an object becomes a `PickledObject`, which only holds
 the name, the arguments and the state from the pickle.
 
 The names and opcodes that a file format needs are known in advance, and all others are refused. The refusal only serves
 to tell a crafted file from a damaged file; decoding would be safe without the refusal. A small file cannot crash the
-process either. In contrast, the unpickler written in C allocates 4 GB for a file of 9 bytes, and overflows the stack
+process either. By contrast, Python's C unpickler allocates 4 GB for a file of 9 bytes, and overflows the stack
 for a file of 200 kB (in Python 3.11).
 """
 
@@ -45,8 +45,8 @@ def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
     """Decode a pickle into numbers, strings, None, tuples, lists, dicts, and a `PickledObject` for everything else.
 
     Args:
-        pickle: bytes of the pickle, or a stream of several pickles. In a stream, the pickle at the stream's position is
-            decoded, and the new position is the end of that pickle.
+        pickle: bytes of the pickle, or a stream of several pickles. Decoding begins at the stream's position and leaves
+            the stream at the end of that one pickle.
         names: names that the pickle may ask for, each "module qualname". The name "persistent id" allows references to
             objects outside of the pickle.
 

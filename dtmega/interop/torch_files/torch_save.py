@@ -55,7 +55,7 @@ NAMES = {V2, V3, ORDERED, "persistent id", "torch.storage UntypedStorage", *STOR
 
 
 class TensorHeader(NamedTuple):
-    """The description of a tensor in a pickle, without its elements.
+    """A pickle's description of a tensor, without the tensor's elements.
 
     Attributes:
         dtype: dtype of the elements; None if the pickle names an unknown dtype.
@@ -78,7 +78,7 @@ class TensorHeader(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """The place of a tensor's elements in a file.
+    """The position of a tensor's elements in a file.
 
     Attributes:
         at: byte position of the first element in the file.
@@ -203,7 +203,7 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """Find the records, by name, of the zip archive that takes up `length` bytes of a file, from byte `start`.
+    """Find the records of a zip archive, by name. The archive starts at byte `start` and has `length` bytes.
 
     Raises:
         ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.

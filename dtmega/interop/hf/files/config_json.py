@@ -13,9 +13,8 @@ from dtmega.files.untrusted_json import dangling, download, read_object
 from dtmega.interop.hf.files.tensors import TensorFiles, has_weights, other_weights
 
 NAME = "config.json"
-# Keys that choose an implementation. Some of these keys name code that transformers would download
-# ("attn_implementation": "owner/repository"). Without these keys, transformers chooses one of its built-in
-# implementations.
+# Keys that choose an implementation. Some of these keys can name code that transformers would download, as in
+# "attn_implementation": "owner/repository". Without these keys, transformers chooses a built-in implementation.
 IMPLEMENTATION = re.compile(
     r".*_implementation(_internal|_autoset)?|use_kernels|kernel_config|fusion_config|base_model_.*_plan"
 )
@@ -71,7 +70,7 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     """
     import transformers
 
-    # Use AutoConfig, for its own rules about the content. AutoConfig reads only directories, so make a temporary one.
+    # AutoConfig applies its own rules to the content, but reads only directories. So make a temporary directory.
     with tempfile.TemporaryDirectory() as cleaned:
         Path(cleaned, NAME).write_text(json.dumps(_without_implementations(plain)), encoding="utf-8")
         try:

@@ -60,8 +60,8 @@ def export(
     Args:
         source: tensors under the names that the files will use, in the order of writing.
         folder: output folder, new or empty.
-        config_values: entries of config.json; with an `original`, only the entries that differ from the original's.
-        original: directory whose config.json the weights were trained with; None for one of dtmega's own models.
+        config_values: entries of config.json; with an `original`, only the entries that differ from the original.
+        original: directory with the config.json used to train the weights; None for one of dtmega's own models.
         tokenizer_json: content of a tokenizer.json that replaces all of the original's tokenizer files; None to keep
             the original's files.
         rank, size, barrier, max_file_bytes: arguments of `write.write`.
@@ -72,8 +72,8 @@ def export(
             gets the new tokenizer's token ids.
 
     Raises:
-        ValueError: the folder exists and is not empty, an original file cannot be read, a tensor has a dtype that is
-            not allowed for weights, or an id has no token. Every rank raises this error before anything is written.
+        ValueError: the folder exists and is not empty, an original file cannot be read, a tensor's dtype is not allowed
+            for weights, or the tokenizer has no token for an id. Every rank raises this error before it writes.
         OSError: an error from `write.write`.
     """
     tensors = tensor_specs(source)

@@ -1,4 +1,4 @@
-"""Presents a directory's weights under a model's parameter names, for dtmega's own and for transformers models."""
+"""Presents a directory's weights under a model's parameter names, for dtmega's models and for transformers models."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def open_weights(path: Path, form: Format, model: config.Model, build: Build) ->
     Args:
         path: the directory.
         form: format, with the rules that translate between our tensors and the stored tensors.
-        model: the [model] section, which config.json must agree with.
+        model: the [model] section; config.json must agree with this section.
         build: function that builds the whole model. The function is called on meta, with an unpadded vocabulary,
             because other programs store no padding.
 

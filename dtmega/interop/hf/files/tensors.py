@@ -1,4 +1,4 @@
-"""Reads a directory's safetensors, whole or in part. No other module reads safetensors.
+"""Reads tensors, whole or in part, from a directory's safetensors files. No other module reads safetensors.
 
 transformers' `from_pretrained` reads the same files: model.safetensors if it exists, else the files that
 model.safetensors.index.json names. No other file is opened. Every tensor in the files counts, even if the index does
@@ -144,7 +144,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     for file in weight_map.values():
         if not isinstance(file, str):
             raise ValueError(f"{directory / INDEX}: expected a 'weight_map' of tensors to files")
-        # Links out of the folder are allowed, because the hub's cache consists of links, and safetensors hold no code.
+        # Links out of the folder are allowed, because the hub's cache uses links, and safetensors files hold no code.
         if not file.isprintable() or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} names {file!r}; expected names of files beside it")
         if not (directory / file).is_file():
@@ -179,5 +179,5 @@ def other_weights(directory: Path) -> str:
 
 
 def has_weights(directory: str | Path) -> bool:
-    """True if a directory has weights of any kind, even pickles or unusual names, which are refused later."""
+    """True if a directory has weights of any kind, even pickles or unusually named files, which are refused later."""
     return any(any(Path(directory).glob(pattern)) for pattern in WEIGHTS)

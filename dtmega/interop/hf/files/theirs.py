@@ -1,8 +1,8 @@
 """Translates tensors between transformers models and saved directories, which use different names and shapes.
 
-transformers renames tensors when it loads or saves a directory. In some families, transformers' *converters* also merge
-many tensors into one parameter, such as the experts of a mixture, which are stored one by one. Here, converters that
-only stack and concatenate become naming rules (formats/rules.py), so that a rank reads only the experts that it holds.
+transformers renames tensors when it loads or saves a directory. For some families, transformers' *converters* also
+merge many stored tensors into one parameter: for example, the experts of a mixture are stored one by one. Converters
+that only stack and concatenate become naming rules here (formats/rules.py). So a rank reads only the experts it holds.
 
 Example, from the model's name to the file's name:
 
@@ -45,7 +45,7 @@ def conversions(model: Any) -> list[Any]:
 
 
 def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directions:
-    """Rules that assemble parameters from the components that files may hold, and components from parameters.
+    """Rules that assemble parameters from the components in files, and extract components from parameters.
 
     Args:
         conversions: result of `conversions`.
@@ -87,7 +87,7 @@ def _rules(converter: Any, names: Iterable[str]) -> Iterator[Rule]:
 
 
 def saved_names(model: Any, components: Iterable[str]) -> dict[str, str]:
-    """Component name -> name under which `save_pretrained` stores the component."""
+    """Map each component's name to the name under which `save_pretrained` stores the component."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
 
@@ -101,7 +101,7 @@ def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Sourc
     """The model's tensors, named and divided as in a directory that `save_pretrained` writes.
 
     With these names, old transformers versions and other programs can read the tensors. If the family has a conversion
-    that is not understood here, the tensors keep the model's own names, which transformers 5 reads for every family.
+    that dtmega does not support, the tensors keep the model's own names, which transformers 5 reads for every family.
 
     Args:
         source: the parameters and stored buffers, each under one name.
@@ -121,7 +121,7 @@ def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Sourc
     names = saved_names(model, components.theirs)
     names |= {name: saved_name_of.get(id(tensors[name]), "") for name in uncut}
 
-    # If our names and shapes differ from transformers' own, the family has a conversion that is not understood here.
+    # If our names and shapes differ from transformers' own, the family has a conversion that dtmega does not support.
     our_shapes = {names[name]: component.shape for name, component in components.theirs.items()}
     our_shapes |= {names[name]: shapes[name] for name in uncut}
     if our_shapes != {name: tuple(tensor.shape) for name, tensor in saved_tensors.items()}:

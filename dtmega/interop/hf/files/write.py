@@ -74,12 +74,12 @@ def write(
     Args:
         source: tensors under the names that the files will use.
         folder: output folder, new or empty.
-        tensors: specs of the source's tensors, in the order of filling the files.
+        tensors: specs of the source's tensors, in the order in which the files are filled.
         other_files: file name -> content, for every file that holds no weights.
         rank: number of this process.
         size: number of processes that write; all processes see the same file system.
-        barrier: function that waits for all of these processes. The first call may raise an error if another rank has
-            failed before and never reaches the barrier.
+        barrier: function that waits for all of these processes. The first call may raise an error if another rank
+            failed earlier and never reaches the barrier.
         max_file_bytes: maximum number of tensor bytes in one file, unless a single tensor is larger.
 
     Raises:
@@ -130,7 +130,7 @@ def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The steps of writing a folder, which all ranks run. A barrier follows each step.
+    """The steps in which all ranks together write a folder. A barrier follows each step.
 
     Attributes:
         folder: absolute final path of the folder.
@@ -147,7 +147,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """The folder, next to the final folder, that holds the files until all of them are complete."""
+        """The temporary folder, beside the final folder, which holds the files until all files are complete."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:
@@ -186,7 +186,7 @@ class _Writer:
 
 
 def header(tensors: Sequence[TensorSpec]) -> bytes:
-    """The header of a safetensors file with these tensors: 8 bytes with the length of the JSON, then the JSON.
+    """The header of a safetensors file that holds `tensors`: 8 bytes with the length of the JSON, then the JSON.
 
     The safetensors library is not used for writing, because it needs all tensors of a file at once and creates files
     with mode 0600.
@@ -204,7 +204,7 @@ def header(tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Distribute tensors to files, in order. A new file begins when the current file would become too large.
+    """Distribute tensors among files, in order. A new file begins when the current file would become too large.
 
     Args:
         n_bytes: tensor name -> size in bytes.

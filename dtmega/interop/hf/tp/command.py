@@ -44,7 +44,7 @@ def verify_plan(
         generic: argument of `parallelize_hf`.
 
     Returns:
-        The deviations, which print as a table. `.ok` is True if all deviations are within the tolerance.
+        The result of the comparison. `print` shows a table; `.ok` is True if all deviations are within the tolerance.
 
     Raises:
         ValueError: an error from `parallelize_hf`.

@@ -1,10 +1,10 @@
-"""Tensor parallelism for mixtures of experts: each rank holds some of the experts, and does not cut any expert.
+"""Tensor parallelism for mixtures of experts: each rank holds some of the experts, and no expert is cut.
 
 Every rank has all tokens and routes them identically. Each rank computes the tokens routed to its own experts, and the
 ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features. transformers'
-own code computes the experts. If a token's expert is on another rank, the expert's number is replaced by the number
-after the last local expert, with weight 0, as in `transformers.distributed.expert_parallel.AllReduceEP`. Every
-implementation in transformers skips that number.
+own code computes the experts. If a token's expert is on another rank, the expert's weight becomes 0, and the
+expert's number becomes the number that follows the last local expert's number, as in
+`transformers.distributed.expert_parallel.AllReduceEP`. Every implementation in transformers skips that number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fallback plan for a model without any other plan: the model's own code computes on DTensors.
 
 All parameters become DTensors. The results are exact, but the computation is slow. Linears inside blocks are chosen by
-name and cut over tp. Operations that DTensor cannot run on cut tensors (most views of fused heads) gather the tensors
-first. Keys and values cannot be cached. Only `attn_implementation="eager"` works, because fused attention has no
-DTensor rule on a CPU.
+name and cut over tp. If DTensor cannot run an operation on cut tensors (most views of fused heads), the tensors are
+gathered first. Keys and values cannot be cached. Only `attn_implementation="eager"` works, because fused attention has
+no DTensor rule on a CPU.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
     transformers ignores for the model's class are left out.
 
     Raises:
-        ValueError: a key has no place in the model, two keys have the same place, or transformers would convert a
+        ValueError: a key has no place in the model, two keys belong to the same tensor, or transformers would convert a
             tensor in a way that is not supported here.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -185,7 +185,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 
     def name_of(key: str) -> str | None:
         name, converter_pattern = rename_source_key(key, renamings, converters, prefix, names)
-        # A tensor may already be stored under the model's own name, which the renamings would change.
+        # If a tensor is already stored under its name in the model, the renamings would change that name.
         if name not in names and key in names:
             name, converter_pattern = rename_source_key(key, [], [], prefix, names)
         if name not in names:

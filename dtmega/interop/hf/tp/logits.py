@@ -48,7 +48,7 @@ class Parts(NamedTuple):
         group: ranks over which the rows are cut; None if this rank has all rows.
         unchanged: function that returns True if the weight has not changed since the forward.
         scale: factor for the logits before the cap.
-        softcap: bound of the logits; None if they are not capped.
+        softcap: bound on the logits; None if the logits are not capped.
     """
 
     h: Tensor
@@ -62,14 +62,14 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
-        """Parts for the same logits multiplied by a number."""
+        """The parts of the logits multiplied by `factor`."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
         # If scale and softcap are both multiplied by the factor, z / softcap inside the tanh stays the same.
         return self._replace(scale=self.scale * factor, softcap=self.softcap * factor)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
-        """h and bias, both multiplied by the scale: h weight^T + bias gives the logits before the cap."""
+        """h and bias, both multiplied by the scale, so that h weight^T + bias gives the logits before the cap."""
         if self.scale == 1.0:
             return self.h, self.bias
         return self.h * self.scale, None if self.bias is None else self.bias * self.scale

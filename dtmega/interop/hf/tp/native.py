@@ -1,7 +1,7 @@
-"""Plans how to cut a model by transformers' own plan: `config.base_model_tp_plan` and `_tp_plan`.
+"""Makes an `HFPlan` for a model from transformers' own plan: `config.base_model_tp_plan` and `_tp_plan`.
 
-The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nobody else compares the
-gradients under these plans with the gradients of one process, so `parallelize_hf` does, each time, on a small clone.
+The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nobody else checks that
+the gradients under these plans equal the gradients of one process, so `parallelize_hf` checks a small clone each time.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def copy_heads(plan: HFPlan, model: Any) -> None:
 
 
 def block_names(model: Any) -> list[str]:
-    """Names of the blocks that FSDP2 wraps: the modules in the list with the most parameters."""
+    """Names of the blocks that FSDP2 wraps: the entries of the module list with the most parameters."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     if not lists:
         return []

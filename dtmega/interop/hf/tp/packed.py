@@ -1,8 +1,8 @@
-"""Styles for fused projections and for Conv1D, GPT-2's transposed linear.
+"""Styles for fused projections and for Conv1D, GPT-2's linear layer with a transposed weight.
 
 The weight of a fused projection consists of several matrices side by side. Each matrix is cut, so a rank's part is not
 contiguous. DTensor has the placement `_StridedShard` for non-contiguous parts. With this placement, `full_tensor()`
-returns the columns in transformers' order on any layout; in torch 2.11 it fails, but `shards.full_tensor` works.
+returns the columns in transformers' order on any layout, but fails in torch 2.11; use `shards.full_tensor` there.
 A checkpoint must not treat a strided shard as one box; see `docs/log/2026-11.md`.
 """
 
@@ -26,8 +26,8 @@ class PackedColumn(Column):
 
     Each matrix is cut over tp.
 
-    The bias stays whole on every rank, because FSDP2 also cuts dim 0. A vector that is first cut by parts over tp and
-    then cut by FSDP2 would be gathered in the wrong order.
+    The bias stays whole on every rank, because FSDP2 also cuts dim 0. If each part of the bias were cut over tp,
+    and FSDP2 then cut the result, the bias would be gathered in the wrong order.
     """
 
     of_heads = True  # the whole bias is used for this rank's heads only, so its gradient has to be summed
@@ -73,7 +73,7 @@ class PackedRow(Row):
 
 
 class MultiQueryColumn(Column):
-    """Style of an nn.Linear whose output holds all query heads, then a key head and a value head that queries share.
+    """Style of an nn.Linear whose output holds all query heads, then one shared key head and one shared value head.
 
     The weight is whole on every rank. Each rank computes its own query heads, and the shared keys and values. The
     weight's gradient is summed over tp.
@@ -111,7 +111,7 @@ class MultiQueryColumn(Column):
 
 
 class _Conv(Style):
-    """Mixin for styles of Conv1D, an nn.Linear whose weight is stored as [in, out]."""
+    """Mixin for styles of Conv1D, a linear layer that stores its weight as [in, out]."""
 
     def known(self) -> tuple[type[nn.Module], ...]:
         from transformers.pytorch_utils import Conv1D

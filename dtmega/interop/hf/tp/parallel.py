@@ -71,8 +71,8 @@ def parallelize_hf(
 
     Every parameter becomes a DTensor, and tied parameters stay one parameter. The model is called as before:
     `model(input_ids, attention_mask=..., labels=...)` computes the loss, and `generate` works with its cache. After
-    each backward the gradients equal the gradients of one process (under FSDP2, for the mean of the data ranks'
-    losses).
+    each backward the gradients equal the gradients that one process would compute. (Under FSDP2, the loss of that
+    process is the mean of the data ranks' losses.)
 
     Args:
         model: `transformers` model, on meta or with weights. A check makes sure that all ranks have the same weights.
@@ -84,8 +84,8 @@ def parallelize_hf(
             tp then compute `out.logits` together, on first use.
         generic: True to let a model without any plan compute on DTensors, with a warning, and to keep a module whole on
             every rank if transformers' own plan has an unknown string for the module.
-        verify_native: True to verify transformers' own plan on a small clone first, as `verify_plan` does, which takes
-            about a second.
+        verify_native: True to first verify transformers' own plan on a small clone, as `verify_plan` does. The check
+            takes about a second.
 
     Returns:
         The same model.
@@ -148,14 +148,14 @@ def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> Non
     Raises:
         ValueError: the cut clone's results differ from the results on one process.
     """
-    # Without `verify_native=False`, the clone would be verified on yet another clone.
+    # Without `verify_native=False`, `parallelize_hf` would verify the clone on yet another clone.
     verification = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
     if not verification.ok:
         raise ValueError(f"the plan that transformers brings for '{hf_plan.family}' is wrong:\n{verification}")
 
 
 def cut(model: Any, mesh: DeviceMesh, hf_plan: HFPlan) -> Any:
-    """Cut a model by its plan, first over tp, then over the data ranks."""
+    """Cut a model as its plan says, first over tp, then over the data ranks."""
     tp, data = meshes(mesh)
     apply_plan(model, tp, hf_plan.table)
     if hf_plan.head is not None:

@@ -129,7 +129,7 @@ def _style_in_stack(spec: StyleSpec, stack: Stack, facts: FamilyFacts, config: A
     heads = getattr(config, facts.heads)
     kv_heads = (getattr(config, facts.kv_heads) or heads) if facts.kv_heads else heads
     if isinstance(spec, Attention):
-        # If there are fewer kv heads than ranks, the kv heads are copied, so every rank has at least one.
+        # If there are fewer kv heads than ranks, the kv heads are copied, so every rank has at least one kv head.
         kv_here = max(1, kv_heads // tp)
         counts = {spec.groups: heads // tp // kv_here, spec.kv_heads: kv_here}
         attributes = {name: count for name, count in counts.items() if name is not None}
@@ -278,7 +278,7 @@ def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
 
 
 def base_model(model: Any) -> tuple[str, nn.Module]:
-    """The model without its head: (name, module), or ("", model) if it has no head."""
+    """The model without its head: (name, module), or ("", model) if the model has no head."""
     prefix = model.base_model_prefix
     return (prefix, getattr(model, prefix)) if prefix and hasattr(model, prefix) else ("", model)
 

@@ -1,8 +1,8 @@
 """Styles for the places where the hidden state is cut or gathered: around a stack of blocks, and around attention.
 
-The modules keep their own forwards. A forward raises an error in two cases where the results would be wrong: if it is
-asked for attention probabilities, because a rank has only the probabilities of its own heads; or if the ranks would
-draw different dropout masks.
+The modules keep their own forwards. Two kinds of forward raise an error, because the results would be wrong: a forward
+that must return attention probabilities, which a rank has only for its own heads; and a forward in which the ranks
+would draw different dropout masks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EnterHeads(Enter):
 
     Args:
         stack: stack of blocks that contains the module.
-        also: names of further keyword arguments that hold hidden states, whole on every rank, such as an encoder's
+        also: names of further keyword arguments that hold whole hidden states on every rank, such as an encoder's
             output.
         alibi: name of the keyword argument with biases [B H, 1, S] or [H, 1, S], which are reduced to this rank's
             heads; `divide[0]` then names the attribute that counts the heads.
@@ -92,7 +92,7 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 class StackBoundary(ParallelStyle):
     """Style of a stack's first and last block: cuts the sequence before the first block, gathers it after the last.
 
-    Whether the sequence is cut is decided separately for each forward; see `styles.Stack`.
+    The decision to cut the sequence is made separately for each forward; see `styles.Stack`.
 
     Args:
         stack: the stack of blocks.

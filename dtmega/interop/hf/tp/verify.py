@@ -67,7 +67,7 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
 
     Raises:
         ValueError: `parallelize` refuses the clone, no clone can be made, or the clone would prove nothing because it
-            lacks a class of module that the model has.
+            lacks a module class that the model has.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     try:
@@ -110,7 +110,7 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
 
     Args:
         ours: the cut model.
-        truth: the same model on one process.
+        truth: the same model, uncut.
         inputs: batch for both models.
 
     Returns:
@@ -128,14 +128,14 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
 
 
 def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float:
-    """The relative deviation |ours - truth| / |truth|; inf if one is missing or the shapes differ.
+    """The relative deviation |ours - truth| / |truth|; inf if one tensor is missing or the shapes differ.
 
     If a gradient is only rounding noise, its deviation is divided by the norm of all gradients instead. For example, a
     key bias has only noise as its gradient, because softmax cancels the bias.
 
     Args:
         ours: tensor of the cut model; None if the cut model lacks this tensor.
-        truth: the same tensor of the uncut model on one process.
+        truth: the same tensor of the uncut model; None if the uncut model lacks this tensor.
         of_all: norm of all gradients together.
     """
     if ours is None or truth is None:
