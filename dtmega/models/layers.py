@@ -22,10 +22,11 @@ Gelu = Literal["erf", "tanh"]
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of (site key, sample id, global place, channel) instead of a generator's state.
 
-    So every layout drops the same elements, and recompute needs no saved generator state.
+    So every layout drops the same elements, and recomputation needs no saved generator state.
 
     Attributes:
-        key: int32 scalar buffer, which the model's `init_buffers` sets from the seed and the module's name.
+        key: key of this dropout site, an int32 scalar buffer that `Model.init_buffers` sets from the seed and the
+            module's name.
     """
 
     key: Tensor
