@@ -206,5 +206,5 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops`, twice as many as in a decoder: tokens attend in both directions, to padding too."""
+        """`Piece.attention_flops`, twice a decoder's: tokens attend in both directions. Padding counts like text."""
         return 2 * super().attention_flops(piece)

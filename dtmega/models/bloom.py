@@ -103,8 +103,7 @@ class Bloom(Model):
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
-            position_ids: position ids, [B, S] int64, ignored because ALiBi measures distances by `places`, as in
-                Megatron.
+            position_ids: ignored position ids, [B, S] int64: ALiBi measures distances by `places`, as in Megatron.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the tokens visible to all tokens of the same document, even to earlier tokens, [B, S] bool.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.

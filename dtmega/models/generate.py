@@ -234,7 +234,7 @@ def _draw_tokens(
     limits: Sequence[int],
     sampling: Sampling,
 ) -> list[list[int]]:
-    """Draw the tokens that follow each prompt: in each step, one token for every prompt of the batch.
+    """Draw the tokens that follow each prompt: in each step, one token for every unfinished text.
 
     Args:
         model: the model that `next_logits` calls.

@@ -25,8 +25,7 @@ class KeyedDropout(nn.Module):
     So every layout drops the same elements, and recomputation needs no saved generator state.
 
     Attributes:
-        key: key of this dropout site, an int32 scalar buffer that `Model.init_buffers` sets from the seed and the
-            module's name.
+        key: key of this site, an int32 scalar buffer; `init_buffers` sets the key from the seed and the site's name.
     """
 
     key: Tensor

@@ -30,9 +30,9 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
 def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: Mapping[str, int]) -> bool:
     """True if attention under cp exchanges heads, False if it gathers keys and values ([mesh] cp_form).
 
-    Per token of a rank, gathering receives (cp - 1) 2 G K numbers, and exchanging heads receives (cp - 1) / cp (2 H + 2
-    G) K, where H and G are this rank's query heads and key/value heads. So 'auto' exchanges heads if cp divides the
-    heads and cp > H / G + 1. The memory for attention has the same ratio.
+    Per token of a rank, gathering receives (cp - 1) 2 G K numbers. Exchanging heads receives 2 (H + G) K (cp - 1) / cp
+    numbers. Here H and G are the numbers of this rank's query heads and key/value heads. So 'auto' exchanges heads if
+    cp divides the heads and cp > H / G + 1. The memory for attention has the same ratio.
 
     Raises:
         ValueError: cp_form is 'heads', and cp does not divide the heads.

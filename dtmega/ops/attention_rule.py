@@ -304,8 +304,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     """ALiBi's slopes, [H] fp32 (Press, Smith, Lewis, "Train Short, Test Long", 2022).
 
     The first n heads have 2^(-8 i/n) for i = 1, 2, ..., n, where n is the largest power of two up to H. The other H - n
-    heads have 2^(-8 i/n) for i = 1/2, 3/2, ..., so these exponents are halfway between the exponents of the first n
-    heads.
+    heads have 2^(-8 i/n) for i = 1/2, 3/2, ..., with exponents halfway between the exponents of the first n heads.
     """
     n = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]

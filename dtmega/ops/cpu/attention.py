@@ -1,10 +1,9 @@
 """Attention in bfloat16 on a CPU with bfloat16 instructions, which torch's fused kernels do not use.
 
-The queries are processed in parts of some samples, some heads and a few hundred places. One batched product computes
-the scores of a part. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's
-cache. For short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass
-recomputes the probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al.,
-arXiv:2205.14135).
+The queries are processed in parts: some samples, some heads, a few hundred places. One batched product computes a
+part's scores. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's cache. For
+short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass recomputes the
+probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
 
 The queries of a chunk are in reverse order, the last one first. In this order, a bias that depends only on the distance
 is a view of one row of numbers per head, and this row stays in the cache.
