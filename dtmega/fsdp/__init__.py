@@ -139,7 +139,7 @@ def _masters(model: nn.Module) -> Masters | None:
 def release(model: nn.Module) -> None:
     """Put the fp32 parameters back into the modules, for optimizer and checkpoints, and free gathered weights.
 
-    Call this function after the last microbatch, and after a forward without a backward, which leaves the copies.
+    Call this function after the last microbatch, and after a forward without a backward: the copies are still there.
     """
     masters = _masters(model)
     if masters is not None:

@@ -34,7 +34,7 @@ IGNORED_SAMPLE = -100  # label of a sample whose first token is on another rank
 class Block(nn.Module):
     """One layer: attention, then a feed-forward. `[model] norm` selects the place of the LayerNorms.
 
-    With f for the attention or the feed-forward:
+    Here f is the attention or the feed-forward:
 
     `pre` is h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
     `post` is LN(h + drop(f(h))).
@@ -103,8 +103,8 @@ class Bert(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: global number of each head, used in the keys of attention dropout; a buffer, so that a plan can cut
-            the numbers along with the heads.
+        head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
+            numbers along with the heads.
     """
 
     cfg: config.Bert
@@ -153,13 +153,13 @@ class Bert(Model):
         Args:
             tokens: token ids, [B, S] int64, some replaced by [MASK].
             labels: original token at each masked place, [B, S] int64; a label of -100 takes no part in the loss.
-            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
+            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
             token_types: segment of each token, 0 or 1, [B, S] int64; None: all are 0.
             swapped: 1 for each sample whose segments were swapped, else 0, [B] int64; needed with labels.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding is a document of its own.
-            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
-                sequence, only this rank's part of S.
+            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
+                part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
@@ -206,5 +206,5 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops`, twice a decoder's: a token attends to all tokens, and padding counts like text."""
+        """`Piece.attention_flops`, twice a decoder's: tokens attend in both directions. Padding counts like text."""
         return 2 * super().attention_flops(piece)

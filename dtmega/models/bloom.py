@@ -30,7 +30,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 class Block(nn.Module):
     """One layer: h + drop(attn(LN h)), then h + drop(mlp(LN h)).
 
-    With `apply_residual_connection_post_layernorm` the sum starts from LN h instead of h, as in the first BERT.
+    With `apply_residual_connection_post_layernorm` the sum starts from LN h instead of h, as in the original BERT.
     """
 
     def __init__(self, cfg: config.Bloom, number: int) -> None:
@@ -60,7 +60,7 @@ class Bloom(Model):
     Attributes:
         slopes: ALiBi's slope of each head (arXiv:2108.12409). The slopes are a buffer, so that a plan can cut the
             slopes along with the heads.
-        head_ids: global number of each head, used in the keys of attention dropout; a buffer for the same reason.
+        head_ids: global number of each head, used to key attention dropout; a buffer for the same reason.
     """
 
     cfg: config.Bloom
@@ -102,26 +102,26 @@ class Bloom(Model):
         Args:
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
-            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
-            position_ids: ignored, [B, S] int64, because ALiBi measures distances by `places`, as in Megatron.
+            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
+            position_ids: ignored position ids, [B, S] int64: ALiBi measures distances by `places`, as in Megatron.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-            prefix: mask of the tokens that all tokens of the same document see, even earlier tokens, [B, S] bool.
+            prefix: mask of the tokens visible to all tokens of the same document, even to earlier tokens, [B, S] bool.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
-            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
-                sequence, only this rank's part of S.
+            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
+                part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64.
-            cache: key/value cache of the earlier tokens, to which this call adds `tokens`.
+            cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 
         Returns:
-            The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, S, V] without.
-            Earlier stages return {"hidden": hidden state}.
+            {"lm": fp32 sum of token losses} on the last stage, or the logits [B, S, V] if there are no labels.
+            {"hidden": hidden state} on earlier stages.
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
         # A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
-        # mostly for generation, where each token brings a new length. So only passes with labels and without attention
-        # dropout use a fused kernel.
+        # mostly for generation, where each new token changes the length. So only passes with labels and without
+        # attention dropout use a fused kernel.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(
             places,

@@ -96,8 +96,8 @@ class Family(Protocol):
         """Refuse a mesh or settings that the model cannot run with.
 
         Raises:
-            ValueError: a combination that cannot run. The message has the equation that does not hold, and the keys to
-                change.
+            ValueError: a combination that cannot run. The message states the equation that does not hold and the keys
+                to change.
         """
         ...
 
@@ -125,7 +125,7 @@ class Family(Protocol):
         """The weights that a new run starts with, keyed by our names; None if initial values come from the seed.
 
         Raises:
-            ValueError: [model] init_from or path without usable weights, or with the weights of a different model.
+            ValueError: the folder of [model] init_from or path has no usable weights, or those of a different model.
             Damaged: a checkpoint that is not intact.
         """
         ...
@@ -211,7 +211,7 @@ def check_units(cfg: config.Config, whole: Model) -> None:
     """Refuse to recompute several layers as a unit in a model that does not run them through `Model.run_layers`.
 
     Raises:
-        ValueError: units of several layers in [recompute] that the model does not support.
+        ValueError: [recompute] asks for units of several layers, which the model does not support.
     """
     if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
         raise ValueError(

@@ -5,8 +5,8 @@ tp cuts a model along the sequence, the model cannot keep keys and values, becau
 ranks. The model then computes all tokens again for every new token, with the same result.
 
 Prompts of different lengths are padded to a common length. If keys and values are kept, padding goes on the left, so
-that every prompt's next token is in the same column; the padding is a document of its own, at places below 0. Otherwise
-padding goes on the right, where a causal model does not see it.
+that every prompt's next token is in the same column; the padding is a document of its own, at negative places.
+Otherwise padding goes on the right, where a causal model does not see it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def settle_alone(tokens: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling: how each token is drawn from its logits, and when a sample ends.
+    """Sampling settings: how each token is drawn from its logits, and when a sample ends.
 
     Attributes:
         vocab_size: size of the tokenizer's vocabulary; the model's vocabulary may be larger.
@@ -45,8 +45,8 @@ class Sampling:
         top_k: number of most probable tokens to draw from; 0 = all.
         top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set
             of most probable tokens with a total probability of at least top_p; 1 = all.
-        multiple: number of equal parts that a sequence must divide into: the size of tp. With more than 1 part, all
-            tokens are computed again for every new token.
+        multiple: number that must divide the sequence length: the size of tp. If the number is above 1, all tokens are
+            computed again for every new token.
         settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on these tokens. The
             function may overwrite the tokens. If it returns False, all samples end.
         uses_cache: True to keep keys and values; False to compute all tokens again for every new token.
@@ -112,7 +112,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
     same_length = all(len(prompt) == width for prompt in prompts)
 
     def logits_of_all(texts: list[list[int]]) -> Tensor:
-        """Compute all tokens to get the next tokens' logits [B, V]. Padding is on the right, hidden by causality."""
+        """Run the model on all tokens, padded on the right, and return the next tokens' logits [B, V]."""
         padded = torch.tensor(_padded(texts, 0, sampling.multiple, longest), device=device)
         last = [len(text) - 1 for text in texts]
         rows = {}
@@ -121,7 +121,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         return model(padded, **rows)[torch.arange(len(texts)), last]
 
     def logits_of_new(texts: list[list[int]], cache: KeyValueCache) -> Tensor:
-        """Compute only new tokens to get the next tokens' logits [B, V]. Padding is on the left, at places below 0."""
+        """Run the model on only the new tokens, padded on the left, and return the next tokens' logits [B, V]."""
         new = _new_to_model(texts, cache, device)
         places = cache.length + torch.arange(new.shape[1], device=device) - n_padding
         rows = {"places": places}
@@ -150,8 +150,8 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
     Args:
         model: a model with an encoder and a decoder.
         tokens: tokens that the encoder reads.
-        n: largest number of tokens in the answer.
-        sampling: settings of the draws.
+        n: maximum number of tokens in the answer.
+        sampling: sampling settings.
         start_id: token that the decoder starts from.
         pad_id: token that pads the encoder's text; nothing attends to it.
 
@@ -184,12 +184,12 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
 
 
 def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_separate: bool) -> int:
-    """The largest length that `multiple` divides and that the model has positions for.
+    """The largest sequence length that is divisible by `multiple` and for which the model has positions.
 
     Args:
         model: model whose `longest` limits the sequence.
         tokens: tokens of the prompt.
-        multiple: number of equal parts that a sequence must divide into.
+        multiple: number that must divide the sequence length.
         answer_is_separate: True if the answer is a sequence of its own, so that the prompt may take all positions.
 
     Raises:
@@ -234,15 +234,15 @@ def _draw_tokens(
     limits: Sequence[int],
     sampling: Sampling,
 ) -> list[list[int]]:
-    """Draw the tokens that follow each prompt, one step of the whole batch at a time.
+    """Draw the tokens that follow each prompt: in each step, one token for every unfinished text.
 
     Args:
         model: the model that `next_logits` calls.
         next_logits: function (texts so far, key/value cache) -> logits [B, V] of each text's next token. The cache is
             None if nothing is kept. Texts that have ended stay in the batch, unchanged, and their logits are ignored.
         prompts: tokens of each prompt.
-        limits: largest number of new tokens for each prompt.
-        sampling: settings of the draws.
+        limits: maximum number of new tokens for each prompt.
+        sampling: sampling settings.
     """
     keeps = sampling.uses_cache and model.has_cache and sampling.multiple == 1
     cache = KeyValueCache() if keeps else None

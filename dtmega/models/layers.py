@@ -22,10 +22,10 @@ Gelu = Literal["erf", "tanh"]
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of (site key, sample id, global place, channel) instead of a generator's state.
 
-    So every layout drops the same elements, and recompute needs no saved generator state.
+    So every layout drops the same elements, and recomputation needs no saved generator state.
 
     Attributes:
-        key: int32 scalar buffer, which the model's `init_buffers` sets from the seed and the module's name.
+        key: key of this site, an int32 scalar buffer; `init_buffers` sets the key from the seed and the site's name.
     """
 
     key: Tensor

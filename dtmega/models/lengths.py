@@ -1,4 +1,4 @@
-"""The lengths of a model's sequences, and the heads of its attention, as far as the mesh has to divide them."""
+"""A model's sequence lengths and attention heads, and the checks that the mesh can divide both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
     """
     cp, tp = sizes["cp"], sizes["tp"]
     for key, length in lengths.items():
-        # Under a causal mask a rank holds two slices, from both ends of the sequence.
+        # Under a causal mask a rank holds two slices, one from each half of the sequence.
         n_slices = cp if key in whole.both_ways else 2 * cp
         if cp > 1 and length % n_slices:
             product = f"cp={cp}" if n_slices == cp else f"2 x cp = {n_slices}"
@@ -30,9 +30,9 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
 def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: Mapping[str, int]) -> bool:
     """True if attention under cp exchanges heads, False if it gathers keys and values ([mesh] cp_form).
 
-    Per token of a rank, gathering receives (cp - 1) 2 G K numbers, and exchanging heads receives (cp - 1) / cp
-    (2 H + 2 G) K, where H and G are this rank's heads of queries, and of keys and values. So 'auto' exchanges heads if
-    they can be divided and cp > H / G + 1. What a rank holds during attention has the same ratio.
+    Per token of a rank, gathering receives (cp - 1) 2 G K numbers. Exchanging heads receives 2 (H + G) K (cp - 1) / cp
+    numbers. Here H and G are the numbers of this rank's query heads and key/value heads. So 'auto' exchanges heads if
+    cp divides the heads and cp > H / G + 1. The memory for attention has the same ratio.
 
     Raises:
         ValueError: cp_form is 'heads', and cp does not divide the heads.
@@ -51,10 +51,10 @@ def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: M
 
 
 def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:
-    """The lengths of a model's sequences, by their keys in [data].
+    """The lengths of a model's sequences, by key in [data].
 
     Raises:
-        ValueError: a length for a sequence that the model does not have, such as a decoder's.
+        ValueError: [data] sets the length of a sequence that the model does not have, such as a decoder's.
     """
     for key in cfg.data.lengths:
         field = config.Data.model_fields[key]

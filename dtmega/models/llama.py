@@ -131,22 +131,22 @@ class Llama(Model):
         Args:
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
-            sample_ids: ignored, [B] int64, because Llama has no dropout.
+            sample_ids: global sample numbers, [B] int64, ignored because Llama has no dropout.
             position_ids: positions for the rotation of queries and keys, [B, S] int64; None: `places`.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-            prefix: mask of the tokens that all tokens of the same document see, even earlier tokens, [B, S] bool.
+            prefix: mask of the tokens visible to all tokens of the same document, even to earlier tokens, [B, S] bool.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
-            hidden: hidden state from the stage before, [B, S, D], on stages without the embedding. If a plan cuts the
-                sequence, only this rank's part of S.
+            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
+                part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64.
-            cache: key/value cache of the earlier tokens, to which this call adds `tokens`.
+            cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 
         Returns:
-            The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, S, V] without.
-            Earlier stages return {"hidden": hidden state}.
+            {"lm": fp32 sum of token losses} on the last stage, or the logits [B, S, V] if there are no labels.
+            {"hidden": hidden state} on earlier stages.
         """
         # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
-        # token brings a new length, so only batches with labels (training, evaluation) use a fused kernel.
+        # new token changes the length, so only batches with labels (training, evaluation) use a fused kernel.
         rule = attention_rule(
             places,
             causal=True,

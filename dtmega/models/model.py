@@ -46,9 +46,9 @@ class Model(nn.Module):
             labelled token, per decoder token, or per sequence. A name also covers all nested modules; later names
             override earlier names.
         lengths: keys of [data] that hold the lengths of the model's sequences.
-        both_ways: keys of [data] for the lengths of texts whose tokens attend to the tokens before and after them.
-        decoder_rows: names of the rows of a batch that have the length of the decoder's text.
-        context: ranks that share the sequences of the batch at hand; None: this process has whole sequences.
+        both_ways: keys of [data] that hold the lengths of texts with attention in both directions.
+        decoder_rows: names of the batch rows that are as long as the decoder's text.
+        context: ranks that share the sequences of the current batch; None: this process has whole sequences.
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' if there is none.
         one_backward: reason why backward cannot run in two parts; '' if it can.
     """
@@ -74,7 +74,7 @@ class Model(nn.Module):
         return super().__call__(tokens, *args, places=places, **kwargs)
 
     def part_of(self, rows: Mapping[str, Tensor], context: ContextParallel) -> dict[str, Tensor]:
-        """This rank's part of the rows of a batch, with the places of its tokens."""
+        """This rank's part of a batch's rows, including the places of the tokens in this part."""
         whole = {"places": consecutive(rows["tokens"]), **rows}
         if "decoder_tokens" in rows:
             whole.setdefault("decoder_places", consecutive(rows["decoder_tokens"]))

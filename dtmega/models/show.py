@@ -53,7 +53,7 @@ def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 
         model: a decoder that returns logits [B, S, V].
         tokenizer: the model's tokenizer.
         prompt: text to continue.
-        tokens: largest number of new tokens.
+        tokens: maximum number of new tokens.
         options: fields of `Sampling`.
 
     Raises:
@@ -90,7 +90,7 @@ def filled(
         tokenizer: the model's tokenizer, which has [CLS], [MASK] and [SEP].
         prompt: text with at least one [MASK].
         top_k: number of tokens to list per mask; 0 = all.
-        multiple: number of equal parts that a sequence must divide into: the size of tp.
+        multiple: number that must divide the sequence length: the size of tp.
         settle: function called with the ids of the listed tokens, int64 [masks, top_k]. The function may overwrite the
             ids (`Sampling.settle`).
 
@@ -160,7 +160,7 @@ def answered(
         model: a model with an encoder and a decoder.
         tokenizer: the model's tokenizer.
         prompt: text in which <extra_id_0> and so on stand for hidden spans.
-        tokens: largest number of tokens in the answer, all spans together.
+        tokens: maximum number of tokens in the answer, all spans together.
         objective, sentinels: values of these [data] keys in training.
         options: fields of `Sampling`.
 

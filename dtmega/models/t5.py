@@ -56,7 +56,7 @@ class Attention(nn.Module):
             x: source of the queries, [B, T, D].
             rule: attention rule: which queries attend to which keys, and which bias each score gets.
             head_ids: global numbers of this rank's heads, [H] int32.
-            sample_ids: global sample numbers, [B] int64, the keys of dropout masks.
+            sample_ids: global sample numbers, [B] int64, which key the dropout masks.
             encoded: encoder's output as the source of keys and values, [B, S, D]; None: x is that source.
         """
         source = x if encoded is None else encoded
@@ -88,7 +88,7 @@ class MLP(nn.Module):
         Args:
             x: input, [B, T, D].
             channel_ids: global numbers of this rank's channels, [F] int32.
-            sample_ids: global sample numbers, [B] int64, the keys of dropout masks.
+            sample_ids: global sample numbers, [B] int64, which key the dropout masks.
             places: global index of each token in its sample, [B, T] int64.
         """
         up = self.up(x)
@@ -160,8 +160,8 @@ class T5(Model):
             learned positions.
         memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A
             plan gathers the output here, once for all layers.
-        head_ids: global number of each head, used in the keys of attention dropout; a buffer, so that a plan can cut
-            the numbers along with the heads.
+        head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
+            numbers along with the heads.
         channel_ids: global number of each inner channel of the feed-forward, used in the keys of dropout there; a
             buffer, so that a plan can cut the numbers along with the channels.
     """
@@ -281,7 +281,7 @@ class T5(Model):
             tokens: text that the encoder reads, [B, S] int64.
             decoder_tokens: decoder's text so far, [B, T] int64; None: run the encoder only.
             labels: token to predict at each place, [B, T] int64; a label of -100 takes no part in the loss.
-            sample_ids: global sample numbers, [B] int64, the keys of dropout masks; needed in training with dropout.
+            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
             document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; both or
                 neither. A token attends only to tokens of its own document, in cross-attention too. Padding is a
                 document of its own.
@@ -290,19 +290,19 @@ class T5(Model):
             encoded: encoder's output, [B, S, D], on stages after the encoder; cut like `hidden`. A whole model with
                 `encoded` runs only the decoder, so that generation runs the encoder once.
             places, decoder_places: global index of each token in its sample, [B, S] and [B, T] int64.
-            cache: key/value cache of the decoder's earlier tokens, to which this call adds `decoder_tokens`.
+            cache: key/value cache of the decoder's earlier tokens; this call adds `decoder_tokens` to the cache.
 
         Returns:
-            The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, T, V] without.
-            Earlier stages return {"hidden": hidden state}. The stage on which the encoder ends, and a whole model
-            without decoder_tokens, return {"encoded": the encoder's output}.
+            {"lm": fp32 sum of token losses} on the last stage, or the logits [B, T, V] if there are no labels.
+            {"hidden": hidden state} on earlier stages. The stage on which the encoder ends, and a whole model without
+            decoder_tokens, return {"encoded": the encoder's output}.
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
         # A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
-        # mostly for generation, where each token brings a new length. So only passes with labels and without attention
-        # dropout use a fused kernel.
+        # mostly for generation, where each new token changes the length. So only passes with labels and without
+        # attention dropout use a fused kernel.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         source = _Text(tokens, places, document_ids)
         handed_on: dict[str, Tensor] = {}

@@ -36,7 +36,7 @@ from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
 from dtmega.ops.shared_rule import SharedRule
 
-FEW_QUERIES = 64  # with fewer queries, calls to the batched products would take longer than their arithmetic
+FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
 
 
 class Dropout(NamedTuple):
@@ -107,7 +107,7 @@ def attention(
 def _over_ranks(
     q: Tensor, k: Tensor, v: Tensor, shared: SharedRule, dropout: Dropout | None, scale: float | None
 ) -> Tensor:
-    """Compute the attention of this rank's tokens, [B, H, S / cp, K], if ranks share the sequences."""
+    """Compute attention for this rank's tokens, [B, H, S / cp, K], in sequences that several ranks share."""
     context = shared.context
     if context.by_heads:
         if dropout is not None:
@@ -116,7 +116,7 @@ def _over_ranks(
         k, v = (context.to_heads(x, shared.keys_balanced) for x in (k, v))
         out = attention(q, k, v, shared.runs[0].rule, dropout, scale)
         return context.to_tokens(out, shared.queries_balanced)
-    # One message for both.
+    # One message carries keys and values.
     joined = context.gather(torch.cat([k, v], dim=-1), shared.keys_balanced)
     k, v = joined.split([k.shape[-1], v.shape[-1]], dim=-1)
     outs: list[Tensor] = []
@@ -225,7 +225,7 @@ class _ByChunks(torch.autograd.Function):
                 attn_mask=_in_dtype(rule.bias(chunk), q),
                 scale=ctx.scale,
             )
-            # A single chunk of queries may still leave out keys that a window hides from all of them.
+            # Even a single chunk of queries may leave out keys, if a window hides these keys from all queries.
             if len(chunks) == 1 and chunk_dk.shape == k.shape:
                 dq, dk, dv = chunk_dq, chunk_dk, chunk_dv
             else:

@@ -63,7 +63,7 @@ class AttentionRule(NamedTuple):
         causal, window: arguments of `attention_rule`.
         block_mask: FlexAttention's mask; None if the kernels work on chunks of queries.
         cache: cache of keys and values; the first columns of `key_places` belong to the cached tokens.
-        shared: the rules of the attention of several ranks, if ranks share the sequences.
+        shared: rule for sequences that several ranks share; None if this process has whole sequences.
     """
 
     query_places: Tensor
@@ -248,8 +248,8 @@ def attention_rule(
         window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
         document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding is a
             document of its own.
-        prefix: mask of the keys that all queries of the same document see, even earlier queries, [B, T] bool. With a
-            cache, a prefix is allowed only while the cache is empty.
+        prefix: mask of the keys visible to all queries of the same document, even to earlier queries, [B, T] bool. With
+            a cache, a prefix is allowed only while the cache is empty.
         slopes: ALiBi's slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the
             slopes of this rank's heads.
         table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`): the bias is the entry for (place of the
@@ -290,7 +290,7 @@ def attention_rule(
 
 
 def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) -> AttentionRule:
-    """Add what saves a kernel work: a block mask on CUDA, or a strip if places are consecutive."""
+    """Add the field that saves a kernel work: a block mask on CUDA, or a strip if places are consecutive."""
     if rule.query_places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))
     depends_on_distance = rule.adds or rule.causal or rule.window > 0
@@ -304,7 +304,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     """ALiBi's slopes, [H] fp32 (Press, Smith, Lewis, "Train Short, Test Long", 2022).
 
     The first n heads have 2^(-8 i/n) for i = 1, 2, ..., n, where n is the largest power of two up to H. The other H - n
-    heads have 2^(-8 i/n) for i = 1/2, 3/2, ..., so that their exponents are halfway between those of the first n.
+    heads have 2^(-8 i/n) for i = 1/2, 3/2, ..., with exponents halfway between the exponents of the first n heads.
     """
     n = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]

@@ -65,8 +65,8 @@ def _key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Turn bools [B, query blocks, key blocks] into FlexAttention's form, with a dim of 1 for the heads.
 
     Returns:
-        For each query block, the number of key blocks that are True, [B, 1, query blocks], and the indices of all key
-        blocks, with the True ones first, [B, 1, query blocks, key blocks].
+        The number of True key blocks for each query block, [B, 1, query blocks], and the indices of all key blocks,
+        True blocks first, [B, 1, query blocks, key blocks].
     """
     count = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)

@@ -1,17 +1,17 @@
-"""Context parallelism: the ranks of an axis share a sequence, and each layer's attention joins their parts.
+"""Context parallelism: the ranks of the cp axis share each sequence, and the attention in each layer joins the parts.
 
 Each rank holds S / cp tokens of each row. Under a causal mask, rank r holds slices r and 2 cp - 1 - r of 2 cp slices,
-so that all ranks have the same number of pairs to compute (Llama 3, arXiv:2407.21783, section 3.3.2); if attention sees
-both ways, rank r holds one slice of cp. Everything outside attention works on single tokens and needs no other rank,
-because places are global and come with the batch.
+so that all ranks have the same number of pairs to compute (Llama 3, arXiv:2407.21783, section 3.3.2). With attention in
+both directions, rank r holds slice r of cp. Everything outside attention works on single tokens and needs no other
+rank, because places are global and come with the batch.
 
 Attention has two forms:
 
     gather   each rank has the keys and values of all tokens    [B, G, S/cp, K] -> [B, G, S, K]
     heads    each rank has all tokens, for a part of the heads  [B, H, S/cp, K] -> [B, H/cp, S, K]
 
-In backward, the gradients of the keys and values that a rank has gathered are sums over all ranks' queries. They are
-added in rank order, so that the bits do not depend on the order in which messages arrive.
+In backward, the gradients of gathered keys and values are summed over the ranks. The terms are added in rank order, so
+that the bits do not depend on the order in which messages arrive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ContextParallel(NamedTuple):
 
         Args:
             row: tensor of all tokens.
-            balanced: True for two slices, from both ends of the sequence; False for one slice.
+            balanced: True for two slices, one from each half of the sequence; False for one slice.
         """
         n, rank = self.group.size(), self.group.rank()
         if not balanced:
@@ -52,7 +52,7 @@ class ContextParallel(NamedTuple):
         return torch.cat([slices[rank], slices[2 * n - 1 - rank]], dim=1)
 
     def whole(self, part: Tensor, balanced: bool) -> Tensor:
-        """The row tensor [B, S, ...] whose parts the ranks hold, without a gradient."""
+        """Join the ranks' parts into the row tensor [B, S, ...], without a gradient."""
         # gloo does not gather bools.
         numbers = part.to(torch.uint8) if part.dtype == torch.bool else part
         return _in_order(_all_gather(numbers, self.group), dim=1, balanced=balanced).to(part.dtype)
@@ -71,11 +71,11 @@ class ContextParallel(NamedTuple):
         return [Run(0, half, rank * half), Run(half, length, (2 * n - 1 - rank) * half)]
 
     def gather(self, keys: Tensor, balanced: bool) -> Tensor:
-        """Keys or values of all tokens, [B, G, S, K] in the order of the sequence, from those of this rank's tokens."""
+        """Gather the ranks' keys or values [B, G, S / cp, K] into [B, G, S, K], in the order of the sequence."""
         return cast(Tensor, _Gather.apply(keys, self.group, balanced))
 
     def to_heads(self, x: Tensor, balanced: bool) -> Tensor:
-        """Exchange this rank's tokens, [B, H, S / cp, K], for a part of the heads of all tokens, [B, H / cp, S, K]."""
+        """Turn all heads of this rank's tokens, [B, H, S / cp, K], into some heads of all tokens, [B, H / cp, S, K]."""
         return cast(Tensor, _ToHeads.apply(x, self.group, balanced))
 
     def to_tokens(self, x: Tensor, balanced: bool) -> Tensor:
@@ -91,8 +91,8 @@ class Run(NamedTuple):
     """A run of consecutive tokens.
 
     Attributes:
-        start, stop: indices of its tokens among the tokens that the rank holds.
-        place: index of its first token in the whole sequence.
+        start, stop: bounds of the run among the tokens that the rank holds.
+        place: index of the run's first token in the whole sequence.
     """
 
     start: int
@@ -105,13 +105,13 @@ def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
     pieces = list(parts.unbind())
     if balanced:
         halves = [part.chunk(2, dim) for part in pieces]
-        # The second halves come from the end of the sequence, the first rank's last.
+        # The second halves form the end of the sequence, in reverse rank order.
         pieces = [first for first, _ in halves] + [second for _, second in reversed(halves)]
     return torch.cat(pieces, dim)
 
 
 def _by_rank(x: Tensor, n: int, dim: int, balanced: bool) -> Tensor:
-    """The inverse of `_in_order`: [n, ...], the part of each rank."""
+    """The inverse of `_in_order`: the parts of all ranks, stacked as [n, ...]."""
     if not balanced:
         return torch.stack(x.chunk(n, dim))
     slices = x.chunk(2 * n, dim)
@@ -119,7 +119,7 @@ def _by_rank(x: Tensor, n: int, dim: int, balanced: bool) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, [cp, ...]."""
+    """Gather the ranks' tensors into [cp, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return functional.all_gather_tensor(x[None], 0, group)
@@ -129,7 +129,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send parts[r] to rank r: [cp, ...] -> [cp, ...], the parts that the ranks have sent here."""
+    """Send parts[r] to each rank r, and return the parts received from all ranks: [cp, ...] -> [cp, ...]."""
     parts = parts.contiguous()
     if torch.compiler.is_compiling():
         return functional.all_to_all_single(parts, None, None, group)

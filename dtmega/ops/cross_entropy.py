@@ -169,7 +169,7 @@ class _Gradients:
         n_tokens = h.shape[0]
         self.are_needed = needs_dh or needs_dweight or needs_dbias
         self._dh = torch.empty_like(h) if needs_dh else None
-        # Zeros if there are no tokens: FSDP reduces the gradients that exist, so all ranks must have the same ones.
+        # Zeros if there are no tokens: FSDP reduces existing gradients, so the same gradients must exist on all ranks.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
         # The sum is in fp32, because a sum over thousands of tokens in bf16 would lose the small terms.

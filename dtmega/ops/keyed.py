@@ -63,10 +63,10 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
     """Row keys [B, H, C] for the dropout mask (`keep`) of attention probabilities.
 
     Args:
-        key: int32 scalar, key of the dropout site.
-        sample_ids: [B] int64, global numbers of the samples.
-        head_ids: [H] int32, global numbers of the heads.
-        query_places: [B, C] int32, places of the queries.
+        key: key of the dropout site, int32 scalar.
+        sample_ids: global numbers of the samples, [B] int64.
+        head_ids: global numbers of the heads, [H] int32.
+        query_places: places of the queries, [B, C] int32.
     """
     rows = mix(fold(sample_ids) ^ key)[:, None, None] ^ head_ids[:, None]
     return mix(mix(rows) ^ query_places[:, None])

@@ -1,7 +1,7 @@
-"""The attention rule of sequences that several ranks share (context parallelism).
+"""The attention rule for sequences that several ranks share (context parallelism).
 
-Each rank computes the queries of its own tokens, or of its own heads. A run of consecutive queries with all keys before
-it has the same form as the queries of one process with a cache, so the same kernels compute it.
+Each rank computes the queries of its own tokens, or of its own heads. A run of consecutive queries with all earlier
+keys has the same form as one process's queries with a cache, so the same kernels can compute the run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dtmega.ops.context_parallel import ContextParallel
 
 
 class RunRule(NamedTuple):
-    """The rule of a run of consecutive queries.
+    """The rule for a run of consecutive queries.
 
     Attributes:
-        start, stop: indices of the queries among those that the rank computes.
+        start, stop: bounds of the run among the queries that the rank computes.
         n_keys: number of keys, from the start of the sequence, that the queries may see.
-        rule: rule of these queries and keys.
+        rule: attention rule for these queries and keys.
     """
 
     start: int
@@ -31,11 +31,11 @@ class RunRule(NamedTuple):
 
 
 class SharedRule(NamedTuple):
-    """The rule of sequences that several ranks share.
+    """The rule for sequences that several ranks share.
 
     Attributes:
         context: ranks that share the sequences.
-        runs: rules of the queries that this rank computes.
+        runs: rules for the runs of queries that this rank computes.
         queries_balanced, keys_balanced: True if a rank holds two slices of the queries, or of the keys.
     """
 
@@ -46,16 +46,16 @@ class SharedRule(NamedTuple):
 
 
 def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Callable[[Any, bool], Any]) -> Any:
-    """Complete the rule of sequences that several ranks share.
+    """Complete the rule for sequences that several ranks share.
 
     Args:
-        part: an `AttentionRule` with this rank's parts of the tensors of queries and of keys.
+        part: `AttentionRule` with this rank's parts of the query and key tensors.
         context: ranks that share the sequences.
-        crosses: True if the keys belong to other tokens than the queries.
-        finish: completes the rule of consecutive queries; called with the rule, and with True if its last key is the
-            one of its last query.
+        crosses: True for cross-attention, where keys and queries come from different tokens.
+        finish: function that completes a rule for consecutive queries. The arguments are the rule, and True if the last
+            key and the last query belong to the same token.
     """
-    # Tokens under a causal mask are balanced over the ranks, and so are a decoder's, which attend to an encoder's.
+    # Tokens under a causal mask are balanced over the ranks. So are a decoder's queries in cross-attention.
     keys_balanced, queries_balanced = part.causal, part.causal or crosses
 
     def whole(tensor: Tensor | None, balanced: bool) -> Tensor | None:
@@ -77,7 +77,7 @@ def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Call
 def _run_of_heads(
     part: Any, context: ContextParallel, crosses: bool, balanced: bool, finish: Callable[[Any, bool], Any]
 ) -> RunRule:
-    """The rule of all queries, for this rank's part of the heads."""
+    """The rule for all queries, with this rank's part of the heads."""
     documents = part.query_documents
     rule = part._replace(
         query_places=context.whole(part.query_places, balanced),
@@ -91,8 +91,8 @@ def _run_of_heads(
 def _runs_of_tokens(
     part: Any, context: ContextParallel, balanced: bool, finish: Callable[[Any, bool], Any]
 ) -> list[RunRule]:
-    """The rules of the runs of queries that this rank holds, each with the keys that its queries may see."""
-    # A causal query sees no key behind it, unless the key is part of a prefix.
+    """The rules for the runs of queries that this rank holds, each with all keys that the run may see."""
+    # A causal query sees no later key, unless the key is part of a prefix.
     ends_with_queries = part.causal and part.prefix is None
     runs: list[RunRule] = []
     for run in context.runs(part.query_places.shape[1], balanced):

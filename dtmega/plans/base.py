@@ -83,7 +83,7 @@ class Style(ParallelStyle):
     Args:
         stack: stack of blocks that the module belongs to; True or False for a new stack with or without sequence
             parallelism.
-        sizes: numbers that tp must divide, by key in [model].
+        sizes: numbers that tp must divide, keyed as in [model].
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}

@@ -14,9 +14,9 @@
 With sequence parallelism, regions begin with `gather` and end with `scatter`, and between regions each rank keeps only
 its part of the sequence.
 
-`split` cuts a tensor that every rank has, and `join` is its inverse. `split` and `join` are for code in which all ranks
-compute what a single process would compute. In this code, each gradient is complete on its rank, so backward joins or
-cuts gradients but never adds them up.
+`split` cuts a tensor that every rank has, and `join` is its inverse. `split` and `join` are for code in which every
+rank does the same computation as a single process. In this code, each gradient is complete on its rank, so backward
+joins or cuts gradients but never adds them up.
 
 A tensor of rows, [N/tp, D], is gathered and scattered along N. The rows of the gathered tensor may be in a different
 order than the tokens, because `scatter` restores the order.

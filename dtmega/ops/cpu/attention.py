@@ -1,9 +1,9 @@
 """Attention in bfloat16 on a CPU with bfloat16 instructions, which torch's fused kernels do not use.
 
-The queries are processed in parts: some samples, some heads, a few hundred places. One batched product computes the
-scores of a part. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's cache.
-For short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass recomputes
-the probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
+The queries are processed in parts: some samples, some heads, a few hundred places. One batched product computes a
+part's scores. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's cache. For
+short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass recomputes the
+probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
 
 The queries of a chunk are in reverse order, the last one first. In this order, a bias that depends only on the distance
 is a view of one row of numbers per head, and this row stays in the cache.
@@ -37,7 +37,7 @@ LONG = 1024
 # Scores are in base 2, because torch's `exp2` is as exact as `exp` and can be faster: it takes a third of the time on
 # CPUs for which `exp` is not optimised (AMD), and is not slower for -inf than for other numbers.
 LOG2_E = math.log2(math.e)
-# A probability of at most 2^-60 times the query's largest one is set to 0: even the sum of thousands of such
+# A probability of at most 2^-60 times the query's largest probability is set to 0: even the sum of thousands of such
 # probabilities would not change the largest. With ALiBi many numbers are so small that fp32 stores them as denormals,
 # and computing with denormals is ten times as slow on a CPU.
 NEGLIGIBLE = -60.0
@@ -403,7 +403,7 @@ def _row_keys(
 
 
 def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
-    """Drop and rescale probabilities [rows, heads, C, keys] in place, keyed by `_row_keys` and the places of keys."""
+    """Apply dropout to probabilities [rows, heads, C, keys] in place; `row_keys` and `key_places` key the draws."""
     # numpy takes a quarter of torch's time to multiply by booleans, and half of torch's time to hash.
     kept = keyed.keep(p, row_keys.numpy(), key_places.numpy())
     np.multiply(x.numpy(), kept, out=x.numpy())

@@ -15,7 +15,7 @@ import torch
 # Waiting is measured between these two steps of this process. The first steps are left out, because compilers and data
 # readers start then.
 FROM, TO = 3, 13
-CROWDED = 0.25  # seconds of waiting per second, summed over threads, from which the user gets advice
+CROWDED = 0.25  # advise the user from this sum of all threads' waiting, in seconds per second
 THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
