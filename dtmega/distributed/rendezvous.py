@@ -5,7 +5,7 @@ find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCH
 an attempt, because each node counts only its own failures.
 
 So rank 0 numbers the attempts. Rank 0 starts a new attempt, waits until all ranks have joined the attempt, and then
-opens it. If a rank finds an open attempt that this rank has not joined, then that attempt is an earlier one.
+opens it. An open attempt that a rank has not joined is therefore an earlier attempt.
 """
 
 from __future__ import annotations

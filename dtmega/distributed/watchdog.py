@@ -65,7 +65,7 @@ class Beat(NamedTuple):
 
 
 class CodePlace(NamedTuple):
-    """The place in the code that a rank's main thread has reached.
+    """The point in the code that a rank's main thread has reached.
 
     Attributes:
         waits: True if the thread waits for other ranks in a collective.
@@ -198,7 +198,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: time in which no step has ended, such as "in 20 s", or the error that ended the process first.
+            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
 
         Returns:
             The exit code.
@@ -401,7 +401,7 @@ def _place_of_main_thread() -> CodePlace:
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
-    """Find the place of a thread in the code.
+    """Find where in the code a thread is.
 
     A thread counts as waiting for other ranks if it is in a call to torch.distributed, and all frames inside this call
     belong to torch or Python.

@@ -125,7 +125,7 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
 
 
 def few(events: list[Event], most: int = MARKS) -> list[Event]:
-    """All events if there are at most `most`; otherwise `most` of the events, evenly spaced."""
+    """Keep all events if there are at most `most` events; otherwise keep `most` events, evenly spaced."""
     if len(events) <= most:
         return events
     return [events[i] for i in np.linspace(0, len(events) - 1, most).astype(int)]

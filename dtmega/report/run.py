@@ -25,8 +25,8 @@ from dtmega.training import history
 from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
-# A configuration by section, as written and not validated. So the report can also show a configuration that is
-# incomplete or comes from another version of dtmega.
+# A configuration by section, as written. The configuration is not validated, so the report also shows an
+# incomplete configuration or one from another version of dtmega.
 Config = Mapping[str, Mapping[str, Any]]
 
 
@@ -122,7 +122,7 @@ class Run(NamedTuple):
         if self.ended is not None:
             return self.ended.checkpoint
         saved = [event.text for event in self.record.events if event.kind == "checkpoint"]
-        # An example of a text: "of step 100; training stood still for 0.05 s".
+        # The text looks like "of step 100; training stood still for 0.05 s".
         return saved[-1].partition(";")[0].removeprefix("of ") if saved else ""
 
     @property

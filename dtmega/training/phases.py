@@ -128,7 +128,7 @@ class Phases:
         phases["other_s"] = other_s
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
-            # The host does not wait when the device waits, so the host's busy time says nothing here. So the time
+            # The host does not wait when the device waits, so the host's busy time is no measure. Therefore, the time
             # that the device spends waiting for other ranks during forward and backward counts as own time.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)

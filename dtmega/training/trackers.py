@@ -311,7 +311,7 @@ class Sink:
         self._ending.set()
 
     def joined(self, deadline: float) -> bool:
-        """Wait for the thread to end, until `deadline` (in `time.monotonic` time). Returns True if it has ended."""
+        """Wait until the thread ends, or until `deadline` in `time.monotonic` time. Returns True if the thread has ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
