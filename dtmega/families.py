@@ -200,7 +200,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def of(model: config.Model) -> Family:
-    """The family of a [model] section."""
+    """The family that a [model] section belongs to."""
     return FAMILIES[model.name]
 
 

@@ -242,7 +242,7 @@ def start(
 def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     """Make the groups that this process is in, by name. Names with the same ranks share one group.
 
-    Each process makes only its own groups, one of each kind, regardless of the number of processes. All processes make
+    Each process makes only its own groups, one of each kind, however many processes there are. All processes make
     the kinds in the same order, so overlapping groups cannot wait for each other in a cycle. torch derives a
     group's name from the number of groups that the process made before, so a group has the same name on all members.
 
@@ -291,7 +291,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 
 
 def rendezvous(timeout_s: float) -> Store:
-    """Store of the process group. Before the group exists: a new store that only this attempt of the job uses.
+    """The process group's store. Before the group exists: a new store that only this attempt of the job uses.
 
     Raises:
         ValueError: `rendezvous.meet` failed.

@@ -1,6 +1,6 @@
 """The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own store.
 
-torchrun keeps one store for all restarts of a job. If attempts shared the keys in torchrun's store, a new attempt would
+torchrun keeps one store for all restarts of a job. If attempts shared the keys in this store, a new attempt would
 find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify
 an attempt, because each node counts only its own failures.
 

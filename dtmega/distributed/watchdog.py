@@ -134,7 +134,7 @@ class Watch:
         """Share beats through a store from now on: publish this rank's beats, and read those of the other ranks.
 
         Args:
-            store: connection to the store, which no other code uses. The watching thread uses a clone of this
+            store: connection to the store, used by no other code. The watching thread uses a clone of this
                 connection, because the main thread may hang while using the original.
             size: number of ranks.
         """
@@ -416,8 +416,8 @@ def place_of(frame: FrameType | None) -> CodePlace:
     innermost, waits, only_torch = frame, False, True
     # Walk from the innermost frame outwards, through all library frames.
     while frame is not None and _is_library(path := frame.f_code.co_filename, torch_paths):
-        # torch's pipeline schedule is part of torch.distributed too, but it calls stages, whose code is not part of
-        # torch. Because of `only_torch`, a stage that hangs does not count as waiting.
+        # torch's pipeline schedule is part of torch.distributed too, but the schedule calls stages, which are not
+        # part of torch. Because of `only_torch`, a stage that hangs does not count as waiting.
         only_torch = only_torch and path.startswith(torch_paths)
         waits = waits or (only_torch and path.startswith(os.path.join(torch, "distributed")))
         frame = frame.f_back

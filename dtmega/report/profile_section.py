@@ -107,7 +107,7 @@ def _link(stem: Path, suffix: str, label: str, page_folder: Path) -> str:
         n_bytes = path.stat().st_size
     except OSError:
         return ""
-    # A browser resolves ".." from the text of a path, without following symbolic links. `abspath` does the same, while
+    # A browser resolves ".." in a path as text, without following symbolic links. `abspath` does the same, while
     # `resolve` would follow symbolic links.
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(page_folder))
     return f'<a href="{text(quote(os.fsencode(relative)))}">{label}</a> ({unbroken(file_size(n_bytes))})'

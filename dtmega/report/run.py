@@ -152,7 +152,7 @@ def read(directories: Sequence[str]) -> list[Run]:
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The names of the runs: each path's last component if no two are equal, otherwise the whole paths."""
+    """The names of the runs: each path's last component if all components differ, otherwise the whole paths."""
     folder_names = [Path(directory).resolve().name for directory in directories]
     return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 

@@ -257,9 +257,9 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            checkpoint: number of the step that was saved; an asynchronous save ends some steps later.
+            checkpoint: number of the saved step, which may be below `step`: an asynchronous save ends later.
             stall_s: seconds for which the save paused training.
-            error: reason why the save failed; '' if it succeeded.
+            error: reason why the save failed; '' if the save succeeded.
             warning: reason why a power cut may undo the checkpoint; '' if a power cut cannot undo it.
         """
         if not self.write:

@@ -60,7 +60,7 @@ class ShardedModel:
         replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: ranks that share the sequences of each microbatch; None if cp is 1.
-        on_reduce: function that is called after backward, before the remaining gradients are summed over ranks.
+        on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ShardedModel:
     def forward_backward(
         self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
     ) -> Tensor:
-        """Compute the gradients of one step. The loss is the weighted sum of the objective's means over the batch.
+        """Compute the gradients of one step. The loss is a weighted sum of the objective's means over the batch.
 
         Each mean is a sum over the global batch, divided by a count over the global batch. So every rank, microbatch
         and stage adds its part with the same divisor, and the layout does not change the loss.
@@ -375,9 +375,9 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
 
-    # recompute. tp usually frees a region's gathered input, and gathers the input again in backward. In two cases tp
-    # keeps the gathered input. In recomputed blocks, the recomputation gathers the input just before backward. And if
-    # backward runs in two parts, only torch's own matrix product can run the parts separately, and it keeps its input.
+    # recompute. tp usually frees a region's gathered input, and gathers the input again in backward. tp keeps the
+    # gathered input in two cases. In recomputed blocks, the recomputation gathers the input just before backward. And
+    # if backward runs in two parts, only torch's own matrix product, which keeps its input, can run them separately.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -396,7 +396,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
 
-    # fsdp. If each rank holds the whole model and only dtypes differ, master weights take its place. FSDP comes after
+    # fsdp. If each rank holds the whole model and only dtypes differ, only master weights are set up. FSDP comes after
     # compile, so that FSDP's hooks, which gather and free weights, stay outside the compiled graphs.
     if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)

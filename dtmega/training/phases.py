@@ -6,7 +6,7 @@
     times = phases.end_step()          # later phases belong to no step: evaluation, checkpoint, ...
 
 Every phase is reported to the watch, which can then name the phase in which a rank hangs. While a profile is recorded,
-each phase is a named range in the trace, within the range of its step, and the peak memory of the phase is recorded.
+each phase is a named range in the trace, within the range of its step, and the phase's peak memory is recorded.
 """
 
 from __future__ import annotations
