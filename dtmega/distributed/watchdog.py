@@ -131,7 +131,7 @@ class Watch:
         self._thread.start()
 
     def share(self, store: Store, size: int) -> None:
-        """Share beats through a store from now on: publish this rank's beats, and read those of the other ranks.
+        """Share beats through a store from now on: publish this rank's beats, and read the other ranks' beats.
 
         Args:
             store: connection to the store, used by no other code. The watching thread uses a clone of this
@@ -407,7 +407,7 @@ def place_of(frame: FrameType | None) -> CodePlace:
     belong to torch or Python.
 
     Args:
-        frame: the thread's innermost frame; None if there is no such thread.
+        frame: the thread's innermost frame; None if the thread does not exist.
     """
     if frame is None:
         return CodePlace(False, "")

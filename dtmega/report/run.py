@@ -217,7 +217,7 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step from which the next start continued.
+    """The parts of a run. Each part ends at the step that the next start continued from.
 
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """

@@ -134,7 +134,7 @@ def parts(starts: Sequence[Start]) -> list[Start]:
     """The starts that wrote the lines now in metrics.jsonl, in step order.
 
     Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an earlier
-    step removes the lines of later steps from metrics.jsonl. A start whose lines were all removed is left out.
+    step removes the lines of later steps from metrics.jsonl. A start is left out if all its lines were removed.
     """
     found: list[Start] = []
     for start in starts:

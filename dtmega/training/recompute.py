@@ -20,7 +20,7 @@ from dtmega.models.model import Model
 from dtmega.ops.cpu.attention import OPERATOR
 from dtmega.ops.cpu.linear import BIASED_PRODUCT
 
-# The operations whose results selective recomputation keeps: matrix products and attention.
+# Selective recomputation keeps the results of these operations: matrix products and attention.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

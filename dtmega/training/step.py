@@ -53,7 +53,7 @@ class Run(NamedTuple):
         pace: monitor of the tokens per second, and of each rank's own time.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
-        digest: digest of the directory that the model is read from; '' if there is no such directory.
+        digest: digest of the directory that the model is read from; '' if the model has no directory.
         loss_scale: dynamic loss scale for float16; None in other precisions.
     """
 
@@ -83,7 +83,7 @@ class StepResult(NamedTuple):
     Attributes:
         loss: weighted sum of `means`.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
-        skipped: True if the weights were left unchanged, because loss or gradient norm is not finite or is a spike.
+        skipped: True if the weights stayed unchanged, because the loss or gradient norm is not finite or is a spike.
         means: the objective's means over the global batch, by name.
         loss_scale: loss scale that was used for float16 gradients; None in other precisions.
         overflowed: True if the step was skipped because a float16 gradient is not finite.

@@ -199,7 +199,7 @@ TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlf
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse trackers whose library is not installed, before anything starts.
+    """Refuse trackers with a missing library, before anything starts.
 
     Raises:
         ValueError: a library is missing; the message names the extra to install.
@@ -311,7 +311,7 @@ class Sink:
         self._ending.set()
 
     def joined(self, deadline: float) -> bool:
-        """Wait until `deadline` (a `time.monotonic` time) for the thread to end. Returns True if the thread has ended."""
+        """Wait for the thread to end, until `deadline` (`time.monotonic`). Returns True if the thread has ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
