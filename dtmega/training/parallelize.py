@@ -377,7 +377,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
     # recompute. tp usually frees a region's gathered input, and gathers the input again in backward. tp keeps the
     # gathered input in two cases. In recomputed blocks, the recomputation gathers the input just before backward. And
-    # if backward runs in two parts, only torch's own matrix product, which keeps its input, can do so.
+    # if backward runs in two parts, only torch's own matrix product works, and that product keeps its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
