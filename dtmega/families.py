@@ -125,13 +125,13 @@ class BuiltInFamily:
         stage.to_empty(device=device)
         # `to_empty` has given separate memory to each module that shares a tied parameter.
         stage.tie()
-        # Fill the whole buffers before sharding, because a slope or an id depends on the head's global number.
+        # Fill the buffers before they are sharded, because a slope or an id depends on the head's global number.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # A stage passes on this rank's part of the sequence, which cp cuts, and with sequence parallelism tp, too.
+        # A stage passes on only this rank's part of the sequence, which cp and sequence parallelism divide.
         parts = sizes["cp"] * (sizes["tp"] if cfg.mesh.sequence_parallel else 1)
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -200,7 +200,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def of(model: config.Model) -> Family:
-    """The family of a [model] section."""
+    """The family that a [model] section belongs to."""
     return FAMILIES[model.name]
 
 
@@ -229,7 +229,7 @@ def objective(cfg: config.Config) -> Objective:
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:
-    """The options for `Show.text`, by name, that depend on how the run was trained.
+    """The options for `Show.text` that depend on how the run was trained, by name.
 
     Raises:
         ValueError: the family does not have the run's objective.
@@ -254,7 +254,7 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of the whole model's tensors, in order, keyed by name in checkpoints. Tied tensors are listed once."""
+    """The shapes of the whole model's tensors, in order, keyed by checkpoint name. Tied tensors are listed once."""
     with torch.device("meta"):
         built = of(model).build(model)
     return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}

@@ -40,7 +40,7 @@ DERIVED = {
     "shards": ("pp", "dp_shard", "cp", "tp"),
     "model": ("pp", "cp", "tp"),
 }
-# The dims of the mesh that parameters are laid out on: ranks that only divide sequences hold different shards, too.
+# The mesh dims that parameters are laid out on. fsdp includes cp, so cp ranks hold different shards too.
 LAID_OUT = ("pp", "dp_replicate", "fsdp", "tp")
 TIMEOUT_S = 600.0
 
@@ -57,7 +57,7 @@ class World:
         tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
         data_rank, data_size: index of this process's slice of the global batch, and number of slices.
         groups: this process's groups, by name: one group for each axis and for each set of ranks in DERIVED.
-        timeout: timeout of the collectives of every group.
+        timeout: timeout of every group's collectives.
     """
 
     rank: int
@@ -74,11 +74,11 @@ class World:
     _between: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def coordinate(self, axis: str) -> int:
-        """This process's place along an axis, counted from 0."""
+        """This process's coordinate along an axis, counted from 0."""
         return self.groups[axis].rank()
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks at these places in this process's pipeline; None if this process is at another place.
+        """The group of ranks at the given places in this process's pipeline; None if this process is elsewhere.
 
         The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". Every
         process must call this method for the same places in the same order.
@@ -242,7 +242,7 @@ def start(
 def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     """Make the groups that this process is in, by name. Names with the same ranks share one group.
 
-    Each process makes only its own groups, one of each kind, regardless of the number of processes. All processes make
+    Each process makes only its own groups, one of each kind, however many processes there are. All processes make
     the kinds in the same order, so overlapping groups cannot wait for each other in a cycle. torch derives a
     group's name from the number of groups that the process made before, so a group has the same name on all members.
 
@@ -268,7 +268,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make this process's group among `lists`. A process in no list gets a group of its own.
+    """Make the group for the list that contains this process. A process in no list gets a group of its own.
 
     All processes must call this function.
     """
@@ -291,7 +291,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 
 
 def rendezvous(timeout_s: float) -> Store:
-    """Store of the process group. Before the group exists: a new store for this attempt of the job only.
+    """The process group's store. Before the group exists: a new store that only this attempt of the job uses.
 
     Raises:
         ValueError: `rendezvous.meet` failed.

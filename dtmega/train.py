@@ -5,7 +5,7 @@ makes the process group and the model, and resumes from a checkpoint. `train` ru
 sample. `--help` lists every key.
 
 On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. The
-same command then continues the run, with the same numbers as without the interruption. All exit codes are in
+same command then continues the run, and the numbers are the same as in an uninterrupted run. All exit codes are in
 `dtmega/distributed/exit_codes.py`.
 """
 
@@ -162,7 +162,7 @@ def leave_traces(log: RankLog, metrics: Metrics) -> None:
 def start_watch(
     cfg: config.Config, world: World, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> Watch:
-    """Start the watchdog, which from then on catches signals and ends a rank that hangs."""
+    """Start the watchdog. From then on, the watchdog catches signals and ends a rank that hangs."""
     records = Path(cfg.run.dir, flight_recorder.FOLDER)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status, records)
     # Register the watch before anything that takes time to close. The watch then closes last, and catches a second
@@ -267,7 +267,7 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
         last: True if no step follows. The function then waits for all saves to end.
 
     Returns:
-        The outcomes of the saves that have ended: this save, or earlier saves that a thread has written meanwhile.
+        The outcomes of the saves that have ended: this save, or earlier saves that a thread wrote in the meantime.
     """
     cfg = run.cfg.checkpoint
     if due(at.step, cfg.interval) or wanted or (last and cfg.final):
@@ -330,8 +330,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         end: configured end of the run, which affects the learning rate.
 
     Returns:
-        The progress after the step, and True if the step was faulty. Instead of True or False, the second value is None
-        if the step was passed over, or was skipped only because float16's loss scale is too large and can be halved.
+        The progress after the step, and a flag: True for a faulty step, False for a good step, and None for a step that
+        was passed over, or was skipped only because float16's loss scale is too large and can be halved.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
@@ -379,7 +379,7 @@ def evaluate_only(run: Run, at: Progress) -> int:
 
 
 def meet_after_step(run: Run, step: int, minutes: float) -> str:
-    """Exchange reasons to stop, and requests to profile the next steps, between all ranks.
+    """Share reasons to stop, and requests to profile the next steps, among all ranks.
 
     Args:
         run: the run.

@@ -41,14 +41,14 @@ LONGEST_POLL_S = 0.5
 HEARTBEAT_S = 1.0  # shortest time between two heartbeats that a rank publishes
 SHOWN_KEYS = 8
 SHOWN_CHARACTERS = 100
-# Configuration keys that may differ between ranks, because they are paths on a node. The files' contents must match.
+# Configuration keys that may differ between ranks, because they hold paths on a node. The files' contents must match.
 PATH_KEYS = ("[data] path", "[data] tokenizer")
 
 T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised inside a step, on a rank that waits for other ranks, if another rank has already failed in this step."""
+    """Raised inside a step, on a rank that waits for the others, if another rank has failed in the step."""
 
 
 class Refused(Exception):
@@ -110,7 +110,7 @@ class Startup:
     Attributes:
         rank, size: rank of this process and number of ranks, from the launcher.
         store: rendezvous store of the job; None before the end of the first step.
-        timeout_s: seconds that a rank waits for the others without hearing a heartbeat.
+        timeout_s: maximum seconds that a rank waits for the others without hearing a heartbeat.
         on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank notices another
             rank's heartbeat while waiting.
 
@@ -369,7 +369,7 @@ def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str])
 
 
 def _differences(contents: Sequence[tuple[Mapping[str, Any], list[int]]]) -> str:
-    """Describe each key that differs between ranks: `[optim] lr is 0.01 on ranks 0, 2, 0.02 on rank 1`.
+    """Describe each key whose value differs between ranks: `[optim] lr is 0.01 on ranks 0, 2, 0.02 on rank 1`.
 
     Args:
         contents: (values, ranks) pairs: a mapping from keys to values, and the ranks that have these values.

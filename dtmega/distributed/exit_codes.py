@@ -1,6 +1,6 @@
 """Exit codes of a run, and `exit.json`, the record of its last exit.
 
-| code | name | why the process left | what to do |
+| code | name | why the process exited | what to do |
 |---|---|---|---|
 | 0 | DONE | the run is finished | |
 | 1 | FAILED | a Python exception; its message is on stderr | read the message |
@@ -80,14 +80,14 @@ class ExitRecord(NamedTuple):
 
 
 class ExitStatus:
-    """The exit code and the reason of this start, once they are known. Also writes `exit.json`.
+    """The exit code and the reason of this start, once they are known, and the writer of `exit.json`.
 
     The file exists only after an exit, because each start removes the file of the previous start. A run that is still
     running, or that was killed, has no `exit.json`.
 
     Attributes:
-        step, checkpoint: as in `ExitRecord`.
-        code, reason: as in `ExitRecord`; None and '' until they are known.
+        step, checkpoint: the same values as in `ExitRecord`.
+        code, reason: the same values as in `ExitRecord`; None and '' until they are known.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class ExitStatus:
 
         Args:
             folder: the run directory.
-            newest: as in `attach`.
+            newest: the same function as in `attach`.
 
         Raises:
             OSError: the previous start's `exit.json` cannot be removed.

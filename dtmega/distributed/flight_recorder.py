@@ -86,7 +86,7 @@ def _write(folder: Path, rank: int, written: list[str]) -> None:
 
 
 def _record(with_stacks: bool) -> bytes:
-    """The pickled record from nccl, or from gloo if nccl recorded nothing; b'' if neither recorded anything."""
+    """nccl's pickled record, or gloo's if nccl recorded nothing; b'' if gloo recorded nothing either."""
     c10d = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
     # Only builds of torch with CUDA have this function.
     of_nccl = getattr(c10d, "_dump_nccl_trace", None)

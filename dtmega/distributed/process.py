@@ -86,7 +86,7 @@ def is_claimed(folder: Path) -> bool | None:
 def tell_agent(reason: str) -> None:
     """Write the reason for the exit into the file that torchrun's agent reads when a worker fails.
 
-    The agent prints this reason at the end of its summary. Without the reason there, the worker's own messages are
+    The agent prints this reason at the end of its summary. Otherwise, the worker's own messages would be
     buried above the agent's traceback (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be
     written, the error is ignored.
     """
@@ -137,7 +137,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _holder(lock: Path) -> str:
-    """Describe the holder of a lock, as far as the lock file names it."""
+    """Describe the process that holds a lock, with the details in the lock file."""
     try:
         return "process {pid} on {host} since {since}".format(**read_object(lock))
     except (ValueError, LookupError):

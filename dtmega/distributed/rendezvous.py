@@ -1,11 +1,11 @@
 """The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own store.
 
-torchrun keeps one store for all restarts of a job. If attempts shared the keys in torchrun's store, a new attempt would
+torchrun keeps one store for all restarts of a job. If attempts shared the keys in this store, a new attempt would
 find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify
 an attempt, because each node counts only its own failures.
 
 So rank 0 numbers the attempts. Rank 0 starts a new attempt, waits until all ranks have joined the attempt, and then
-opens it. If a rank finds an open attempt that this rank has not joined, then that attempt is an earlier one.
+opens it. An open attempt that a rank has not joined is therefore an earlier attempt.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
 def _checksum(tensor: Tensor) -> Tensor:
     """Checksum of one tensor, int64 scalar.
 
-    The words are summed in chunks, so the memory for the sum does not grow with the tensor. The tensor itself is copied
+    The words are summed in chunks, so the extra memory does not grow with the tensor. The tensor itself is copied
     only if it is not contiguous.
     """
     words = tensor.flatten().view({1: torch.int8, 2: torch.int16}.get(tensor.itemsize, torch.int32))

@@ -65,7 +65,7 @@ class Beat(NamedTuple):
 
 
 class CodePlace(NamedTuple):
-    """The place in the code that a rank's main thread has reached.
+    """The point in the code that a rank's main thread has reached.
 
     Attributes:
         waits: True if the thread waits for other ranks in a collective.
@@ -131,10 +131,10 @@ class Watch:
         self._thread.start()
 
     def share(self, store: Store, size: int) -> None:
-        """Share beats through a store from now on: publish this rank's beats, and read those of the other ranks.
+        """Share beats through a store from now on: publish this rank's beats, and read the other ranks' beats.
 
         Args:
-            store: connection to the store, which no other code uses. The watching thread uses a clone of this
+            store: connection to the store, used by no other code. The watching thread uses a clone of this
                 connection, because the main thread may hang while using the original.
             size: number of ranks.
         """
@@ -198,7 +198,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: time in which no step has ended, such as "in 20 s", or the error that ended the process first.
+            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
 
         Returns:
             The exit code.
@@ -401,13 +401,13 @@ def _place_of_main_thread() -> CodePlace:
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
-    """Find the place of a thread in the code.
+    """Find where in the code a thread is.
 
     A thread counts as waiting for other ranks if it is in a call to torch.distributed, and all frames inside this call
     belong to torch or Python.
 
     Args:
-        frame: the thread's innermost frame; None if there is no such thread.
+        frame: the thread's innermost frame; None if the thread does not exist.
     """
     if frame is None:
         return CodePlace(False, "")
@@ -416,8 +416,8 @@ def place_of(frame: FrameType | None) -> CodePlace:
     innermost, waits, only_torch = frame, False, True
     # Walk from the innermost frame outwards, through all library frames.
     while frame is not None and _is_library(path := frame.f_code.co_filename, torch_paths):
-        # torch's pipeline schedule is part of torch.distributed too, but it calls stages, whose code is not part of
-        # torch. Because of `only_torch`, a stage that hangs does not count as waiting.
+        # torch's pipeline schedule is part of torch.distributed too, but the schedule calls stages, which are not
+        # part of torch. Because of `only_torch`, a stage that hangs does not count as waiting.
         only_torch = only_torch and path.startswith(torch_paths)
         waits = waits or (only_torch and path.startswith(os.path.join(torch, "distributed")))
         frame = frame.f_back

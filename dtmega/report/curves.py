@@ -99,7 +99,7 @@ def tail(series: Series) -> Series:
 
 
 def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[list[int], dict[str, list[float]]]:
-    """The share of the step time that each phase takes.
+    """The fraction of the step time that each phase takes.
 
     Args:
         series: all series of a run, by key. Steps that lack one of the recorded phases are left out.
@@ -113,7 +113,7 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
     if not recorded:
         return [], {}
     steps = reduce(np.intersect1d, [each.steps for each in recorded.values()])
-    # A record may hold any number. Clipping ensures that no time is negative and that sums stay finite.
+    # A record may hold any number. Clip the times, so that none is negative and all sums stay finite.
     times_s = np.stack([each.values[np.isin(each.steps, steps)] for each in recorded.values()]).clip(0, 1e9)
     steps, times_s = steps[times_s.sum(0) > 0], times_s[:, times_s.sum(0) > 0]
     if not steps.size:
@@ -125,7 +125,7 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
 
 
 def few(events: list[Event], most: int = MARKS) -> list[Event]:
-    """All events if there are at most `most`; otherwise `most` of the events, evenly spaced."""
+    """Keep all events if there are at most `most` events; otherwise keep `most` events, evenly spaced."""
     if len(events) <= most:
         return events
     return [events[i] for i in np.linspace(0, len(events) - 1, most).astype(int)]

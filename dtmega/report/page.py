@@ -188,7 +188,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: a description and, for several processes, drawings that are not too large."""
+    """The HTML of one part's layout: a description and, for several processes, any drawings that are small enough."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']

@@ -62,8 +62,8 @@ def over_steps(runs: Sequence[Run]) -> str:
                 phase_plot.add(figure, run.record.series, row, column)
             else:
                 _add_curve(figure, run, number, panel, row=row, column=column)
-    # plotly numbers panels row by row. So a panel's axes have the same names in both layouts, and the traces fit both
-    # layouts.
+    # plotly numbers panels row by row. So a panel's axes have the same names in both layouts, and each trace fits
+    # both layouts.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 
@@ -381,7 +381,7 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
         most_decades: largest number of decades for which the axis has room for three ticks per decade.
 
     Returns:
-        The distance between ticks in decades if the values span more than `most_decades`. Otherwise "D2", for
+        The tick distance, in decades, if the values span more than `most_decades`. Otherwise "D2", for
         ticks at 1, 2 and 5 in each decade; or None, to let plotly choose, if the values are close together.
     """
     positive = np.concatenate([each[each > 0] for each in values])

@@ -107,7 +107,7 @@ def _link(stem: Path, suffix: str, label: str, page_folder: Path) -> str:
         n_bytes = path.stat().st_size
     except OSError:
         return ""
-    # A browser resolves ".." from the text of a path, without following symbolic links. `abspath` does the same, while
+    # A browser resolves ".." in a path as text, without following symbolic links. `abspath` does the same, while
     # `resolve` would follow symbolic links.
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(page_folder))
     return f'<a href="{text(quote(os.fsencode(relative)))}">{label}</a> ({unbroken(file_size(n_bytes))})'
@@ -123,7 +123,7 @@ def _phases(summary: Summary) -> tuple[str, str]:
     """Two pieces of HTML: a bar with each phase's share, and a table with each phase's share, time and memory peak."""
     phases = list(summary.phases)
     rest_s = summary.whole_s - sum(phase.seconds for phase in phases)
-    # Leave out a rest that the table would show as 0.0%.
+    # Leave out the rest if the table would show it as 0.0%.
     if rest_s >= 0.0005 * summary.whole_s:
         phases.append(Phase(name=REST, seconds=rest_s, peak_bytes=None))
     has_peaks = any(phase.peak_bytes is not None for phase in phases)

@@ -83,7 +83,7 @@ class Summary(BaseModel):
 
     @property
     def whole_s(self) -> float:
-        """The number of seconds that counts as 100 % for the shares of the phases.
+        """The number of seconds that counts as 100 % when the phases' shares are computed.
 
         The result is the length of the window, or the sum of the phases if the sum is larger. On a GPU, phases
         are timed on the device and the window is timed on the host, so the sum can be slightly larger.
@@ -92,7 +92,7 @@ class Summary(BaseModel):
 
     @property
     def on_gpu(self) -> bool:
-        """True if operators were timed on a device as well as on the host."""
+        """True if operators were timed on a GPU as well as on the host."""
         return self.device != "cpu"
 
 

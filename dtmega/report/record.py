@@ -22,7 +22,7 @@ NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # keys whos
 
 
 class Series(NamedTuple):
-    """The values of one of a run's metrics over the steps.
+    """The values of one metric of a run over the steps.
 
     Attributes:
         steps: step numbers, ascending, int64 [n].

@@ -25,8 +25,8 @@ from dtmega.training import history
 from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
-# A configuration by section, as written and not validated. So the report can also show a configuration that is
-# incomplete or comes from another version of dtmega.
+# A configuration by section, as written. The configuration is not validated, so the report also shows an
+# incomplete configuration or one from another version of dtmega.
 Config = Mapping[str, Mapping[str, Any]]
 
 
@@ -122,7 +122,7 @@ class Run(NamedTuple):
         if self.ended is not None:
             return self.ended.checkpoint
         saved = [event.text for event in self.record.events if event.kind == "checkpoint"]
-        # An example of a text: "of step 100; training stood still for 0.05 s".
+        # The text looks like "of step 100; training stood still for 0.05 s".
         return saved[-1].partition(";")[0].removeprefix("of ") if saved else ""
 
     @property
@@ -152,7 +152,7 @@ def read(directories: Sequence[str]) -> list[Run]:
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The names of the runs: each path's last component if no two are equal, otherwise the whole paths."""
+    """The names of the runs: each path's last component if all components differ, otherwise the whole paths."""
     folder_names = [Path(directory).resolve().name for directory in directories]
     return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 
@@ -217,7 +217,7 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step from which the next start continued.
+    """The parts of a run. Each part ends at the step that the next start continued from.
 
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """

@@ -20,7 +20,7 @@ from dtmega.report.record import Event, Series
 
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
 LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that were measured with [eval] only
-OF_LOSSES = "[eval] only"  # used in place of a task name for losses from that file
+OF_LOSSES = "[eval] only"  # stands for the task name in scores read from that file
 MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all of MMLU has 1 MB
 MAX_FILES = 500  # maximum number of files read: the last files in the order of their names, which begin with the step
 MAX_SCORES = 5000  # maximum number of scores kept
@@ -67,7 +67,7 @@ class Scores(NamedTuple):
 
     @property
     def series(self) -> dict[str, Series]:
-        """Panel title -> scores in one metric over the steps of the checkpoints.
+        """Map each panel title to the scores in one metric, over the checkpoints' steps.
 
         Losses are left out, and so are metrics with a score for only one checkpoint.
         """

@@ -42,5 +42,5 @@ def gibibytes(value: float) -> str:
 
 
 def file_size(n_bytes: int) -> str:
-    """Format the size of a file in decimal units (1 KB = 1,000 B), like most programs: 12,345 -> 12.3 KB."""
+    """Format the size of a file in decimal units (1 KB = 1,000 B), as most programs do: 12,345 -> 12.3 KB."""
     return f"{short(n_bytes)}B" if n_bytes >= 1000 else f"{n_bytes} B"

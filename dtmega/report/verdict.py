@@ -99,7 +99,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
 
 
 def patience_s(run: Run) -> float:
-    """The number of seconds that a run without exit.json may be silent before the run counts as stalled."""
+    """The seconds that a run without exit.json may be silent before the run counts as stalled."""
     timeout_s = run.config.get("run", {}).get("timeout_s")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
         timeout_s = TIMEOUT_S
@@ -120,8 +120,8 @@ def diverging(record: Record) -> str:
     window = max(losses.values.size // 10, MIN_WINDOW)
     if losses.values.size < 2 * window:
         return ""
-    # Means are computed from differences of running sums. Clip huge losses, because a sum with a huge loss would have
-    # no digits left for the other losses.
+    # Means are computed from differences of running sums. Clip huge losses, because a sum with a huge loss would lose
+    # the digits of the other losses.
     values = np.clip(losses.values, -1e6, 1e6)
     means = _means(values, window)
     last = float(means[-1])

@@ -28,7 +28,7 @@ class PeakMemory:
         return max(self._before_restarts_bytes, self._system_bytes())
 
     def since_restart_bytes(self) -> int | None:
-        """Peak memory since the last call of this method, or since the process started if this is the first call.
+        """Peak memory since the last call to this method; on the first call, since the process started.
 
         None if the system cannot restart the measurement: outside Linux, a process has one peak for its whole life.
         """
@@ -63,7 +63,7 @@ def reference_flops(device: torch.device, dtype: str) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of the fastest square matrix product. The size doubles until one product takes 10 ms.
+    """Measure the FLOP/s of the fastest square matrix product. The matrix size doubles until one product takes 10 ms.
 
     On a CPU, the whole measurement takes about 0.1 s.
     """

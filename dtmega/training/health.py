@@ -1,6 +1,6 @@
 """Stop a run whose losses are too high: `[train] stop_loss_above` and `stop_validation_rises`.
 
-The counts are saved in each checkpoint. So a resumed run continues to count, and a stopped run stays stopped.
+Each checkpoint stores the counts. So a resumed run continues to count, and a stopped run stays stopped.
 """
 
 from __future__ import annotations

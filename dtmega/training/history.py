@@ -85,11 +85,11 @@ def append(
     parameters: int,
     steps: int,
 ) -> None:
-    """Add the line for a start. If the process or the machine stops meanwhile, the line is complete or absent.
+    """Add the line for a start. If the process or machine stops during the write, the line is complete or absent.
 
     Args:
         run_dir: the run directory.
-        step, config, layout, parameters, steps: as in `Start`.
+        step, config, layout, parameters, steps: values of the line, as in `Start`.
         device: the device that this process computes on.
 
     Raises:
@@ -131,10 +131,10 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
 
 
 def parts(starts: Sequence[Start]) -> list[Start]:
-    """The starts that wrote the steps in metrics.jsonl, in the order of these steps.
+    """The starts that wrote the lines now in metrics.jsonl, in step order.
 
     Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an earlier
-    step removes the lines of later steps from metrics.jsonl. A start whose lines were all removed is left out.
+    step removes the lines of later steps from metrics.jsonl. A start is left out if all its lines were removed.
     """
     found: list[Start] = []
     for start in starts:

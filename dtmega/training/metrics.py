@@ -224,7 +224,7 @@ class Metrics:
             step: number of steps done.
             loss: the validation loss.
             name: name of the set in [data] validation; '' for the validation split.
-            more: means by name, if the loss is a weighted sum of several means.
+            more: the single means, by name, if the loss is a weighted sum of several means.
         """
         self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 
@@ -257,9 +257,9 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            checkpoint: number of the step that was saved; an asynchronous save ends some steps later.
+            checkpoint: number of the saved step, which may be below `step`: an asynchronous save ends later.
             stall_s: seconds for which the save paused training.
-            error: reason why the save failed; '' if it succeeded.
+            error: reason why the save failed; '' if the save succeeded.
             warning: reason why a power cut may undo the checkpoint; '' if a power cut cannot undo it.
         """
         if not self.write:
@@ -364,7 +364,7 @@ def describe_run(
         device: the device that this process computes on.
         world_size: number of processes.
         n_tokens: number of tokens in the training split.
-        epochs: number of times that the whole run reads the training split.
+        epochs: number of passes over the training split in the whole run.
         step: number of steps done before this start.
         end: configured end of the run.
     """
@@ -428,5 +428,5 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss limited to 20 as in Megatron-LM's `training.py`."""
+    """exp(loss), with the loss capped at 20 as in Megatron-LM's `training.py`."""
     return math.exp(min(loss, 20.0))

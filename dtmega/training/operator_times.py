@@ -14,7 +14,7 @@ class _OperatorTime:
     """The total time of all calls to one operator.
 
     Attributes:
-        is_range: True if this is a named range in the trace, not an operator.
+        is_range: True for a named range in the trace, which is not an operator.
         calls: number of calls.
         nanoseconds: total time of all calls, in nanoseconds.
     """
@@ -44,8 +44,8 @@ def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> li
         n: number of operators to return.
 
     Returns:
-        One dict per operator, largest first: `name`, number of `calls`, and seconds on the host (`self_s`) or on the
-        GPU (`self_device_s`).
+        One dict per operator, largest first, with the keys `name`, `calls` (number of calls) and `self_s` (seconds on
+        the host) or `self_device_s` (seconds on the GPU).
     """
     assert profile.profiler is not None
     results = profile.profiler.kineto_results

@@ -10,12 +10,12 @@ import torch
 from dtmega.config import Config
 from dtmega.training.device_peaks import PeakMemory
 
-# torch's CPU allocator raises a plain RuntimeError, whose message contains one of these texts.
+# torch's CPU allocator raises a plain RuntimeError with one of these texts in the message.
 CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """Find the allocator's error, which torch's pipelines wrap in other exceptions. None if there is none."""
+    """Find the allocator's error, which torch's pipelines wrap in other exceptions; None for other errors."""
     while error is not None:
         text = str(error)
         of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)
@@ -60,7 +60,7 @@ def keys_to_turn(cfg: Config) -> list[str]:
 
 @contextmanager
 def refused(cfg: Config, device: torch.device, doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error in this block into a ValueError that explains the error.
+    """Turn an out-of-memory error in the `with` block into a ValueError that explains the error.
 
     Args:
         cfg: the run's configuration.

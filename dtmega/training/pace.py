@@ -40,7 +40,7 @@ class Pace:
         """Record a step.
 
         Args:
-            n_tokens: number of tokens that the whole run has read in this step.
+            n_tokens: number of tokens that all ranks together read in this step.
             times: times of the step on this rank.
             exchange: True if the ranks exchange their own times after this step. A warning needs the exchanged times.
 

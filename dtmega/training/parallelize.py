@@ -5,7 +5,7 @@
     plan       shard matrices over tp, and insert tp's collectives into the modules
     recompute  wrap blocks so that the backward pass recomputes them, including tp's collectives
     compile    compile each block together with its recomputation
-    fsdp       shard tp's parts further, over the data ranks; FSDP's hooks stay outside the compiled blocks
+    fsdp       shard tp's parts further, over the fsdp ranks; FSDP's hooks stay outside the compiled blocks
     memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
 Nothing in this file depends on a model family: families.py says how each model is built and sharded. Before
@@ -60,7 +60,7 @@ class ShardedModel:
         replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: ranks that share the sequences of each microbatch; None if cp is 1.
-        on_reduce: function that is called after backward, before the remaining gradients are summed over ranks.
+        on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class ShardedModel:
     def forward_backward(
         self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
     ) -> Tensor:
-        """Compute the gradients of one step. The loss is the weighted sum of the objective's means over the batch.
+        """Compute the gradients of one step. The loss is a weighted sum of the objective's means over the batch.
 
         Each mean is a sum over the global batch, divided by a count over the global batch. So every rank, microbatch
         and stage adds its part with the same divisor, and the layout does not change the loss.
 
         Args:
-            microbatches: rows of the global batch that this rank, and the others of its `model` group, compute.
+            microbatches: rows of the global batch that this rank's `model` group computes together.
             counts: divisors of the sums, counted over the global batch, by name.
             scale: loss scale for float16, a factor on all gradients; None in other precisions.
 
@@ -132,7 +132,7 @@ class ShardedModel:
     def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
         """Let the models compute this rank's part of each sequence, inside the `with` block only.
 
-        A sample that the trained model generates afterwards is whole on every rank.
+        Outside the block, as for samples from the trained model, every rank computes whole sequences.
         """
         if self.context is None:
             yield microbatches
@@ -169,7 +169,7 @@ class ShardedModel:
 
     @functools.cached_property
     def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters with elements that affect no output, each with a mask of these elements in this rank's part."""
+        """Parameters with elements that affect no output, each with a mask of these elements in a local part."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -229,7 +229,7 @@ class ShardedModel:
         """The local parts of gradients.
 
         Args:
-            every: True for all gradients that this rank holds, as clipping needs them. False for the gradients of the
+            every: True for all gradients that this rank holds, which clipping needs. False for the gradients of the
                 parameters in `weights`, so that a norm over the `shards` group counts each element once.
         """
         parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
@@ -375,10 +375,9 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
 
-    # recompute. tp usually frees the gathered input of a region, and gathers the input again in backward. tp keeps the
-    # gathered input in two cases: in recomputed blocks, because the recomputation has gathered the input just before
-    # backward; and if backward runs in two parts, because only torch's own matrix product, which keeps its input, can
-    # run the parts separately.
+    # recompute. tp usually frees a region's gathered input, and gathers the input again in backward. tp keeps the
+    # gathered input in two cases. In recomputed blocks, the recomputation gathers the input just before backward. And
+    # if backward runs in two parts, only torch's own matrix product works, and that product keeps its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -387,8 +386,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
 
-    # compile, block by block, so that one compiled graph serves all blocks. Before compiling, on a CPU with matrix
-    # tiles, linear layers get faster matrix products in bfloat16.
+    # compile, block by block, so that one compiled graph serves all blocks. On a CPU with matrix tiles, linear
+    # layers first get faster bfloat16 matrix products.
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
@@ -397,8 +396,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
 
-    # fsdp; or only master weights, if a rank holds the whole model and only dtypes differ. FSDP comes after compile,
-    # so that its hooks, which gather and free weights, stay outside of the compiled graphs.
+    # fsdp. If each rank holds the whole model and only dtypes differ, only master weights are set up. FSDP comes after
+    # compile, so that FSDP's hooks, which gather and free weights, stay outside the compiled graphs.
     if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     elif keeps_masters(cfg, world.sizes):
@@ -458,7 +457,7 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
 
 
 def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
-    """A copy of the configuration with `params` as the value of [precision] params, in place of 'auto'."""
+    """Copy the configuration, with [precision] params set to `params`."""
     return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
 
 

@@ -6,7 +6,7 @@
     times = phases.end_step()          # later phases belong to no step: evaluation, checkpoint, ...
 
 Every phase is reported to the watch, which can then name the phase in which a rank hangs. While a profile is recorded,
-each phase is a named range in the trace, within the range of its step, and the peak memory of the phase is recorded.
+each phase is a named range in the trace, within the range of its step, and the phase's peak memory is recorded.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Phases:
         phases["other_s"] = other_s
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
-            # The host does not wait when the device waits, so the host's busy time says nothing here. So the time
+            # The host does not wait when the device waits, so the host's busy time is no measure. Therefore, the time
             # that the device spends waiting for other ranks during forward and backward counts as own time.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)

@@ -165,7 +165,7 @@ class _Window:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # Without this variable, Kineto, the library that torch profiles with, prints lines of its own on stderr.
+        # Without this variable, torch's profiling library Kineto prints its own lines on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = torch.profiler.profile(
             activities=activities,
@@ -174,7 +174,7 @@ class _Window:
             # This object records one window only. Without this option, torch 2.11 warns that it drops older windows.
             acc_events=True,
         )
-        # The first start of a profiler in a process takes about a second, which the window's clock does not count.
+        # Starting the first profiler in a process takes about a second. The window's clock does not count this second.
         self._profile.start()
         self._started = time.perf_counter()
 

@@ -20,7 +20,7 @@ from dtmega.models.model import Model
 from dtmega.ops.cpu.attention import OPERATOR
 from dtmega.ops.cpu.linear import BIASED_PRODUCT
 
-# The operations whose results selective recomputation keeps: matrix products and attention.
+# Selective recomputation keeps the results of these operations: matrix products and attention.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -40,7 +40,7 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     stage. `uniform` recomputes all blocks, in units of `layers` blocks, and keeps only the input of each unit.
 
     Only forward methods are replaced, so parameters keep their names. Dropout needs no saved generator state, because
-    its masks are hashes of seed, name and index (`ops/keyed.py`).
+    dropout masks are hashes of seed, name and index (`ops/keyed.py`).
 
     Returns:
         The blocks that the backward pass recomputes.

@@ -105,7 +105,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
     cfg = settings.cfg
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
-        # Checkpoint paths that the user names are checked at this point, before any folder is made.
+        # Checkpoint paths named by the user are checked here, before any folder is made.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
             found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
@@ -160,7 +160,7 @@ def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> R
 
 
 def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
-    """Open the checkpoints that rank 0 has found, and choose the parameters' dtype if it is left open."""
+    """Open the checkpoints that rank 0 has found, and choose the parameters' dtype if the user left it open."""
     with startup.step("checkpoints") as step:
         candidates = found.open_candidates(settings.cfg, paths)
         if startup.rank == 0:
@@ -220,7 +220,7 @@ def write_files(
 ) -> None:
     """Write config.toml and a line in starts.jsonl, and clear away checkpoints that this start does not continue.
 
-    Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt left are deleted.
+    Checkpoints of later steps are moved aside. Old checkpoints left behind by a killed attempt are deleted.
 
     Args:
         settings: the run's configuration and the values derived from it.
@@ -249,7 +249,7 @@ def write_files(
 
 
 def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) -> Metrics:
-    """Open the step reports, which only rank 0 writes."""
+    """Create the reporter of the run's steps. Only rank 0 writes reports."""
     return Metrics(
         settings.cfg,
         settings.pieces,

@@ -33,7 +33,7 @@ from dtmega.training.rank_log import RankLog
 
 
 class Run(NamedTuple):
-    """The objects that the training loop and the evaluation of a run use.
+    """Objects used by a run's training loop and evaluation.
 
     Attributes:
         saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open, such as
@@ -53,7 +53,7 @@ class Run(NamedTuple):
         pace: monitor of the tokens per second, and of each rank's own time.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
-        digest: digest of the directory that the model is read from; '' if there is no such directory.
+        digest: digest of the directory that the model is read from; '' if the model has no directory.
         loss_scale: dynamic loss scale for float16; None in other precisions.
     """
 
@@ -81,10 +81,10 @@ class StepResult(NamedTuple):
     """The result of a step, equal on all ranks.
 
     Attributes:
-        loss: weighted sum of the means.
+        loss: weighted sum of `means`.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
-        skipped: True if the weights were left unchanged, because loss or gradient norm is not finite or is a spike.
-        means: mean of each of the objective's sums over the global batch, by name.
+        skipped: True if the weights stayed unchanged, because the loss or gradient norm is not finite or is a spike.
+        means: the objective's means over the global batch, by name.
         loss_scale: loss scale that was used for float16 gradients; None in other precisions.
         overflowed: True if the step was skipped because a float16 gradient is not finite.
     """
@@ -137,8 +137,8 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
 def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:
     """Add up the totals over the `loss` group and the squared norms over the `shards` group.
 
-    The ranks exchange both in one message, so that the host waits for the device only once. Every rank adds the same
-    numbers in rank order, so the results are bit-identical on all ranks.
+    Each rank sends its totals and its norm in one message, so the host waits for the device only once. Every rank adds
+    the same numbers in rank order, so the results are bit-identical on all ranks.
 
     Args:
         totals: this rank's part of the sums, fp64 [sums].
@@ -157,7 +157,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """Count the divisors of the objective's sums over the global batch, by name. A count may be 0."""
+    """The divisor of each objective sum, counted over the global batch, by name. A count may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():
@@ -168,10 +168,10 @@ def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, flo
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:
-    """Check that the ranks that compute a microbatch together (tp and pp) have read the same microbatch.
+    """Check that the ranks that compute a microbatch together (pp, cp and tp) have read the same microbatch.
 
     Raises:
-        RuntimeError: the batches of tp or pp ranks differ.
+        RuntimeError: the batches of pp, cp or tp ranks differ.
     """
     tokens = torch.cat([microbatch["tokens"] for microbatch in batch.microbatches]).to(world.device)
     replica_check.check_equal(

@@ -5,8 +5,8 @@
     trackers.close(finished=True, within_s=CLOSE_S)
 
 Each tracker has its own thread, which imports the library during the first steps, opens the run, and sends the queued
-rows. If a tracker fails or is slow, one line on stderr says so. Training does not wait for a tracker, and does not end
-if a tracker fails.
+rows. If a tracker fails or is slow, one line on stderr says so. Training never waits for a tracker, and goes on if a
+tracker fails.
 
 `trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. So a
 resumed run continues the same run at the tracker, and steps that are repeated after a resume are sent only once.
@@ -42,7 +42,7 @@ MLFLOW_PARAMS = 100
 MLFLOW_VALUE = 6000  # characters
 
 MASK = "***"
-# Names of keys that have secret values. The names "tokens" and "tokenizer" do not match.
+# Names of keys with secret values. The names "tokens" and "tokenizer" do not match.
 SECRET = re.compile(
     r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
 )
@@ -199,7 +199,7 @@ TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlf
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse trackers whose library is not installed, before anything starts.
+    """Refuse trackers with a missing library, before anything starts.
 
     Raises:
         ValueError: a library is missing; the message names the extra to install.
@@ -261,7 +261,7 @@ class Kept:
             console.say(f"trackers begin new runs: {error}")
 
     def last(self, name: str) -> tuple[str, int]:
-        """The id of the run at that tracker, and the newest step that was sent; '' and −1 if there is no run."""
+        """The run's id at the named tracker, and the newest step that was sent; '' and −1 if there is no run."""
         known = self._known.get(name)
         if not isinstance(known, dict):
             return "", -1
@@ -311,7 +311,7 @@ class Sink:
         self._ending.set()
 
     def joined(self, deadline: float) -> bool:
-        """Wait for the thread to end, until `deadline` (in `time.monotonic` time). Returns True if it has ended."""
+        """Wait for the thread to end, until `deadline` (`time.monotonic`). Returns True if the thread has ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
