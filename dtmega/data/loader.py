@@ -29,8 +29,8 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# True if a process can find out who sent it a signal. macOS has no system call for that, so on macOS the signals end
-# our workers, just like torch's own workers.
+# True if the system can tell a process who sent a signal. macOS cannot, so on macOS the signals end our workers, just
+# as these signals end torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
 # The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
@@ -54,12 +54,12 @@ class StepBatch:
 
 
 class TrainBatches:
-    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first.
+    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues the first.
 
     The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
-    other numbers of workers and data ranks. StatefulDataLoader's own state does not allow that: with another number of
-    workers the loader raises an AssertionError, and with another number of data ranks the loader silently repeats or
-    skips samples.
+    a different number of workers or data ranks. StatefulDataLoader's own state is less flexible: with a different
+    number of workers the loader raises an AssertionError, and with a different number of data ranks the loader silently
+    repeats or skips samples.
 
     Only the trainer decides how the run ends. So the worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and
     SIGUSR2, which terminals, torchrun and SLURM send to all processes. Workers end at `close()`, at the interpreter's
@@ -158,8 +158,8 @@ class TrainBatches:
     def _n_workers(self) -> int:
         """The number of worker processes, from [data] num_workers.
 
-        If that key is -1, no worker is used if batches are made quickly, else one. Two batches are timed and the faster
-        one counts, because the first batch may be slow for a reason that does not recur.
+        If num_workers is -1, the number is 0 if batches are made quickly, else 1. Two batches are timed and the shorter
+        time counts, because the first batch may be slow for a reason that does not recur.
         """
         if self._data.num_workers >= 0:
             return self._data.num_workers
@@ -198,8 +198,8 @@ class TrainBatches:
                 generator=torch.Generator(),
                 worker_init_fn=_hear_only_the_trainer,
                 # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn
-                # about that), and the child of a fork server would not notice the trainer's death. Spawning costs an
-                # import of torch, about a second.
+                # about the fork), and the child of a fork server would not notice the trainer's death. Spawning costs
+                # an import of torch, about a second.
                 multiprocessing_context="spawn",
             )
 
@@ -304,9 +304,9 @@ def _signals_blocked() -> Iterator[None]:
     The processes inherit the mask, so no signal can end them while they start.
     """
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
-    # The workers share a resource tracker, which ignores two of the signals by itself. Up to Python 3.11 the tracker's
-    # start unblocks these two signals in this process. So the tracker starts first, and the two signals are blocked
-    # afterwards.
+    # The workers share a resource tracker, which ignores two of the signals by itself. Up to Python 3.11, starting
+    # the tracker unblocks these two signals in this process. So the tracker starts first, and the two signals are
+    # blocked afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked - IGNORED_BY_THE_TRACKER)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)

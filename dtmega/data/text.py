@@ -39,7 +39,7 @@ class Text(NamedTuple):
         objective: training objective that made the samples.
         data: the configuration's [data] section.
         tokenizer: tokenizer of the samples.
-        splits: samples of "train", "valid", "test" and the sets of [data] validation, by name; None for a split without
+        splits: samples of "train", "valid", "test" and each set in [data] validation, by name; None for a split without
             samples.
         identity: digest or value of each setting that determines the tokens and the dropout of step n, by TOML key. A
             resumed run must find all these values unchanged.
@@ -198,7 +198,7 @@ class Corpora:
 
         Raises:
             ValueError: ids are outside the vocabulary, the text was made with another tokenizer, or the text is split
-                into sentences although the objective reads documents, or the reverse.
+                into sentences although the objective reads documents, or vice versa.
         """
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
         # Check the record first: ids outside the vocabulary mostly come from another tokenizer, which the record names.
@@ -279,8 +279,8 @@ def fingerprint(prefix: str) -> str:
     """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
-    In a larger file, changes between the blocks go unnoticed, as happened in one test with a change to 200,000 of 20
-    million tokens. The fingerprint distinguishes one data set from another, but does not detect damage.
+    In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.
+    The fingerprint distinguishes one data set from another, but does not detect damage.
     """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):

@@ -25,8 +25,8 @@ import time
 import weakref
 from typing import IO, Any
 
-START_S = 60.0  # time limit of the child's imports and its reading of the file, generous for busy cores
-ANSWER_S = 10.0  # time limit of one request
+START_S = 60.0  # time limit for the child's imports and for reading the file; generous, because cores may be busy
+ANSWER_S = 10.0  # time limit for one request
 MEMORY_BYTES = 2**30
 ANSWER_BYTES = 64 * 2**20
 # With `-I` neither the environment nor the working directory affects the child's imports. The child gets this process's

@@ -118,7 +118,7 @@ def _handlers() -> set[logging.Handler]:
 
 
 def say(text: str) -> None:
-    """Print lines on stderr, made `printable` because the lines may quote file names and other people's text.
+    """Print lines on stderr. The lines are made `printable`, because they may quote other people's text.
 
     All lines are printed in one write, so that the lines of several ranks do not mix.
     """
@@ -137,7 +137,7 @@ def printable(text: str, keep: str = "") -> str:
     r"""The text with control characters and invisible characters escaped: "\x1b[2J" becomes "\\x1b[2J".
 
     Args:
-        text: text from anywhere, which could otherwise move the cursor or recolour a terminal.
+        text: text from any source, whose control characters could move the cursor or recolour a terminal.
         keep: characters to leave alone, such as "\n" in a text of several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

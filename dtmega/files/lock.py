@@ -1,4 +1,4 @@
-"""A lock on a file, which one process can hold at a time. The lock is released when its holder dies.
+"""A file lock that one process at a time can hold. The lock is released when its holder dies.
 
 with Lock(Path("order.bin.lock")):   # waits until no other process holds the lock
     ...
@@ -54,7 +54,7 @@ class Lock:
         return True
 
     def write(self, text: str) -> None:
-        """Replace the file's content, and sync the file to disk. The lock's holder may identify itself this way."""
+        """Replace the file's content, and sync the file to disk. The lock's holder may identify itself in this text."""
         os.ftruncate(self._fd, 0)
         os.write(self._fd, text.encode())
         os.fsync(self._fd)

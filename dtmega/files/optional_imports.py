@@ -34,7 +34,7 @@ def check(library: str, extra: str, who: str) -> None:
     """Check that a library is installed, without importing it.
 
     Args:
-        library: name of the library's package.
+        library: import name of the library.
         extra: name of the pyproject.toml extra that contains the library.
         who: key or command that needs the library, as the user writes it.
 

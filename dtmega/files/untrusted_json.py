@@ -38,7 +38,7 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def check_not_a_pointer(start: bytes, path: str | Path) -> None:
-    """Refuse a Git LFS pointer file. A clone made without git-lfs has a pointer file in place of each large file.
+    """Refuse a Git LFS pointer file. A clone made without git-lfs has pointer files where the large files should be.
 
     Args:
         start: first bytes of the file: at least 64, or the whole file if it is shorter.
@@ -76,7 +76,7 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     """Parse the bytes of one JSON object.
 
     Args:
-        name: name of the file that the bytes come from, for messages.
+        name: name of the file with these bytes, for messages.
 
     Raises:
         ValueError: the bytes are not JSON, are nested too deeply, or are not an object.

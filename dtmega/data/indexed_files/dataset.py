@@ -98,7 +98,7 @@ class IndexedDataset:
         return end // self._per_token
 
     def _check_documents(self, path: str) -> None:
-        """Check that the document index starts at 0, never falls, and ends at the number of sequences."""
+        """Check that the document index starts at 0, never decreases, and ends at the number of sequences."""
         index, n = self.document_index, len(self)
         if len(index) == 0 or index[0] != 0 or index[-1] != n:
             raise ValueError(
@@ -140,14 +140,14 @@ class IndexedDataset:
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
         """Place of each document's first token in .bin, [d] -> [d].
 
-        One past the last document is a valid number too: its place is the end of .bin.
+        For the number one past the last document, the result is the end of .bin.
         """
         return self.tokens_before(self.document_index[documents])
 
     def tokens_before(self, sequences: NDArray[Any]) -> NDArray[np.int64]:
         """Number of tokens in .bin before each sequence; `sequences` may have any shape.
 
-        One past the last sequence is a valid number too: all tokens of .bin are before it.
+        For the number one past the last sequence, the result is the number of all tokens.
         """
         starts = np.full(sequences.shape, self.n_tokens)
         inside = sequences < len(self)
@@ -254,8 +254,8 @@ class IndexedWriter:
 
         Args:
             tokens: ids of the document, integers [length] with 0 <= length < 2**31.
-            sizes: numbers of tokens in the document's sequences, which add up to length; None makes the document one
-                sequence.
+            sizes: number of tokens in each of the document's sequences; all numbers add up to length. None makes the
+                document one sequence.
 
         Raises:
             ValueError: the tokens are not integers, are too many, or do not fit the dtype.

@@ -46,7 +46,7 @@ class Index(NamedTuple):
         dtype: dtype of the tokens in .bin.
         sizes: number of tokens in each sequence, int32 or int64 [n].
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or tokens (TNTIDX).
-        per_token: number of units of `pointers` per token: the size of a token in bytes (MMIDIDX), or 1 (TNTIDX).
+        per_token: size of a token in the unit of `pointers`: bytes per token (MMIDIDX), or 1 (TNTIDX).
         document_index: first sequence of each document, then n, int64 [d].
     """
 

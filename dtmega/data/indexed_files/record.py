@@ -31,7 +31,7 @@ class Record(BaseModel):
         sentences: True if each sequence is a sentence, and a document has any number of sentences; False if each
             sequence is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, to check that this record belongs to the
-            `.bin` next to it.
+            `.bin` next to the record.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)

@@ -1,4 +1,4 @@
-"""A file of arrays in the cache directory. One process of a node makes the file, and all processes map the file.
+"""A file of arrays in the cache directory. One process per node makes the file, and all processes map the file.
 
     made = SharedFile(path, made_from=index_state(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
     made.read_or_make()
@@ -54,7 +54,7 @@ class SharedFile:
         self._made_from = made_from.encode()
 
     def read_or_make(self) -> bool:
-        """Make the file unless an intact one is there. Returns True if this process made the file.
+        """Make the file unless an intact file exists. Returns True if this process made the file.
 
         Raises:
             OSError: the disk is full, or the directory is not writable.

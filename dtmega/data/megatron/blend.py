@@ -7,12 +7,12 @@ c_j the number of samples taken from corpus j so far (`build_blending_indices` i
 Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
 The rule works sample by sample, which is slow in numpy. So the run is cut into at most STRETCHES stretches, and all
-stretches are computed side by side, each from guessed counts at its beginning. A stretch is repaired if the previous
-stretch ends with different counts: its samples are computed again from the different counts, until the new counts equal
-the counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two
-sets of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each
-stretch begins with the counts at the end of the previous stretch. So the result equals Megatron's for any guess,
-including rounding.
+stretches are computed side by side, each from guessed counts at its beginning. If the previous stretch ends with other
+counts, the stretch is repaired: its samples are computed again, from those other counts, until the new counts equal the
+counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two sets
+of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each stretch
+begins with the counts at the end of the previous stretch. So for any guess the result equals Megatron's, including
+rounding.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
 
 
 def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """The result of `greedy`. One process of a node stores a long result in a file that all processes map."""
+    """The result of `greedy`. A long result is stored once per node, in a file that all processes map."""
     if n >= LONG and len(weights) > 1:
         try:
             return _from_file(weights, n)

@@ -31,7 +31,7 @@ class FoundIndices(NamedTuple):
     """The result of a search for cached indices.
 
     Attributes:
-        indices: the cached indices; None if no cache has these settings.
+        indices: the cached indices; None if no cache has the right settings.
         note: a line for the user about the caches that were found; '' if no cache was found.
     """
 
@@ -80,7 +80,7 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
     if not missing:
         return FoundIndices(_load(paths, settings), f"the order of '{name}' is that of {wanted}_*.npy")
     # The order will be computed. If there are caches with other settings, tell the user about one of these caches,
-    # because a setting may be wrong by mistake.
+    # because one of the run's settings may be a mistake.
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return FoundIndices(None, "")

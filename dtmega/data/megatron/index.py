@@ -1,11 +1,11 @@
-"""Megatron's doc, sample and shuffle index of a corpus: exactly the order in which Megatron's GPTDataset reads samples.
+"""Megatron's doc, sample and shuffle indices of a corpus: the exact order in which Megatron's GPTDataset reads samples.
 
     indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
     indices.shuffle[g]  # number of sample g in the stream
 
 The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and laid end to end. In
-this stream, sample k consists of the tokens k S to k S + S, both included. The samples are shuffled too. If less than
-a share (`cutoff`) of the last epoch's samples is needed, that epoch's sequences and samples are shuffled separately.
+this stream, sample k consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the run needs
+less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are shuffled separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
@@ -88,8 +88,8 @@ class Indices(NamedTuple):
 
     Attributes:
         documents: numbers of the sequences in stream order, int32 [epochs x sequences] ("doc_idx").
-        samples: beginning of each sample of the stream, int32 or int64 [samples + 1, 2]: an index into `documents`, and
-            a token's offset in that sequence ("sample_idx").
+        samples: start of each stream sample, int32 or int64 [samples + 1, 2]: an index into `documents`, and a token
+            offset in that sequence ("sample_idx").
         shuffle: numbers of the stream's samples in reading order, uint32 or int64 [samples]: sample g is stream sample
             shuffle[g] ("shuffle_idx").
     """
@@ -99,7 +99,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """Hash the arrays' shapes, and runs of entries spread over each array, to 16 hex digits. Ignore dtypes."""
+        """Hash the arrays' shapes and some runs of each array's entries to 16 hex digits. Dtypes do not matter."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())
@@ -124,7 +124,7 @@ def epochs_of(settings: OrderSettings) -> Epochs:
 
 
 def index_of(settings: OrderSettings) -> Indices:
-    """The indices of a corpus. One process of a node stores long indices in a file that all processes map.
+    """The indices of a corpus. Long indices are stored once per node, in a file that all processes map.
 
     Raises:
         ValueError: the sequences have no tokens.
@@ -192,8 +192,8 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
     """Yield the sample index in pieces [m, 2].
 
-    Row k holds two numbers for token k S of the stream: its entry of the doc index, and its offset in that entry's
-    sequence.
+    Row k holds two numbers for token k S of the stream: the number of the doc index entry that contains the token, and
+    the token's offset in that entry's sequence.
     """
     dtype = _sample_dtype(settings, len(documents))
     sizes = settings.dataset.sizes

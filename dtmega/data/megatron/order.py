@@ -8,8 +8,8 @@ how they round the parts of a split, in how many samples they request from each 
 shuffle the last epoch separately. Each order depends on the number of samples that the run was started for, so the run
 must be continued with the same number.
 
-Only next-token models can follow Megatron's order, because it comes from numpy's generator. Megatron's BERT and T5 draw
-from a generator in compiled code while they cut documents.
+Only next-token models can follow Megatron's order, because Megatron draws their order from numpy's generator. For BERT
+and T5, Megatron draws from a generator in compiled code while it cuts documents.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from dtmega.data.megatron.index import OrderSettings, index_of
 from dtmega.data.sampling.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 from dtmega.data.sampling.samples import AnySamples
 
-MOST_CORPORA = 254  # in a blend of Megatron-LM or Megatron-DeepSpeed, which number corpora in one byte
+MOST_CORPORA = 254  # maximum in a blend of Megatron-LM or Megatron-DeepSpeed, which number corpora in one byte
 
 
 class Fork(NamedTuple):
     """One of Megatron's three forks: the rules that affect the order of samples.
 
     Attributes:
-        cutoff: share of an epoch's samples below which the last epoch is shuffled separately (`OrderSettings`).
+        cutoff: share of an epoch's samples; if less of the last epoch is needed, that epoch is shuffled separately.
         split: function from a number of sequences and the splits' weights to a (start, stop) range for each split.
         shares: function from the weights of a blend to shares that add up to 1.
         n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
@@ -59,7 +59,7 @@ class Fork(NamedTuple):
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum, which is added up from left to right.
+    """The weights divided by their sum, added up from left to right.
 
     Source: `get_datasets_weights_and_num_samples` in `megatron/data/dataset_utils.py`.
     """
@@ -95,7 +95,7 @@ def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
-    """The (start, end) of each split as fractions, as in a cache's description; None for an empty split.
+    """The range (start, end) of each split in fractions, as a cache describes it; None for an empty split.
 
     Source: `convert_split_vector_to_split_matrix` of megatron-core.
     """
@@ -108,7 +108,7 @@ def _n_asked(n: int, share: float) -> int:
 
 
 def _core_n_asked(n: int, share: float) -> int:
-    """The result of `_n_asked` as megatron-core computes it: rounded up twice."""
+    """The number that `_n_asked` returns, but computed as in megatron-core, which rounds up twice."""
     return math.ceil(math.ceil(n * share) * (1 + 0.005))
 
 
@@ -152,7 +152,7 @@ class MegatronSamples:
         if not 0 <= g < len(self):
             raise IndexError(f"sample {g} of the {len(self)} that Megatron's order of '{self.order_name.name}' has")
         documents, samples, shuffle = self.indices
-        # Sample k of the stream reaches from its first token to the first token of the next sample, both included.
+        # Stream sample k runs from its first token to the first token of sample k + 1, inclusive.
         k = int(shuffle[g])
         (first, start), (last, end) = samples[k : k + 2].tolist()
         pieces = [self.dataset.get(sequence) for sequence in documents[first : last + 1].tolist()]
@@ -210,7 +210,7 @@ def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
 
     Args:
         cfg: the run's configuration.
-        splits: name of a split -> parts of corpora. An additional validation set is treated as "valid".
+        splits: corpus parts of each split, by split name. An additional validation set is treated as "valid".
 
     Raises:
         ValueError: Megatron could not start with these data either, or a cache is damaged.
@@ -292,7 +292,7 @@ class _Builder:
         samples: list[MegatronSamples] = []
         for part, share in zip(parts, shares, strict=True):
             samples.append(self._single(part, self._fork.n_asked(self._n, share)))
-        # All three forks normalise the shares once more when they blend, with numpy's sum.
+        # When blending, all three forks normalise the shares once more, with numpy's sum.
         return MegatronBlend(samples, _core_shares(shares), self._n)
 
 

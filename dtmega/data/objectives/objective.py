@@ -287,7 +287,7 @@ def check_keys(data: Data, objective: Objective) -> None:
     """Refuse [data] keys that only other objectives read.
 
     Raises:
-        ValueError: a key that only other objectives read is set.
+        ValueError: one of these keys differs from its default.
     """
     keys = chain.from_iterable(other.reads for other in OBJECTIVES)
     foreign = {*keys} - {*objective.reads}

@@ -64,7 +64,7 @@ class NextTokenRows:
         return self.rows_of([self.samples[g] for g in indices], indices)
 
     def rows_of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
-        """The rows of the samples with the numbers `indices`, [S + 1] each."""
+        """The rows of samples [S + 1]; `indices` holds the samples' numbers."""
         ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
         tokens = ids[:, :-1].clone()
         labels = ids[:, 1:].clone()
@@ -185,7 +185,7 @@ def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end
 
 
 def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
-    """The tensors, common to all objectives, that number samples and tokens."""
+    """The tensors that number samples and tokens, which are the same for all objectives."""
     return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}
 
 

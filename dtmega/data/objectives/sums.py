@@ -1,6 +1,6 @@
 """The numbers that a step reports: means over the global batch, each a sum divided by a count, and the loss.
 
-No rank can take a mean over the global batch by itself, because ranks and microbatches have different numbers of
+No rank can compute a mean over the global batch by itself, because ranks and microbatches have different numbers of
 labels. So models return sums, and each sum is divided by a count over the whole global batch.
 """
 
@@ -17,7 +17,7 @@ NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Sum(NamedTuple):
-    """One number that a step reports: a mean over the global batch. Models return its sum over each microbatch.
+    """One number that a step reports: a mean over the global batch. Models return the sum over each microbatch.
 
     Attributes:
         name: key of the number in the model's outputs and in the metrics.
@@ -80,7 +80,7 @@ class Tally:
 
 
 def divisors(counts: Mapping[str, float]) -> dict[str, float]:
-    """Replace counts of 0 by 1. The sum for such a count is 0 too, and can then be divided.
+    """Replace counts of 0 by 1. If a count is 0, its sum is 0 too, so the mean becomes 0 instead of 0 / 0.
 
     Args:
         counts: counts by name, already added up over the whole step or evaluation; a batch without labels adds 0.

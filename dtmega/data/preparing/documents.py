@@ -14,7 +14,7 @@ from dtmega.data.preparing.text_files import RecordBatch, part_starts
 
 
 def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
-    """The records of a batch, each as (line or row, raw bytes); blank lines between JSON objects are skipped."""
+    """The records of a batch, each as (line or row number, raw bytes); blank lines between JSON objects are skipped."""
     if isinstance(batch.data, list):
         yield from enumerate(batch.data, batch.first)
     elif batch.is_cut:
@@ -48,7 +48,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
 
     Args:
         record: bytes of the record, or None for a null in parquet.
-        number: line or row of the record.
+        number: line or row number of the record.
         kind: one of KINDS.
         key: key of a JSON object, or parquet column, that holds the text.
 
@@ -58,7 +58,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
     if record is None:
         raise ValueError(f"expected a string in '{key}', got null")
     # Drop a byte order mark at the start of a .txt, and at the start of every line of JSON: concatenated files have
-    # byte order marks in the middle, and JSON never begins with this mark as text.
+    # byte order marks in the middle, and no JSON text begins with this character.
     starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
     try:
         text = record.decode("utf-8-sig" if starts_file else "utf-8")

@@ -27,7 +27,7 @@ class File(NamedTuple):
     Attributes:
         path: path of the file; "-" is standard input.
         kind: one of KINDS.
-        n_bytes: size on disk, still compressed; 0 for standard input, whose size is not known.
+        n_bytes: size on disk, before decompression; 0 for standard input, because its size is unknown.
     """
 
     path: str
@@ -102,7 +102,7 @@ def _file(path: str, kind: str | None) -> File:
 
 
 def _below(folder: str, *, of_any_kind: bool) -> list[str]:
-    """Sorted paths of the files of KINDS, or of any kind, in a folder and its subfolders, without hidden files."""
+    """Sorted paths of the visible files below a folder: files of any kind if `of_any_kind`, else only of KINDS."""
     paths: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden folders
@@ -115,7 +115,7 @@ def _below(folder: str, *, of_any_kind: bool) -> list[str]:
 def _suffix(path: str) -> str:
     """The suffix of a name, ignoring a final .gz or .zst.
 
-    The suffix of .parquet.gz is .gz, which is refused later, because parquet files are compressed internally.
+    For .parquet.gz the suffix is .gz, which is refused later, because parquet files are compressed internally.
     """
     stem, suffix = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]

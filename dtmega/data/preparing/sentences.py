@@ -4,8 +4,8 @@
     blocks    for source code, where a "." ends no sentence: the text between two blank lines counts as one "sentence"
 
 No sentence has more than LONGEST_SENTENCE tokens: a longer sentence is cut at its line ends, and a line that is still
-too long is cut between words. Megatron would skip every document with a longer sentence: in Python's library, that
-would be 108 of the 685 documents, with 45 % of the tokens.
+too long is cut between words. Megatron would skip every document with a longer sentence: in Python's library, it would
+skip 108 of the 685 documents, which hold 45 % of the tokens.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _cut(ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
     start = 0
     while len(ids) - start > LONGEST_SENTENCE:
         stop = start + LONGEST_SENTENCE
-        # Cut at the last place where a word starts. A single word that is longer than a piece is cut inside.
+        # Cut at the last place where a word starts. A word that is longer than a piece is cut in the middle.
         words = (i for i in range(stop, start, -1) if ids[i] not in tokenizer.continuing_ids)
         end = next(words, stop)
         yield ids[start:end]

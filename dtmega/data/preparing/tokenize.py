@@ -179,7 +179,7 @@ class Result:
 
 
 class Worker:
-    """A callable that turns a batch of records into documents. The vocabulary is loaded once, when it is created."""
+    """A callable that turns a batch of records into documents. The constructor loads the vocabulary once."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
@@ -216,7 +216,7 @@ class Worker:
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
-        """The documents of each text, one sequence each: several if the text is cut, none if the text has no tokens."""
+        """The documents of each text, each one sequence. A text that is cut has several, a text without tokens none."""
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
@@ -275,8 +275,8 @@ def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
     pipe, workers_end = context.Pipe()
     process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
     # A terminal sends Ctrl-C to all processes, but only the parent should react. So SIGINT is blocked while the worker
-    # starts, and the worker inherits the block. Spawning needs the resource tracker, and the tracker's start unblocks
-    # SIGINT in this process, so the tracker is started first.
+    # starts, and the worker inherits the block. Spawning needs the resource tracker, and starting the tracker
+    # unblocks SIGINT in this process, so the tracker is started first.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -305,5 +305,5 @@ def _serve(pipe: Connection, job: Job) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
             pipe.send(worker(batches.get()))
-    # While a thread still receives, the interpreter's own shutdown may hang, and the parent would wait for it.
+    # While a thread still receives, the interpreter's own shutdown may hang, and the parent would hang too.
     os._exit(0)

@@ -95,7 +95,7 @@ class Blend:
     """An endless sequence of samples from several corpora, blended by weight. Sample g is a pure function of g.
 
     After any number of samples, the number taken from each corpus differs from the corpus's share by less than 1.7.
-    Each node on the path to the corpus rounds by at most half a sample, and the error of a node is scaled by the
+    Each node on the way to the corpus rounds by at most half a sample, and the error of a node is scaled by the
     corpus's share of the node. In any Huffman tree these scaled errors add up to less than 1.7.
 
     Args:
@@ -124,9 +124,9 @@ class SplitRule(NamedTuple):
     """A rule that cuts a corpus into parts for the splits.
 
     Attributes:
-        size: function that counts the units of a corpus: its documents or its sequences.
-        split: function that takes this count and the weights of the splits, and returns a (start, stop) range of units
-            for each weight.
+        size: function that returns the number of units (documents or sequences) in a corpus.
+        split: function that takes this number and the splits' weights, and returns a (start, stop) range of units for
+            each weight.
     """
 
     size: Callable[[IndexedDataset], int]
@@ -140,10 +140,10 @@ class CorpusPart(NamedTuple):
     """A range of documents of one corpus, for one split.
 
     Attributes:
-        corpus: position among the corpora of the split, which gives each corpus its own shuffle.
+        corpus: position among the split's corpora; each position has its own shuffle.
         dataset: the corpus.
-        documents: range (start, stop), in the units of `SplitRule`.
-        weight: weight of this part in its split; None to weigh the parts by their number of tokens.
+        documents: range (start, stop) of units; the `SplitRule` defines the unit (document or sequence).
+        weight: weight of this part in its split; None to weigh the parts by their token counts.
     """
 
     corpus: int

@@ -1,4 +1,4 @@
-"""The order of documents in an epoch. A long order is made once per node, in a file that all processes of the node map.
+"""The order of documents in an epoch. Each node makes a long order once, in a file that all its processes map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
@@ -121,7 +121,7 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
 
 
 def _remove_old(name: str, epoch: int) -> None:
-    """Delete the files of epochs before the previous epoch, because no later step reads these files.
+    """Delete the files of epochs older than the previous epoch, because no later step reads these files.
 
     Temporary files and locks that killed processes left behind are deleted too.
     """

@@ -50,7 +50,7 @@ class Samples:
     """An endless sequence of samples from one part of a corpus.
 
     Epoch e holds the part's documents in an order keyed by (seed, e). The epochs follow each other in one stream.
-    Stream sample i consists of tokens i S to i S + S, both included. Neighbouring samples overlap by one token, so that
+    Stream sample i consists of tokens i S to i S + S, inclusive. Neighbouring samples overlap by one token, so that
     each token is predicted once. A sample may cross the bounds of documents and epochs.
 
     The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
@@ -133,12 +133,12 @@ class Samples:
         """Read `length` tokens of the epoch, starting at `offset`; fewer if the epoch ends first."""
         documents, starts = self._epoch(epoch)
         stop = min(offset + length, self.n_tokens)
-        # Entries a to b - 1 of the order hold these tokens. "right" and "left" leave out empty documents at both ends.
-        # Megatron's `_build_sample_idx` finds the same bounds with a loop.
+        # Entries a to b - 1 of the order hold these tokens: the sides "right" and "left" skip empty documents at both
+        # ends. Megatron's `_build_sample_idx` finds the same bounds with a loop.
         a = np.searchsorted(starts, offset, "right") - 1
         b = np.searchsorted(starts, stop, "left")
-        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` is the difference between a place in the
-        # file and the same place in the stream, for each document.
+        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` is, for each document, the difference
+        # between its place in the file and its place in the stream.
         cuts = starts[a : b + 1].clip(offset, stop)
         to_file = self.dataset.first_token(documents[a:b].astype(np.int64) + self.documents[0]) - starts[a:b]
         pieces = zip(cuts[:-1] + to_file, cuts[1:] + to_file, strict=True)

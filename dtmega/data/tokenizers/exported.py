@@ -19,7 +19,7 @@ class ExportedTokenizer(NamedTuple):
 
     Attributes:
         json: text of the tokenizer.json.
-        ids: token ids for config.json, by key: eos_token_id and others.
+        ids: token ids for config.json, by key, such as eos_token_id.
     """
 
     json: str

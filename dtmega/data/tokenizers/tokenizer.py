@@ -7,7 +7,7 @@ A spec is a string that names a vocabulary. Every process loads its own tokenize
     bytes                  the 256 bytes, then end-of-document
     bert:PATH              a local vocab.txt of WordPieces; text is lowercased and stripped of accents; [SEP] is
                            end-of-document
-    bert-cased:PATH        the same without the lowercasing and stripping
+    bert-cased:PATH        the same, but the text keeps its case and accents
     PATH.tiktoken          a local file of ranks (a base64 token and its rank per line), then end-of-document
     PATH.json              a Hugging Face tokenizer.json; end-of-document is the `eos_token` of the
                            tokenizer_config.json next to it, else the first of HF_EODS in the vocabulary
@@ -131,7 +131,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
     """The byte-level BPE encoding (ranks and pattern) that a spec names, and its fingerprint.
 
     Raises:
-        ValueError: for the same reasons as in `load_tokenizer`.
+        ValueError: the spec is unknown, its file is missing or malformed, or a download by tiktoken failed.
     """
     if spec == "stdlib-8k":
         return _from_ranks_file(spec, STDLIB_8K)
@@ -145,7 +145,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
 
 
 def _advice(spec: str) -> str:
-    """The end of the message about an unknown spec: suggestions for what to write instead."""
+    """The end of the message about an unknown spec, which suggests other specs."""
     path = Path(spec)
     folder = path if path.is_dir() else path.parent
     saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"

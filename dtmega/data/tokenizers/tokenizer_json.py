@@ -22,7 +22,7 @@ def to_json(spec: str) -> str:
     """The text of the tokenizer.json for a spec; if the spec names a tokenizer.json, the text of that file.
 
     Raises:
-        ValueError: for the same reasons as in `load_tokenizer`.
+        ValueError: the spec is unknown, its file is missing or malformed, or a download by tiktoken failed.
     """
     if is_wordpiece(spec):
         return wordpiece.tokenizer_json(load_wordpiece(spec)[0])

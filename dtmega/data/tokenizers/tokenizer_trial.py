@@ -23,7 +23,7 @@ DECODED = 1000  # number of ids that the trial decodes
 def check(path: str, fingerprint: str) -> None:
     """Check, in a confined process, that a tokenizer.json can be used.
 
-    A file that passes is not tried again: the cache directory then holds an empty file named after its fingerprint.
+    A file that passes is not tried again: the cache directory then holds an empty file named after the fingerprint.
 
     Raises:
         ValueError: the trial failed; the message names the file.

@@ -10,8 +10,8 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code computes, for every sentence at once, where a sample that began there would end. Then it cuts all documents
-in parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
+So the code computes, for every sentence at once, where a sample that begins there ends. Then it cuts all documents in
+parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
 
 
 def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) -> NDArray[np.bool_]:
-    """True for each usable document, bool [documents].
+    """Mask of the usable documents, bool [documents].
 
     Args:
         sizes: number of tokens in each sentence, [n].
@@ -161,7 +161,7 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
     """
 
     def has_any(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """True for each document with at least one `wrong` sentence, [n] -> [documents]."""
+        """Mask of the documents that have at least one `wrong` sentence, [n] -> [documents]."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])
         return np.diff(before[bounds]) > 0
 

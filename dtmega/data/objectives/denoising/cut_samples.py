@@ -98,7 +98,7 @@ class CutSamples(ABC):
         return self._table[entry].tolist()
 
     def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of each sample's tokens that at least one epoch reads, [n].
+        """Number of tokens that an epoch reads from each sample, [n].
 
         By default all tokens are read. A subclass may drop tokens, if it drops the same tokens in every epoch.
 

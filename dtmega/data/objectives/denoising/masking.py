@@ -52,11 +52,11 @@ class MaskedTokens(NamedTuple):
 
 
 def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
-    """Hide about a share `mask_prob` of each sample's tokens; slightly fewer tokens if no n-gram fits the rest.
+    """Hide about the share `mask_prob` of each sample's tokens, or slightly less if no n-gram fits the rest.
 
     Args:
         pairs: samples [B, S].
-        vocabulary: ids of the vocabulary, by kind.
+        vocabulary: groups of ids that masking needs.
         mask_prob: share of a sample's tokens to hide.
         max_ngram: maximum number of words in an n-gram.
     """
@@ -70,7 +70,7 @@ def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int)
 
 
 def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngram: int) -> NDArray[np.int64]:
-    """The number of words of each n-gram, [B, W]: n is 1 to min(max_ngram, most), with probability proportional to 1/n.
+    """Number of words n in each n-gram, [B, W]: 1 to min(max_ngram, most), with probability proportional to 1/n.
 
     Args:
         drawn: uniform numbers in [0, 1), [B, W].

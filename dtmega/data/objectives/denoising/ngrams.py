@@ -32,7 +32,7 @@ class Words(NamedTuple):
             outside segments.
         begins: mask of the first token of each word, bool [B, S].
         sizes: number of tokens in each word, int64 [B, W]; 0 after a sample's last word.
-        in_segment: number of words from each word to the last word of its segment, both included, int64 [B, W].
+        in_segment: number of words from each word to the last word of its segment, inclusive, int64 [B, W].
     """
 
     numbers: NDArray[np.int64]

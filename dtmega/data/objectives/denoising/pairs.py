@@ -58,7 +58,7 @@ class PairSamples(CutSamples):
 
     def __getitem__(self, g: int) -> Segments:
         first, end, target = self.entry(g)
-        # Both A and B have at least one sentence.
+        # A and B have at least one sentence each.
         n_sentences = 1 + keyed.key64(f"{self.stream}/{g}/cut") % (end - first - 1)
         begin, middle, stop = self.dataset.tokens_before(np.array([first, first + n_sentences, end])).tolist()
         return Segments(
@@ -82,7 +82,7 @@ class Pairs(NamedTuple):
     """Samples before masking.
 
     Attributes:
-        tokens: tokens, special tokens and padding, int64 [B, S].
+        tokens: ids of the text, special tokens and padding, int64 [B, S].
         segments: segment numbers, int64 [B, S]: 1 in the first segment, 2 in the second, 0 elsewhere.
         types: token types, int64 [B, S]: 1 in the second segment and at the [SEP] that ends it, else 0.
         padding: mask of padding, bool [B, S].
@@ -99,7 +99,7 @@ class Pairs(NamedTuple):
 
 
 def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pairs:
-    """Lay out samples as [CLS] first [SEP] second [SEP], truncated to their targets and padded to S, all at once.
+    """Lay out all samples at once as [CLS] first [SEP] second [SEP], truncated to their targets and padded to S.
 
     Args:
         samples: the segments of B samples.

@@ -104,7 +104,7 @@ def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limit
     drawn = keyed.uniform(keyed.draws(keys[:, None], "n", np.arange(words.sizes.shape[1])))
     n_words = np.minimum(_drawn_lengths(drawn, limits.max_span), words.in_segment)
     to_hide = n_to_hide(limits.mask_prob, lengths)
-    # One place of the decoder's sequence is reserved for the end mark.
+    # One position in the decoder's sequence is reserved for the end mark.
     grams = choose(words, n_words, limits.max_span, to_hide, keys, limits.sentinels, limits.room - 1)
     is_hidden = is_text & np.take_along_axis(grams.words, words.numbers, 1)
     begins = words.begins & np.take_along_axis(grams.firsts, words.numbers, 1)
@@ -112,7 +112,7 @@ def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limit
 
 
 def _drawn_lengths(drawn: NDArray[np.float64], max_span: int) -> NDArray[np.int64]:
-    """The number of words of each span, [B, W]: 1 to max_span, geometrically distributed with p = STOPS.
+    """Number of words in each span, [B, W]: 1 to max_span, geometrically distributed with p = STOPS.
 
     Args:
         drawn: uniform numbers in [0, 1), [B, W].
