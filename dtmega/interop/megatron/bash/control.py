@@ -81,7 +81,7 @@ class Control(Shell):
         return flows[0]
 
     def _become(self, scope: Scope) -> None:
-        """Copy another scope into the current object, because callers hold references to the current object."""
+        """Copy another scope's values into `self.scope`, because callers hold references to that object."""
         vars(self.scope).update(vars(scope))
 
     def condition(self, node: Node, nodes: Sequence[Node]) -> Condition:
