@@ -69,7 +69,7 @@ class Disk:
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
-        """Open a new binary file for writing. After the `with` block, the file's bytes are on disk, not just in a cache."""
+        """Open a binary file for writing. After the `with` block, the file's bytes are on disk, not just in a cache."""
         return atomic.created(self.root / folder / name)
 
     @contextlib.contextmanager

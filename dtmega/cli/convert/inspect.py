@@ -68,7 +68,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """The differences in `State` and in the tensors, one difference per line. Tensors are compared by value, not layout."""
+    """The differences in `State` and in the tensors, as lines. Tensors are compared by value, not by layout."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):

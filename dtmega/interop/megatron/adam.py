@@ -50,7 +50,7 @@ class Adam(NamedTuple):
 
 
 class IncompleteMoments(Exception):
-    """Raised if the moments cannot be used. The message gives the reason. The weights can still be used."""
+    """Raised if the moments are unusable; the weights remain usable. The message gives the reason."""
 
 
 def read_adam(rank: Rank) -> Adam:

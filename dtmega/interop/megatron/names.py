@@ -25,12 +25,12 @@ Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One row of a table: a rule, and the way in which Megatron's tensor is cut into shards.
+    """One row of a table: a rule, and the kind of cut that shards Megatron's tensor.
 
     Attributes:
         ours: name of our tensor or module, or several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
-        cut: the way in which tensor parallelism cuts Megatron's module.
+        cut: kind of cut that tensor parallelism makes in Megatron's module.
         form: relation between our tensors and Megatron's, as in `Rule`.
         parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, else 1.
     """

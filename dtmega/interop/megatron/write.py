@@ -209,7 +209,7 @@ def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str
 
 
 def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
-    """A rank's part of a tensor, as a new tensor. Padding rows are zeros.
+    """Copy a rank's part of a tensor into a new tensor. Padding rows are zeros.
 
     Args:
         name: name in the whole model.
@@ -232,7 +232,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
 
 
 def args_of_files(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """The arguments that depend on layout, dtype and tokenizer, not on the model."""
+    """The arguments that depend on the layout, dtype and tokenizer rather than the model."""
     args = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 EXPANSIONS = ("simple_expansion", "expansion", "arithmetic_expansion", "command_substitution", "process_substitution")
-MOST_WORDS = 10_000  # limit for the words of one brace range
+MOST_WORDS = 10_000  # maximum number of words from one brace range
 LONGEST_PATTERN = 2_000  # limit in characters for a pattern, and for text matched against a pattern
 # `{a,b}` outside quotes makes two words. No known launch script uses this form, so the word becomes unknown.
 BRACE_LIST = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
@@ -261,7 +261,7 @@ class Expander:
             fields.add_split(item)
 
     def _quoted_alternative(self, node: Node) -> Word | None:
-        """The text of `${NAME:-"text"}` if the whole text is quoted and bash therefore keeps it whole; None otherwise."""
+        """The text of `${NAME:-"text"}` if the whole text is quoted and so stays one word; None otherwise."""
         inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
         if node.type == "expansion" and len(inner) == 1 and inner[0].type == "string":
             return self.string(inner[0])

@@ -15,13 +15,13 @@ from dtmega.interop.megatron.bash.words import LONGEST, Text, Undecided, Unknown
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-MOST_STATEMENTS = 50_000  # limit for the statements that are followed
+MOST_STATEMENTS = 50_000  # maximum number of statements to follow
 MOST_TEXT = 20_000_000  # limit in characters for everything that is assigned, written or run
 DEEPEST = 20  # limit for nested calls of functions, substitutions and scripts
 
 
 class Condition(NamedTuple):
-    """A condition whose value is not known.
+    """A condition whose value is unknown.
 
     Attributes:
         text: text of the condition, with its line, for messages.
@@ -59,7 +59,7 @@ class Shell:
         given: variable -> value that the user gives.
         found: commands collected so far.
         notes: remarks for the user.
-        hidden: error about the first unwanted command that depends on an unknown condition; raised if nothing is collected.
+        hidden: error about the first unwanted command with an unknown condition; raised if nothing is collected.
         source: parsed text that is being followed.
         scope: state of the shell.
         conditions: conditions with unknown values that must hold for the current statement to run.

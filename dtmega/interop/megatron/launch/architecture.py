@@ -248,7 +248,7 @@ def _set_scaling(draft: Draft) -> None:
 
 
 def _scales_by_default(draft: Draft) -> bool | None:
-    """True if the command's fork and version scale by default; None if the flags do not show fork and version."""
+    """True if the command's fork and version scale by default; None if the flags do not determine both."""
     if draft.original:
         return SCALES_BY_DEFAULT[draft.original]
     written = {*draft.command.values, *draft.command.names.values()}
