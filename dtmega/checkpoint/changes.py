@@ -2,7 +2,7 @@
 
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
-refused   every other key: with another model, data or seed, the run would be a different one. A new key
+refused   every other key: another model, data or seed would make it a different run. A new key
           is refused until somebody adds the key to one of the tables below.
 """
 
@@ -97,9 +97,9 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
     Args:
         then: the section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, and
-            counts as having its default value. A key that only the checkpoint has was removed from dtmega, and is
-            ignored.
-        now: the section of the present configuration.
+            counts as having its default value. A key found only in the checkpoint was removed from dtmega later,
+            and is ignored.
+        now: the section in the present configuration.
     """
     for key, field in type(now).model_fields.items():
         change = Change(section, key, then.get(key, field.default), getattr(now, key))

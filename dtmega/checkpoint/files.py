@@ -69,12 +69,12 @@ class Disk:
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
-        """A new binary file to write to. After the `with` block, the file's bytes are on disk, not just in a cache."""
+        """Open a binary file for writing. After the `with` block, the file's bytes are on disk, not just in a cache."""
         return atomic.created(self.root / folder / name)
 
     @contextlib.contextmanager
     def open(self, folder: str, name: str) -> Iterator[Any]:
-        """A file to read, unbuffered.
+        """Open a file for unbuffered reading.
 
         Raises:
             Damaged: the file is missing, unreadable or a symbolic link.
@@ -95,7 +95,7 @@ class Disk:
         os.rename(self.root / folder, self.root / to)
 
     def move(self, folder: str, into: str) -> None:
-        """Move a folder into the folder `into`, and return once the move would survive a power cut."""
+        """Move a folder into the folder `into`, and return once the move is durable."""
         atomic.make_folder(self.root / into)
         os.rename(self.root / folder, self.root / into / folder)
         atomic.sync_folder(self.root / into)

@@ -1,4 +1,4 @@
-"""The start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open them.
+"""The start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open these.
 
 Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
 resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
@@ -32,7 +32,7 @@ class CandidatePaths(NamedTuple):
     """Results of rank 0's search for checkpoints, sent to the other ranks.
 
     Attributes:
-        paths: checkpoints that the run may resume from, the newest first.
+        paths: checkpoints that the run may resume from, newest first.
         damage: one line for each damaged checkpoint.
         probe: name of a folder that rank 0 has made next to the checkpoints. A rank that does not see this folder is on
             a different file system.
@@ -119,7 +119,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
 
 def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Checkpoint]:
-    """Open rank 0's candidates on this rank, the newest first.
+    """Open rank 0's candidates on this rank, newest first.
 
     Raises:
         ValueError: this rank does not see rank 0's files.
@@ -143,7 +143,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
 
     Args:
         cfg: the run's configuration.
-        candidates: checkpoints to resume from, the newest first; empty for a new run.
+        candidates: checkpoints to resume from, newest first; empty for a new run.
         fast_bfloat16: True if bfloat16 is fast on the device.
     """
     if cfg.precision.params != "auto":

@@ -5,7 +5,7 @@
 Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per BLOCK_BYTES, so
 a rank that needs only some rows reads and verifies little more than those rows. A digest detects damage; it is not a
 signature. `parse` checks that each value has the right type, that each chunk lies within its file, and that sizes are
-plausible, so readers may trust the result when they allocate memory.
+plausible, so a reader may rely on these sizes when allocating memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StoredChunk:
     """A box of a tensor, and the location of the box's bytes.
 
     Attributes:
-        offsets: place of the box within the tensor, one number per dim.
+        offsets: position of the box within the tensor, one number per dim.
         sizes: size of the box, one number per dim.
         file: name of the data file that holds the box's elements, row by row.
         start: offset of these elements in the file, in bytes.

@@ -115,7 +115,7 @@ class State(BaseModel):
         digest: str = "",
         layout: Mapping[str, int] | None = None,
     ) -> State:
-        """Make a state that records the running versions. The arguments are the attributes of the same names."""
+        """Make a state with the versions of the running software. Each argument sets the attribute of the same name."""
         versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return cls(
             progress=progress,

@@ -287,7 +287,7 @@ class Checkpoints:
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
-            # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0]; `or None` makes it [:].
+            # Keep the last keep - 1 other checkpoints. For keep = 1 the slice would be [:0]; `or None` makes it [:].
             for old in others[: -keep + 1 or None]:
                 # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:

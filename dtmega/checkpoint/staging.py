@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory: a thread writes the copies while training goes on changing the tensors."""
+"""Copies of tensors in host memory: a thread writes the copies while training keeps changing the tensors."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class DataFile:
 
         Args:
             tensor: content of the box.
-            offsets: place of the box within the whole tensor, one number per dim.
+            offsets: position of the box within the whole tensor, one number per dim.
 
         Returns:
             The box's entry for the manifest.

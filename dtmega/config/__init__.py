@@ -10,7 +10,7 @@ torch's names. This file combines the sections, and finds and reads the TOML fil
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
     schema.py      declarations of keys, and their description in `--help`
-    mixtures.py    the notation of mixtures in [data]
+    mixtures.py    the notation for mixtures in [data]
     reading.py     conversion of TOML and options into sections, with errors in plain words
     suggestions.py  suggestions for unknown keys, from the table in synonyms.py
 """

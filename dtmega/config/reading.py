@@ -20,7 +20,7 @@ from dtmega.config.schema import SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
 SHOWN = 200  # maximum number of characters of a wrong value that a message shows
-REFUSALS = 50  # maximum number of errors reported for a file: another program's may have any number of unknown keys
+REFUSALS = 50  # maximum number of errors reported for a file: another program's file may have any number of them
 
 Sections = TypeVar("Sections", bound=BaseModel)
 
@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _hint(text: str, error: str) -> str:
-    """The end of a message about text that is not TOML: for common mistakes, the correct form of the line; else ''."""
+    """A hint to append to the message about invalid TOML: the line's correct form for common mistakes, else ''."""
     if re.search(r"=\s*(True|False)\b", text):
         return "; TOML writes true and false in small letters"
     line_number = re.search(r"at line (\d+)", error)

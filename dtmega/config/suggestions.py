@@ -33,7 +33,7 @@ class SimilarKeys:
             self._synonyms.update(dict.fromkeys(synonym.names.split(), synonym))
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str:
-        """The end of the message about a key that does not exist, from the semicolon on.
+        """The last part of the message about an unknown key, starting at the semicolon.
 
         The most certain explanations are tried first: the key itself with different capitals or hyphens, another
         trainer's name for a key, the same key in another section, a typo of a key, a typo of another trainer's name.
@@ -66,7 +66,7 @@ class SimilarKeys:
         return f"; no key has a name like it{listed}"
 
     def of_section(self, section: str) -> str:
-        """The end of the message about a section that does not exist, from the semicolon on."""
+        """The last part of the message about an unknown section, starting at the semicolon."""
         meant = self.section(section)
         return f"; did you mean [{meant}]?" if meant else f"; the sections are {', '.join(self._kinds)}"
 

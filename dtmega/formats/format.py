@@ -52,8 +52,8 @@ class Format:
             configuration has one of these keys, the value must be equal, except for the class names (`architectures`).
         base: prefix of most of their names. The names in files of a bare base model lack this prefix.
         ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
-        older: ends of names in old files -> ends of the present names.
-        implied: [model] values that every model in this format has. If a program stores a family in several formats,
+        older: name suffix in old files -> present name suffix.
+        implied: [model] values shared by all models in this format. If a program stores a family in several formats,
             these values tell which format applies.
         heads: function that returns the model's head counts, for rules with the word "heads".
         refuse: function that raises ValueError for a model that the format cannot express.
@@ -85,7 +85,7 @@ class Format:
         return self.fixed["model_type"]
 
     def fits(self, model: config.Model) -> bool:
-        """True if a model has the values that every model in this format has."""
+        """True if a model has the [model] values that this format implies."""
         return not self.mismatches(model)
 
     def mismatches(self, model: config.Model) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def evaluate(
         trained: the model with its tokenizer.
         tasks: names of the tasks.
         manager: the tasks' definitions, from `find_tasks`.
-        batch_size: number of texts in one forward.
+        batch_size: number of texts in one forward pass.
         n_shots: number of examples before each question; None for the task's default.
         limit: number of questions per task, counted from the first; None for all questions.
 
@@ -115,7 +115,7 @@ class RunLM(TemplateLM):
 
     Args:
         trained: the model with its tokenizer.
-        batch_size: number of texts in one forward.
+        batch_size: number of texts in one forward pass.
     """
 
     def __init__(self, trained: TrainedModel, batch_size: int) -> None:
@@ -148,7 +148,7 @@ class RunLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Score pairs in one forward; a text that is too long loses tokens at its beginning.
+        """Score pairs in one forward pass. A text that is too long is truncated at the beginning.
 
         Returns:
             For each pair, the log-likelihood of the continuation, and True if greedy decoding would produce the

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]:
-    """A command line with `--option value` as `--option=value`.
+    """The command line, with each `--option value` of these options joined into `--option=value`.
 
     argparse would take a value that begins with a dash, as in `--allow-missing --swiglu`, for another option.
     """

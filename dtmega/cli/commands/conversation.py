@@ -69,7 +69,7 @@ def talk(answer: Callable[[str], str]) -> None:
 
 
 def _read_line() -> str:
-    """A line of stdin with its line end; "" at the end of the input."""
+    """Read a line of stdin, including the line end; "" at the end of the input."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     return sys.stdin.readline()

@@ -29,7 +29,7 @@ SOURCE_CARD = "README-source.md"
 TERMS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
 MAX_TEXT_BYTES = 2**20  # a larger README or licence is left out
 MAX_CHARACTERS = 200  # a longer name or value is truncated
-MAX_ITEMS = 20  # maximum number of corpora, and of losses, in the card
+MAX_ITEMS = 20  # the card lists at most this many corpora, and at most this many losses
 FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?)^---[ \t\r]*$", re.DOTALL | re.MULTILINE)
 LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,64})[\"']?[ \t\r]*$", re.MULTILINE)
 # Keys of metrics.jsonl: loss, val_loss, test_loss, and val_NAME_loss for a further validation set.

@@ -9,8 +9,8 @@
                           also writes a config.toml and, if Adam's moments are complete, a checkpoint that a run can
                           resume from
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
-    --to megatron DIR     weights for Megatron-LM: for its models of today on any number of ranks (--format core), or
-                          for its earlier ones on --tp times --pp ranks (--format legacy)
+    --to megatron DIR     weights for Megatron-LM: for its current models on any number of ranks (--format core), or
+                          for its earlier models on --tp times --pp ranks (--format legacy)
 
 With --to hf, a run of a Hugging Face model is written in the layout of the model's original directory. If this
 directory has moved, --original names its new place. Tensors are converted one by one, so the model need not fit in
@@ -42,7 +42,7 @@ from dtmega.models.family import Family
 
 TARGETS = ("dtmega", "hf", "megatron")
 LEGACY = "legacy"
-# Values of --format, the preferred one first -> key of `Family.formats`.
+# Value of --format (preferred value first) -> key of `Family.formats`.
 MEGATRON_FORMATS = {"core": "megatron-core", LEGACY: "megatron"}
 
 
@@ -120,7 +120,7 @@ def _write(
 def _write_for_megatron(
     args: argparse.Namespace, family: Family, model: config.Model, weights: Cast, tokenizer: str
 ) -> None:
-    """Write a checkpoint in the format that `--format` names, or in the first one that the family has.
+    """Write a checkpoint in the format that `--format` names, or else in the family's first format.
 
     Raises:
         ValueError: the family does not have the format, or the format has no ranks and `--tp` or `--pp` is given.

@@ -47,7 +47,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
-    """Facts about a checkpoint, one per line."""
+    """Facts about a checkpoint, one fact per line."""
     manifest, state = checkpoint.manifest, state_of(checkpoint)
     weights = {name: entry for name, entry in manifest.tensors.items() if name.startswith("model/")}
     others = {name: entry for name, entry in manifest.tensors.items() if name not in weights}
@@ -68,7 +68,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """The differences in `State` and in the tensors, one per line. Tensors are compared by value, not by layout."""
+    """The differences in `State` and in the tensors, as lines. Tensors are compared by value, not by layout."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):

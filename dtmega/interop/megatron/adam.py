@@ -1,4 +1,4 @@
-"""Adam's moments, step and fp32 masters from one rank's Megatron-LM file, matched with the names of the weights.
+"""Adam's moments, step and fp32 masters from one rank's Megatron-LM file, matched with the weights' names.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: the same, fp32_from_fp16_params: [[...], [...]], grad_scaler: {...}}
@@ -50,7 +50,7 @@ class Adam(NamedTuple):
 
 
 class IncompleteMoments(Exception):
-    """Raised if the moments cannot be used. The message gives the reason. The weights can still be used."""
+    """Raised if the moments are unusable; the weights remain usable. The message gives the reason."""
 
 
 def read_adam(rank: Rank) -> Adam:
@@ -76,7 +76,7 @@ def read_adam(rank: Rank) -> Adam:
         moments, step = _moments(rank, groups, adam)
     except IncompleteMoments as reason:
         why = str(reason)
-    # Check all tensors in the file together, weights included, because no two tensors may share bytes.
+    # Check all tensors in the file together, including weights, because no two tensors may share bytes.
     tensors = [*masters.values()]
     for tensors_of_kind in moments.values():
         tensors += tensors_of_kind.values()
@@ -134,7 +134,7 @@ def _moments(
         adam: the optimizer's state_dict.
 
     Raises:
-        IncompleteMoments: a parameter has no moments, or the number of updates is not known.
+        IncompleteMoments: a parameter has no moments, or the number of updates is unknown.
         ValueError: a moment and its parameter have different shapes.
     """
     if not {"state", "param_groups"} <= adam.keys():

@@ -1,10 +1,10 @@
-"""A distributed checkpoint of megatron-core, read as whole tensors under the names in core_forms.py.
+"""Read a distributed megatron-core checkpoint as whole tensors, under the names in core_forms.py.
 
     iter_0001000/metadata.json      the backend that wrote the tensors; torch_dist is torch.distributed.checkpoint
     iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
     iter_0001000/.metadata, __*.distcp
 
-A tensor that every layer has is either stacked over all layers under one name, [L, ...], or stored once per layer.
+A tensor that exists in every layer is either stacked under one name, [L, ...], or stored once per layer.
 `*_extra_state*` are byte entries, which are not opened. Adam's moments and the fp32 masters have the weights' names
 with prefixes such as `optimizer.state.exp_avg.`; the step is in common.pt.
 
@@ -39,8 +39,8 @@ NAMES = {
 }
 LAYER = re.compile(rf"{re.escape(LAYERS)}(?P<number>\d{{1,6}}\.)?(?P<inner>.+)")
 MAX_LAYERS = 100_000
-STATE = "optimizer.state."  # followed by the kind of state and the name of a tensor of the model
-# Prefixes of the fp32 masters: of an optimizer for 16 bits, and of a distributed one.
+STATE = "optimizer.state."  # followed by the kind of state and the name of a model tensor
+# Prefixes of the fp32 masters: for a 16-bit optimizer, and for a distributed optimizer.
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 BUCKETS = "optimizer.distributed."  # of a distributed optimizer whose moments have no names
 # Entries that do not belong to the model: the optimizer, the random generators, the state of a rerun.
@@ -53,14 +53,14 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 class RunState(NamedTuple):
-    """The state of the run that wrote a checkpoint, apart from its weights.
+    """The state, apart from the weights, of the run that wrote a checkpoint.
 
     Attributes:
         moments: exp_avg and exp_avg_sq, both under the names of the weights; empty if they are incomplete.
         iteration: number of iterations done.
-        steps: numbers of updates in the optimizer, without duplicates; more than one if its groups disagree.
-        scheduler: state of the learning-rate scheduler, as it is stored in the file; None if there is none.
-        scale: state of float16's loss scale; None if there is none.
+        steps: update counts in the optimizer, without duplicates; more than one if the parameter groups disagree.
+        scheduler: state of the learning-rate scheduler, as stored in the file; None if the file has no scheduler.
+        scale: state of float16's loss scale; None if the file has no loss scale.
         why: reason why the moments are incomplete; '' if they are complete.
     """
 
@@ -73,10 +73,10 @@ class RunState(NamedTuple):
 
 
 def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
-    """Open a checkpoint of megatron-core.
+    """Open a megatron-core checkpoint.
 
     Returns:
-        The run's arguments, its weights, and its further state. A weight is read from its fp32 master if there is a
+        The run's arguments, weights and other state. A weight is read from the weight's fp32 master if there is a
         master with the weight's name and shape.
 
     Raises:
@@ -142,9 +142,9 @@ def _run_state(
 
 
 def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
-    """The numbers of updates, without duplicates.
+    """The update counts in the optimizer, without duplicates.
 
-    The optimizer stores one number for all parameters, or one for each group of parameters. Groups may disagree.
+    The optimizer stores one count for all parameters, or one count per parameter group. Groups may disagree.
     """
     state = entries(optimizer.get("state", {}), "the state of the optimizer")
     steps = [state["common_step"]] if "common_step" in state else []
@@ -158,7 +158,7 @@ def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
 
 
 def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]) -> Source:
-    """Tensors of the checkpoint, with stacks split into layers.
+    """The checkpoint's tensors, with stacks split into layers.
 
     Args:
         shapes: name in the checkpoint -> shape of every weight.
@@ -174,10 +174,10 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Split a weight of the checkpoint into the tensors of the layers, given as name -> assembly.
+    """Split a stored weight into the layers' tensors: name of a layer's tensor -> assembly.
 
     Args:
-        name: name of the weight, which says whether it is a stack.
+        name: name of the weight; the name shows whether the weight is a stack.
         key: name of the tensor that holds the values: the weight itself, its fp32 master or a moment.
         shape: shape of the weight.
     """

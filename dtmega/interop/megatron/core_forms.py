@@ -1,10 +1,10 @@
-"""megatron-core's `Format` of GPT and Llama: tensor names, and the run's arguments as keys of [model].
+"""megatron-core's `Format`s for GPT and Llama: tensor names, and the run's arguments as keys of [model].
 
-families.py has these formats as `formats["megatron-core"]`. The names are those of a distributed checkpoint with one
-entry for each layer; `core.py` splits stacks into such entries, and `write_core.py` stacks them. Rows do not depend on
-the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and the first
-matrix of a gated feed-forward has all rows of the gate before all rows of the values. A LayerNorm is named after the
-linear layer that follows it, whether the two are fused or not.
+families.py has these formats as `formats["megatron-core"]`. The names are the names in a distributed checkpoint with
+one entry per layer; `core.py` splits stacks into entries, and `write_core.py` stacks entries. Row order does not depend
+on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and in the
+first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named after the next
+linear layer, whether the two are fused or not.
 
 Source: `models/gpt/gpt_layer_specs.py` and `transformer/mlp.py` of megatron-core 0.16.1.
 """
@@ -23,9 +23,9 @@ from dtmega.interop.megatron.forms import EPS, GPT_FORM, INIT_STD, LENGTH, PLAIN
 LAYERS = "decoder.layers."
 _LAYER = f"{LAYERS}{{}}."
 WORDS = "embedding.word_embeddings.weight"
-# Tensors with one row for each token of the vocabulary, followed by rows of padding.
+# Tensors with one row per vocabulary token, followed by padding rows.
 BY_TOKEN = (WORDS, "output_layer.weight")
-# Names of the modules that Transformer Engine gives a further state, which is empty except in fp8. A model made of
+# Names of the modules that have an extra state in Transformer Engine, empty except in fp8. A model made of
 # these modules, Megatron-LM's default on a GPU, does not load a checkpoint without these states.
 STATEFUL_IN_LAYER = (
     *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
@@ -33,7 +33,7 @@ STATEFUL_IN_LAYER = (
 )
 STATEFUL_AT_END = "decoder.final_layernorm"
 
-# Arguments with which a run changes the model, beside those in PLAIN. Only these values are supported.
+# Further arguments that change the model, in addition to PLAIN. Only these values are supported.
 FURTHER_PLAIN: Mapping[str, Any] = {
     **{"apply_residual_connection_post_layernorm": False, "num_experts": None, "mtp_num_layers": None},
     **{"heterogeneous_layers_config_path": None, "experimental_attention_variant": None, "window_size": None},
@@ -45,10 +45,10 @@ ROTARY: Mapping[str, Any] = {
     **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_interleaved": False},
     **{"rotary_seq_len_interpolation_factor": None, "no_rope_freq": None},
 }
-# Arguments in PLAIN that a Llama may have with any value: `_llama` reads one, and the other says the same as
-# position_embedding_type.
+# Arguments in PLAIN that may have any value in a Llama: `_llama` reads one argument, and the other repeats
+# # position_embedding_type.
 READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings")
-# megatron-core's scaling of rotary frequencies is that of Llama 3.1 with these values; only the factor can be set.
+# megatron-core scales rotary frequencies as Llama 3.1 does, with these values; only the factor can be set.
 SCALING: Mapping[str, Any] = {
     "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0,
@@ -59,7 +59,7 @@ DEFAULT_FACTOR = 8.0  # of --rope-scaling-factor
 ENDS = (
     Rule("embed.", "embedding.word_embeddings."),
     Rule("norm.", "decoder.final_layernorm."),
-    # A model with a tied head stores the embedding alone.
+    # A model with a tied head stores only the embedding.
     Rule("head.", "output_layer."),
 )
 BLOCK = (
@@ -84,7 +84,7 @@ LLAMA_RULES = (
 
 
 def _tensors_in_layer() -> frozenset[str]:
-    """The names of all tensors of a layer, without the layer."""
+    """The names of all tensors in a layer, without the layer prefix."""
     names: set[str] = set()
     for rule in (*GPT_RULES, *LLAMA_RULES):
         assert isinstance(rule.theirs, str)
@@ -140,10 +140,10 @@ def _args_of_llama(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse_scaling(model: config.Model) -> None:
-    """Refuse a scaling of rotary frequencies that megatron-core has no flags for.
+    """Refuse a model whose rotary frequencies are scaled in a way that megatron-core has no flags for.
 
     Raises:
-        ValueError: the frequencies are scaled, and not with the values in SCALING.
+        ValueError: the frequencies are scaled with values other than the values in SCALING.
     """
     assert isinstance(model, config.Llama)
     for key, expected in SCALING.items():
@@ -176,6 +176,6 @@ LLAMA_CORE = Format(
     to_section=_llama,
     from_section=_args_of_llama,
 )
-# The formats of all of Megatron's programs, by the key of `Family.formats`.
+# All of Megatron's formats, keyed as in `Family.formats`.
 GPT_FORMS = {"megatron": [GPT_FORM], "megatron-core": [GPT_CORE]}
 LLAMA_FORMS = {"megatron-core": [LLAMA_CORE]}

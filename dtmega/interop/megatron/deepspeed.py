@@ -4,8 +4,8 @@
     global_step1000/mp_rank_XX_model_states.pt            arguments and counts; XX is stage * TP + rank
     global_step1000/bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt      see zero.py
 
-Layers are numbered across the whole model, so pipeline stages do not matter here. Numbers 02 and L + 3 are functions
-without parameters, so there are no files for these numbers. The tied head has no file either.
+Layers are numbered across the whole model, so pipeline stages do not matter here. Layers 02 and L + 3 are functions
+without parameters and have no files. The tied head has no file either.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layers(NamedTuple):
         parts: name in the whole model -> one part for each tensor-parallel rank, in order.
         args: the run's arguments as plain values; empty if there is no mp_rank file.
         content: contents of the first mp_rank file; empty if there is no mp_rank file.
-        vocab_size: number of the tokenizer's ids; 0 if the files do not say.
+        vocab_size: number of ids in the tokenizer; 0 if the files do not give the number.
     """
 
     parts: dict[str, list[Part]]
@@ -98,7 +98,7 @@ def _join_layers(
         ValueError: a rank lacks a tensor that another rank has.
     """
     parts: dict[str, list[Part]] = {}
-    # In sorted order, the files of one layer follow each other, so each file must add one part to each of its tensors.
+    # In sorted order, one layer's files are consecutive, so each file must add one part to each tensor in the file.
     for (number, tp), path in sorted(paths.items()):
         for name, part in _read_layer(path, names.layer_file_prefix(number, n_layers) or "").items():
             parts.setdefault(name, []).append(part)
@@ -111,7 +111,7 @@ def _join_layers(
 
 
 def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
-    """The tensors of one file, under their names in the whole model."""
+    """Whole-model name -> tensor, for the tensors of one file."""
     file = SavedFile(path)
     parts: dict[str, Part] = {}
     for name, pickled in entries(file.value, f"{path}: the layer").items():

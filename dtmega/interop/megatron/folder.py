@@ -40,7 +40,7 @@ class Contents(NamedTuple):
         updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
         order: Megatron fork that decided the run's sample order, as a value of [data] order.
-        vocab_size: number of the tokenizer's ids, without padding; 0 if the files do not say.
+        vocab_size: number of ids in the tokenizer, without padding; 0 if the files do not give the number.
         notes: lines for the user.
         program: key of `Family.formats` for the names of the tensors.
     """
@@ -75,7 +75,7 @@ def open_folder(path: Path, model: config.Model | None = None, average: bool = F
 
     Args:
         path: the checkpoint's folder, or its parent folder, which contains the tracker.
-        model: the [model] section that the user gives, needed if the files hold no arguments; None if there is none.
+        model: the user's [model] section, needed if the files hold no arguments; None if the user gives no section.
         average: True to read the mean of copies that have drifted apart, instead of rank 0's copy.
 
     Raises:
@@ -103,7 +103,7 @@ def _check_model_is_known(folder: Path, args: Mapping[str, Any], model: config.M
 
 
 def find_folder(path: Path) -> Path:
-    """Find the folder of one checkpoint: the path itself, the folder its tracker names, or the only checkpoint in it.
+    """Find a checkpoint's folder: `path` itself, the folder named by the tracker in `path`, or the only one in `path`.
 
     Raises:
         ValueError: there is no checkpoint, or there are several checkpoints and no tracker.
@@ -137,7 +137,7 @@ def _contents_of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bo
     """The contents of a Megatron-LM checkpoint.
 
     Args:
-        n_heads: number of the model's attention heads; 0 if not known.
+        n_heads: number of attention heads in the model; 0 if unknown.
         average: True to read the mean of copies that have drifted apart, as in `open_folder`.
     """
     first = grid[0, 0]
@@ -189,7 +189,7 @@ def _contents_of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -
             raise adam.IncompleteMoments("no mp_rank file says how many stages there were")
         kinds, step = zero.open_optimizer(folder, layers.parts, n_layers, n_stages)
         progress, updates, why = _progress(layers.args, ranks.iteration_of(layers.content), {step}, None)
-        # Masters are complete whenever the optimizer's state is, so weights are fp32 even if the progress is unknown.
+        # If the optimizer's state is complete, so are the masters: weights are fp32 even if the progress is unknown.
         masters = kinds.pop(zero.MASTER)
         with_masters: dict[str, list[Part]] = {}
         for name, weights_of_name in layers.parts.items():
@@ -237,11 +237,11 @@ def _progress(
     Args:
         args: the run's arguments.
         iteration: number of iterations done.
-        steps: numbers of updates in the ranks' optimizers, without duplicates.
+        steps: update counts in the ranks' optimizers, without duplicates.
         scheduler: state of the learning-rate scheduler, as stored in the files; None if not known.
 
     Returns:
-        The run's progress, the number of Adam's updates, and '' or the reason why progress and number are not known.
+        The run's progress, the number of Adam's updates, and the reason if both are unknown, else ''.
     """
     if len(steps) != 1:
         return START, 0, f"the ranks made different numbers of updates, {', '.join(map(str, sorted(steps)[:4]))}"
@@ -262,7 +262,7 @@ def _progress(
 
 
 def _global_batch_size(args: Mapping[str, Any]) -> Any:
-    """The number of samples in one iteration, according to the arguments; 0 if they do not say."""
+    """The number of samples in one iteration; 0 if the arguments do not give the number."""
     if args.get("global_batch_size") is not None:
         return args["global_batch_size"]
     # Before checkpoint version 3, the argument was the batch size of one model replica.

@@ -1,7 +1,7 @@
 """Megatron's `Format` of each family: tensor names, and the run's arguments as keys of [model].
 
 families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given by its
-name. A file lacks the arguments that its version or fork did not have yet, so each argument has a default here. Source:
+name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
 `megatron/arguments.py` of Megatron-LM 2019 to 2022 and of BigScience's Megatron-DeepSpeed.
 """
 
@@ -46,7 +46,7 @@ WORDPIECE = "BertWordPieceLowerCase"
 
 
 def feed_forward_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
-    """The form of GELU in the feed-forward. The fused kernel computes the form with tanh.
+    """The GELU variant in the feed-forward. The fused kernel computes the tanh variant.
 
     Files from before October 2020 have no argument for the fusion, because the fusion did not exist yet.
     """
@@ -54,24 +54,24 @@ def feed_forward_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
 
 
 def head_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
-    """The form of GELU in BERT's language-model head, which is never fused."""
+    """The GELU variant in BERT's language-model head, which is never fused."""
     return "tanh" if args.get("openai_gelu") else "erf"
 
 
 def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
-    """Megatron's arguments that select the given forms of GELU.
+    """Megatron's arguments that select the given GELU variants.
 
     Args:
-        feed_forward: form in the feed-forward, "erf" or "tanh".
-        head: form in BERT's language-model head; '' for a model without such a head.
+        feed_forward: variant in the feed-forward, "erf" or "tanh".
+        head: variant in BERT's language-model head; '' for a model without this head.
     """
-    # openai_gelu selects the form with tanh in both places; the fused kernel selects it in the feed-forward only.
+    # openai_gelu selects the tanh variant in both places, and the fused kernel only in the feed-forward.
     openai = head == "tanh"
     return {"bias_gelu_fusion": feed_forward == "tanh" and not openai, "openai_gelu": openai, "onnx_safe": None}
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The key for scaled attention scores. Megatron scales them by default, but this has an effect in float16 only."""
+    """The key for scaled attention scores. Megatron scales by default, but scaling has an effect in float16 only."""
     return {"query_key_layer_scaling": bool(args.get("fp16") and args.get("apply_query_key_layer_scaling"))}
 
 
@@ -99,10 +99,10 @@ def refuse_head_width(args: Mapping[str, Any]) -> None:
 
 
 def _refuse_erf(args: Mapping[str, Any]) -> None:
-    """Refuse the exact GELU, for families that have only the approximation with tanh.
+    """Refuse the exact GELU, for families that have only the tanh approximation.
 
     Raises:
-        ValueError: the arguments select the GELU with erf.
+        ValueError: the arguments select the erf GELU.
     """
     if feed_forward_gelu(args) == "erf":
         raise ValueError(
@@ -174,7 +174,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """The arguments that every family has, and that are not keys of [model] or differ from the key in value."""
+    """The arguments of every family that are not keys of [model], or whose values differ from the key's value."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {
@@ -188,7 +188,7 @@ def _args(model: config.Model) -> dict[str, Any]:
 def _refuse_gated(model: config.Model) -> None:
     """Refuse a gated feed-forward.
 
-    Each of Megatron's ranks stores its rows of values before its rows of gates, so the order of rows depends on the
+    Each rank in Megatron stores its value rows before its gate rows, so the row order depends on the
     layout.
 
     Raises:
@@ -206,7 +206,7 @@ def _refuse_bert(model: config.Model) -> None:
     """Refuse a BERT that Megatron has no arguments for.
 
     Raises:
-        ValueError: the model has a gated feed-forward, or forms of GELU that Megatron cannot combine.
+        ValueError: the model has a gated feed-forward, or GELU variants that Megatron cannot combine.
     """
     _refuse_gated(model)
     assert isinstance(model, config.Bert)
@@ -247,7 +247,7 @@ BERT_FORM = Format(
     to_section=_bert,
     from_section=_args_of_bert,
 )
-# Megatron's own T5, which has little but the name in common with the T5 of transformers.
+# Megatron's own T5, which has little in common with transformers' T5 except the name.
 T5_FORM = Format(
     rules=_rules(T5_ROWS),
     implied={
@@ -263,7 +263,7 @@ T5_FORM = Format(
     to_section=_t5,
     from_section=_args_of_t5,
 )
-# The BLOOM of BigScience's Megatron-DeepSpeed, with ALiBi and a LayerNorm after the embedding.
+# BLOOM in BigScience's Megatron-DeepSpeed, with ALiBi and a LayerNorm after the embedding.
 BLOOM_FORM = Format(
     rules=_rules(BLOOM_ROWS),
     fixed={**PLAIN, "embed_layernorm": True},

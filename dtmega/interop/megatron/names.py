@@ -25,12 +25,12 @@ Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One row of a table: a rule, and the way in which Megatron's tensor is cut into shards.
+    """One row of a table: a rule, and the kind of cut that shards Megatron's tensor.
 
     Attributes:
         ours: name of our tensor or module, or several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
-        cut: the way in which tensor parallelism cuts Megatron's module.
+        cut: kind of cut that tensor parallelism makes in Megatron's module.
         form: relation between our tensors and Megatron's, as in `Rule`.
         parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, else 1.
     """
@@ -94,7 +94,7 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
 WORDS = TableRow("embed.", "embedding.word_embeddings.", "vocabulary")
 POSITIONS = TableRow("positions.", "embedding.position_embeddings.")
 FINAL_NORM = TableRow("norm.", "encoder.final_layernorm.")
-# The last stage's copy of the embedding, which is used to compute the logits if there are several stages.
+# The last stage's copy of the embedding. If there are several stages, the logits are computed from this copy.
 COPY_FOR_HEAD = "word_embeddings_for_head."
 TIED_HEAD = TableRow("head.", COPY_FOR_HEAD, "vocabulary")
 OWN_HEAD = TableRow("head.", "output_layer.", "vocabulary")
@@ -156,7 +156,7 @@ def qkv_parts(name: str) -> int:
 
 
 def by_token(name: str) -> bool:
-    """True if a tensor has one row for each token of the vocabulary, followed by rows of padding.
+    """True if a tensor has one row per vocabulary token, followed by padding rows.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -177,7 +177,7 @@ def pattern_of(name: str) -> str:
 
 
 def _tensors(rows: Iterable[TableRow]) -> dict[str, TableRow]:
-    """Name of each tensor, with `{}` in place of the layer's number -> row of the tensor."""
+    """Map each tensor's name (with `{}` for the layer number) to the tensor's table row."""
     tensors = {}
     for row in rows:
         ends = ("weight", "bias") if row.theirs.endswith(".") else ("",)
@@ -197,7 +197,7 @@ _OLDER_NAMES = (
     # Names up to tag v2.0 of January 2021.
     (re.compile(r"^transformer\."), "encoder."),
     (re.compile(r"(\.layers\.\d+)\.attention\."), r"\1.self_attention."),
-    # Names in still older files.
+    # Names in even older files.
     (re.compile(r"^(word|position|tokentype)_embeddings\."), r"embedding.\1_embeddings."),
 )
 

@@ -1,4 +1,4 @@
-"""Join the parts that tensor-parallel ranks hold to whole tensors, and compare the ranks' copies of replicated tensors.
+"""Join the tensor-parallel ranks' parts into whole tensors, and compare the ranks' copies of replicated tensors.
 
 WholeTensors(parts)         a `Source` with the names in names.py; the parts of a tensor are read one after the other
 drifted_copies(tensors)     the tensors whose copies on the ranks are no longer equal
@@ -116,7 +116,7 @@ class ReorderedQKV(_Derived):
 class Master(_Derived):
     """The fp32 master of a 16-bit weight. Reading checks that the master rounds to the weight.
 
-    Masters have no names in a file, only positions. This check shows that the master belongs to the weight.
+    Masters have no names in a file, only positions. The check proves that a master belongs to the weight.
 
     Attributes:
         weight: the 16-bit weight.
@@ -175,7 +175,7 @@ class WholeTensors:
         share = shape[dim] // len(parts)
         pieces = []
         for number, part in enumerate(parts):
-            # Rows or columns that the index selects from this rank's part. If the range is empty, the part is not read.
+            # The rows or columns of this rank's part that the index selects. If there are none, the part is not read.
             low = max(start - number * share, 0)
             high = min(stop - number * share, share)
             if low < high:
@@ -230,7 +230,7 @@ class Drift(NamedTuple):
 
 
 def drifted_copies(tensors: WholeTensors) -> list[Drift]:
-    """The tensors whose copies are not equal, the worst first.
+    """The tensors whose copies are not equal, worst first.
 
     Only vectors and the position embedding have copies; all other tensors are cut over the ranks.
     """
@@ -252,10 +252,10 @@ def drifted_copies(tensors: WholeTensors) -> list[Drift]:
 
 
 def drift_note(drifts: Sequence[Drift], average: bool) -> str:
-    """The line for the user about copies that have drifted apart.
+    """A message for the user about copies that have drifted apart.
 
     Args:
-        drifts: drifts of all tensors with differing copies, the worst first; not empty.
+        drifts: drifts of all tensors with differing copies, worst first; not empty.
         average: True if the mean of the copies is read, which is allowed for drifts of any size.
 
     Raises:

@@ -26,7 +26,7 @@ FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?")
 CHUNK_KEY = re.compile(r"model(\d*)")
 LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 VERSIONS = (0, 1, 2, 3)
-MAX_DEPTH = 8  # limit for the depth of nested dicts; today's BERT has 4
+MAX_DEPTH = 8  # maximum depth of nested dicts; today's BERT has 4
 # Arguments that must be equal on all ranks, because the tensors or the run's progress depend on these arguments.
 SHARED_ARGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "padded_vocab_size"),
@@ -166,10 +166,10 @@ def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
-    """Flatten nested dicts to pairs of today's name and tensor, with layers numbered within the stage."""
+    """Flatten nested dicts into (today's name, tensor) pairs, with layers numbered within the stage."""
     seen: set[str] = set()
-    # A crafted pickle may put one dict in many places, and each place would be walked. So the number of entries is
-    # limited: an honest file has fewer entries than its pickle has bytes.
+    # A crafted pickle may put one dict in many places, and each place would be visited. The number of entries is
+    # # therefore limited: an honest file has fewer entries than pickle bytes.
     entries_left = file.n_pickle_bytes
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Stored]]:
@@ -299,7 +299,7 @@ def join_ranks(
     Args:
         names_by_chunk: names in the whole model, from `whole_names`.
         tensors: (tp, pp, chunk) -> name within the chunk -> part.
-        n_heads: number of the model's attention heads; 0 if not known.
+        n_heads: number of attention heads in the model; 0 if unknown.
 
     Returns:
         Name in the whole model -> one part for each tensor-parallel rank, in order.

@@ -1,4 +1,4 @@
-"""The configuration of the run that wrote a checkpoint, from the arguments in its files."""
+"""The configuration of the run that wrote a checkpoint, derived from the arguments in the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dtmega.interop.megatron.launch.flags import FLAGS, by_name
 from dtmega.interop.megatron.launch.translate import translate_known_model
 
 SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # written even if they equal the defaults
-NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the only script whose order of samples dtmega reproduces
-# Sections that the checkpoint records, so that a run that resumes from it can report what it changes.
+NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the only script whose sample order dtmega reproduces
+# Sections that the checkpoint records, so that a resumed run can report which settings differ.
 RECORDED = ("batch", "optim", "train", "precision")
-# Flags that do not matter to a run that resumes: paths on the old machine, the start of the run, and its layout.
+# Flags that do not matter to a resumed run: paths on the old machine, the start of the run, and the run's layout.
 LEFT_OUT = {
     *("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--finetune", "--no-load-optim"),
     *(name for flag in FLAGS["Layout"] for name in flag.names),
@@ -26,14 +26,14 @@ LEFT_OUT = {
 def config_of_args(
     args: Mapping[str, Any], model: config.Model, order: str = ""
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The configuration with which the run of a checkpoint can continue, without its layout.
+    """The configuration with which a checkpoint's run can continue, without the layout.
 
     Args:
         args: the run's arguments as plain values; empty if only the model is known.
         order: value of [data] order, for a checkpoint that a run can resume from; '' for weights alone.
 
     Returns:
-        The text of a TOML file, with comments in place of the keys that are not known; and the sections that the
+        The text of a TOML file, with comments for the keys that are not known; and the sections that the
         checkpoint should record (empty if the configuration is not valid as it stands).
     """
     section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
@@ -59,7 +59,7 @@ def _set_keys(model: config.Model) -> list[str]:
 
 
 def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The arguments as the flags of a command line: flag -> values."""
+    """Convert the arguments to command-line flags: flag -> values."""
     flags: dict[str, list[str]] = {}
     for name, flag in by_name().items():
         value = args.get(name.removeprefix("--").replace("-", "_"))
@@ -72,7 +72,7 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
         else:
             items = value if isinstance(value, list) else [value]
             flags[name] = [str(item) for item in items]
-    # For a run that is counted in samples, Megatron works out the steps and stores them with the arguments.
+    # If the run's length is given in samples, Megatron computes the steps and stores the steps with the arguments.
     if "--train-samples" in flags:
         flags.pop("--train-iters", None)
     return flags
@@ -95,7 +95,7 @@ def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
 
 
 def _samples(args: Mapping[str, Any]) -> int:
-    """The number of samples that the run was to train on; 0 if the arguments do not say."""
+    """The planned number of training samples; 0 if the arguments do not give the number."""
     samples = args.get("train_samples")
     if samples is None:
         steps, per_step = args.get("train_iters"), args.get("global_batch_size")

@@ -1,10 +1,10 @@
-"""Read a file of `torch.save` as data: decode the pickle without running it, and read tensors when needed.
+"""Read a file written by `torch.save` as data: decode the pickle without running it, and read tensors when needed.
 
     file = SavedFile(path)
     file.value                          numbers, strings, lists, dicts; else a `PickledObject` (torch_files/inert.py)
     file.read(file.tensor(pickled))     one tensor, read now
 
-There are two formats. Since torch 1.6 a file is an uncompressed zip with NAME/data.pkl, and NAME/data/KEY for each
+There are two formats. Since torch 1.6, a file is an uncompressed zip with NAME/data.pkl, and NAME/data/KEY for each
 storage. Older files are a sequence of pickles (a magic number, a version, the machine, the value, the storage keys),
 followed by the storages. Each storage consists of an 8-byte element count and the elements.
 
@@ -45,7 +45,7 @@ LENGTH = struct.Struct("<q")  # number of elements of a storage in the older for
 FROM_TYPE = "torch._tensor _rebuild_from_type_v2"  # (function, type, arguments, state): a tensor with attributes
 PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")  # (tensor, ...)
 NAMESPACE = "argparse Namespace"
-# Enums whose members are options in the run's arguments: class -> stored number -> name of the member.
+# Enum classes used in the run's arguments: class -> stored number -> name of the member.
 MEMBERS: dict[str, dict[Any, str]] = {
     "PositionEmbeddingType": {1: "rotary", 2: "absolute", 3: "alibi"},
     "ModelType": {1: "encoder_or_decoder", 2: "encoder_and_decoder"},
@@ -88,7 +88,7 @@ class Stored(NamedTuple):
 
 
 class SavedFile:
-    """The contents of one file of torch.save.
+    """The contents of one file written by torch.save.
 
     Attributes:
         value: the saved value. Tensors inside the value are `PickledObject`s, which `tensor` converts to `Stored`.
@@ -102,8 +102,8 @@ class SavedFile:
             names: classes and functions that the pickle may ask for besides NAMES, each as "module qualname".
 
         Raises:
-            ValueError: there is no such file, torch.save did not write it, or it is damaged or crafted. The
-                message names the path.
+            ValueError: the file does not exist, was not written by torch.save, or is damaged or crafted. The
+            message names the path.
         """
         self.path = path
         self._checked: set[ZipEntry] = set()
@@ -116,7 +116,7 @@ class SavedFile:
         """Locate the data of a pickled tensor: a plain tensor, a tensor with attributes, or a parameter.
 
         Raises:
-            ValueError: `pickled` is not a tensor, or has no elements, or its elements are not in the file. The message
+            ValueError: `pickled` is not a tensor, has no elements, or has elements outside the file. The message
                 names the path.
         """
         try:
@@ -157,7 +157,7 @@ class SavedFile:
 
 
 def check_apart(path: Path, tensors: Iterable[Stored]) -> None:
-    """Refuse a file with tensors that share bytes, because its tensors could be many times larger than the file.
+    """Refuse a file with tensors that share bytes, because these tensors could be many times larger than the file.
 
     Raises:
         ValueError: two tensors share bytes.
@@ -203,7 +203,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_object(value: PickledObject) -> int | str | None:
-    """The name of a pickled dtype or enum member (its number, if the name is not known); None for anything else."""
+    """The name of a pickled dtype or enum member (a member's number if the name is unknown); None for anything else."""
     if value.name in torch_save.PICKLED_DTYPES:
         return value.name.replace(" ", ".")
     kind = value.name.rpartition(" ")[2]
@@ -219,7 +219,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_tensor(pickled: Any) -> Any:
-    """Unwrap the plain tensor inside a parameter, a tensor with attributes, or a nesting of both."""
+    """Unwrap the plain tensor inside a parameter, a tensor with attributes, or several such wrappers."""
     for _ in range(2):
         if type(pickled) is not PickledObject or not pickled.args:
             break
@@ -295,7 +295,7 @@ def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
 
 
 def _element_bytes(value: Any) -> dict[str, int]:
-    """Key of a storage -> bytes per element, for each storage that a value refers to.
+    """Map the key of each storage that a value refers to, to the bytes per element.
 
     Raises:
         ValueError: the type of a storage is unknown, or a storage is given two types with different sizes.

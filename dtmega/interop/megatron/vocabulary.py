@@ -11,11 +11,11 @@ from dtmega.interop.megatron.folder import Contents
 
 
 def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> config.Model | None:
-    """The user's model with the padded vocabulary, i.e. with one id for each row of the embedding.
+    """The user's model with the padded vocabulary, i.e. one id per embedding row.
 
     Args:
         contents: contents of the checkpoint.
-        model: the [model] section that the user gives; None if the user gives none.
+        model: the [model] section that the user gives; None if the user gives no section.
 
     Returns:
         The model with the padded vocabulary; None if `model` is None.
@@ -44,12 +44,12 @@ def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tupl
     """The model with its true vocabulary size, padded to the same number of rows as before, and notes for the user.
 
     Args:
-        model: the model with the padded vocabulary, i.e. with one id for each row of the embedding.
+        model: the model with the padded vocabulary, i.e. one id per embedding row.
         contents: contents of the checkpoint.
-        n_ids: number of the tokenizer's ids according to the user; 0 if the user does not say.
+        n_ids: number of ids in the tokenizer according to the user; 0 if the user gives no number.
 
     Raises:
-        ValueError: there are more ids than rows, or the files give a different number of ids.
+        ValueError: there are more ids than rows, or the files give another number of ids.
     """
     rows = model.vocab_size
     n_ids_of_files = contents.vocab_size
@@ -71,7 +71,7 @@ def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tupl
 
 
 def _multiple(args: dict[str, Any], size: int, rows: int) -> int:
-    """The value of `pad_vocab_to_multiple` that pads `size` ids to `rows` rows; the run's own value if it fits."""
+    """A `pad_vocab_to_multiple` that pads `size` ids to `rows` rows: the run's own value if that value fits."""
     divisor = args.get("make_vocab_size_divisible_by")
     ranks = args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
     if type(divisor) is int and type(ranks) is int and divisor > 0 and ranks > 0:

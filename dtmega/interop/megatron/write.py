@@ -1,11 +1,11 @@
-"""Write a `release` folder of Megatron-LM's own models: weights cut for its ranks, in files that its loader accepts.
+"""Write a `release` folder for Megatron-LM's legacy models: weights cut for tp and pp ranks, one file per rank.
 
     OUT/latest_checkpointed_iteration.txt        "release"
     OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
 
 The folder is a release, because Megatron's loader exits if the folder of a numbered iteration lacks the states of the
-optimizer and of the random number generators. The loader also compares the arguments for model and layout in each file
-with its own arguments. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
+optimizer and the random number generators. The loader also compares each file's model and layout arguments with the
+arguments of its own run. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtmega.formats.sources import Slices, Source
 from dtmega.interop.megatron.launch.corpora import WORDPIECE_OF
 from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
 
-# Each rank has a multiple of this number of vocabulary rows: Megatron's default of --make-vocab-size-divisible-by.
+# Each rank's vocabulary rows are a multiple of this number: Megatron's default for --make-vocab-size-divisible-by.
 MULTIPLE = 128
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -77,11 +77,11 @@ def write(
 
     Args:
         folder: path of the checkpoint, a new folder or an empty one.
-        source: the whole model under Megatron's names, each tensor once, without padding of the vocabulary.
+        source: the whole model under Megatron's names, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        tokenizer: the model's tokenizer spec. If Megatron's loader is given a vocabulary, it compares the kind of
+        tokenizer: the model's tokenizer spec. A loader in Megatron that is given a vocabulary compares the kind of
             tokenizer.
         work: function that is called before each tensor.
 
@@ -120,10 +120,10 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_release(folder: Path) -> Iterator[Path]:
-    """A folder with a temporary name to write a release in. It becomes `folder` when the block ends, or vanishes.
+    """A temporary folder to write a release in. If the block succeeds, the folder is renamed to `folder`; else deleted.
 
     Args:
-        folder: path of the checkpoint; the block writes `RELEASE` in the folder that it gets.
+        folder: final path of the checkpoint; the block writes `RELEASE` inside the temporary folder.
     """
     folder = folder.absolute()
     temporary = folder.with_name(f".tmp-{folder.name}")
@@ -136,7 +136,7 @@ def new_release(folder: Path) -> Iterator[Path]:
         os.rename(temporary, folder)
         atomic.sync_folder(folder.parent)
     except BaseException:
-        # If deleting fails as well, the remains only take up space. The first error is the one to report.
+        # If deleting fails as well, the leftovers only take up space. Report the first error.
         with contextlib.suppress(OSError):
             atomic.remove_folder(temporary)
         raise
@@ -144,7 +144,7 @@ def new_release(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Raise the error of a write, which names the cause, in place of torch's error while it closes its zip file."""
+    """Raise the write's error, which names the cause, instead of torch's error on closing the zip file."""
     try:
         yield
     except RuntimeError as error:
@@ -163,7 +163,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
     depths = {stack: _depth(source, stack) for stack in STACKS}
     layout = Layout(tp, pp)
     if depths["decoder"] and pp > 1:
-        # Stages are shared out in proportion to the layers of the two stacks.
+        # Divide the stages in proportion to the two stacks' layer counts.
         layout = Layout(tp, pp, split=pp * depths["encoder"] // sum(depths.values()))
     for stack, depth in depths.items():
         n_stages = len(layout.stages_of(stack))
@@ -209,7 +209,7 @@ def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str
 
 
 def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
-    """A rank's part of a tensor, as a new tensor. Rows of padding are zeros.
+    """Copy a rank's part of a tensor into a new tensor. Padding rows are zeros.
 
     Args:
         name: name in the whole model.
@@ -223,7 +223,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
         n = padded_shape[dim] // tp
         bounds[dim] = (rank * n, rank * n + n)
     part = torch.zeros([stop - start for start, stop in bounds], dtype=dtype)
-    # The last ranks may have only rows of padding, for which nothing is read.
+    # The last ranks may have only padding rows. In that case, nothing is read.
     if dim is None or bounds[dim][0] < shape[dim]:
         box: Slices = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, shape, strict=True))
         values = source.read(name, box)
@@ -232,7 +232,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
 
 
 def args_of_files(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """The arguments that depend on layout, dtype and tokenizer, not on the model."""
+    """The arguments that depend on the layout, dtype and tokenizer rather than the model."""
     args = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -269,7 +269,7 @@ def _save(path: Path, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors in nested dicts, as Megatron's modules expect their state."""
+    """Nest the tensors in dicts, the form in which Megatron's modules load their state."""
     model: dict[str, Any] = {"language_model": {}}
     for name, tensor in tensors.items():
         section, _, inner_name = name.partition(".")
@@ -285,10 +285,10 @@ def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _position_types() -> Iterator[type[enum.Enum]]:
-    """The enum of BigScience's fork for kinds of positions. The fork's loader compares its members.
+    """BigScience's enum of position embedding types, as defined in its Megatron fork, whose loader compares members.
 
-    A pickle refers to an enum by module and name. While the context is open, `megatron.enums` is a stand-in module with
-    the enum in it, so torch.save can pickle its members as the fork's own.
+    A pickle refers to an enum by module and name. While the context is open, a stand-in module `megatron.enums` holds
+    the enum, so torch.save pickles the members as members of the fork's enum.
     """
     module = types.ModuleType("megatron.enums")
     members = {"rotary": 1, "absolute": 2, "alibi": 3}

@@ -1,13 +1,13 @@
-"""Write a `release` folder of megatron-core: weights as a distributed checkpoint, which any number of ranks can load.
+"""Write a `release` folder for megatron-core: a distributed checkpoint of weights, loadable on any number of ranks.
 
     OUT/latest_checkpointed_iteration.txt    "release"
     OUT/release/metadata.json                the backend that wrote the tensors: torch.distributed.checkpoint
-    OUT/release/common.pt                    the model's arguments, with which Megatron-LM compares its own
+    OUT/release/common.pt                    the model's arguments; Megatron-LM compares them with its own arguments
     OUT/release/.metadata, __*.distcp        the tensors, one file for each layer and one for the others
 
-Tensors that every layer has are stacked, [L, ...], as megatron-core stores them by default. Each layer is a chunk of
-the stack. Modules of Transformer Engine have a further state, which is empty except in fp8; it is written as empty,
-because Megatron-LM's default models on GPUs do not load without it, and other models do not ask for it.
+Tensors that exist in every layer are stacked, [L, ...], which is megatron-core's default. Each layer is a chunk of the
+stack. Transformer Engine's modules have an extra state, which is empty except in fp8. An empty state is written,
+because Megatron-LM's default models on GPUs do not load without the state; other models ignore the state.
 
 Source: `dist_checkpointing/` and `transformer/transformer_block.py` of megatron-core 0.16.1, and
 `megatron/training/checkpointing.py` of Megatron-LM in 2024 to 2026.
@@ -37,12 +37,12 @@ from dtmega.interop.megatron.write import MULTIPLE, RELEASE, Layout, args_of_fil
 
 BACKENDS = {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch"}
 BACKENDS["common_backend_version"] = 1
-# Arguments that follow from the form of the files.
+# Arguments that follow from the file format.
 FORM: Mapping[str, Any] = {"ckpt_format": BACKEND, "add_position_embedding": True}
 
 
 class Entry(NamedTuple):
-    """An item of the checkpoint, and its contents.
+    """An item of the checkpoint, and the item's contents.
 
     Attributes:
         item: the item, as torch.distributed.checkpoint plans it.
@@ -65,9 +65,9 @@ def write(
 
     Args:
         folder: path of the checkpoint, a new folder or an empty one.
-        source: the whole model under the names in core_forms.py, each tensor once, without padding of the vocabulary.
+        source: the whole model under the names in core_forms.py, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
-        tokenizer: the model's tokenizer spec. If Megatron's loader is given a vocabulary, it compares the kind of
+        tokenizer: the model's tokenizer spec. A loader in Megatron that is given a vocabulary compares the kind of
             tokenizer.
         work: function that is called before each tensor.
 
@@ -77,8 +77,8 @@ def write(
     """
     check_new(folder)
     dtype, (n_tokens, *_) = source.tensors[WORDS]
-    # On other numbers of ranks, megatron-core pads to other multiples. It loads the rows that both have, and fills the
-    # others with zeros.
+    # On other numbers of ranks, megatron-core pads to other multiples. megatron-core then loads the rows that both
+    # # paddings have, and fills the other rows with zeros.
     padded = -(-n_tokens // MULTIPLE) * MULTIPLE
     all_args = {**args, **args_of_files(Layout(1, 1), padded, dtype, tokenizer), **FORM}
     content = {"args": argparse.Namespace(**all_args), "checkpoint_version": 3.0, "iteration": 0}
@@ -95,7 +95,7 @@ def write(
 
 
 def _entries(source: Source, padded: int, work: Callable[[], object]) -> list[list[Entry]]:
-    """The items of the checkpoint, one list for each file.
+    """The checkpoint's items, one list per file.
 
     Args:
         padded: number of vocabulary rows, including padding.
@@ -127,7 +127,7 @@ def _entries(source: Source, padded: int, work: Callable[[], object]) -> list[li
 def _layer_entry(
     stack: str, dtype: torch.dtype, shape: tuple[int, ...], number: int, n_layers: int, read: Callable[[], Tensor]
 ) -> Entry:
-    """The chunk of one layer in the stack of all layers.
+    """One layer's chunk in the stack of all layers.
 
     Args:
         stack: name of the stack.
@@ -143,7 +143,7 @@ def _layer_entry(
 def _whole_entries(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], n_rows: int, read: Callable[[], Tensor]
 ) -> Iterator[Entry]:
-    """The chunk of a tensor that no layer has, and the chunk of its padding if there is any.
+    """The chunk of a tensor outside the layers, and a chunk for the tensor's padding if there is any.
 
     Args:
         n_rows: number of rows, including padding.
@@ -174,12 +174,12 @@ def _item(
 
 
 def _state(module: str, number: int, n_layers: int) -> Entry:
-    """The empty state of a module of Transformer Engine.
+    """The empty state of a Transformer Engine module.
 
     Args:
         module: name of the module in the checkpoint.
         number: number of the layer, 0 if the module is outside the layers.
-        n_layers: number of layers that have such a module, 1 if it is outside the layers.
+        n_layers: number of layers that have this module, 1 if the module is outside the layers.
     """
 
     def read() -> io.BytesIO:
@@ -193,7 +193,7 @@ def _state(module: str, number: int, n_layers: int) -> Entry:
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads the contents of an item when the writer comes to it."""
+    """Reads an item's contents only when the writer reaches the item."""
 
     def __init__(self, contents: Mapping[MetadataIndex, Callable[[], Tensor | io.BytesIO]]) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _Writer(FileSystemWriter):
 
 
 def _write_tensors(folder: Path, files: list[list[Entry]]) -> None:
-    """Write the files of torch.distributed.checkpoint.
+    """Write the tensors with torch.distributed.checkpoint.
 
     Args:
         files: the entries, one list for each file.
@@ -222,6 +222,6 @@ def _write_tensors(folder: Path, files: list[list[Entry]]) -> None:
     writer = _Writer(folder)
     writer.set_up_storage_writer(True)
     planner = _Planner(contents)
-    # Each plan becomes a file: while the writer writes a file, it keeps some of the tensors in memory.
+    # Each plan becomes one file, because the writer keeps some of a file's tensors in memory while writing the file.
     results = [writer.write_data(plan, planner).value() for plan in writer.prepare_global_plan(plans)]
     writer.finish(metadata, results)

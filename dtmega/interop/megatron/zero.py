@@ -1,4 +1,4 @@
-"""DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors that are split over the data ranks.
+"""DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors, sharded over the data ranks.
 
     bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt
         optimizer_state_dict
@@ -30,7 +30,7 @@ from dtmega.interop.torch_files.inert import PickledObject, natural, of_type
 
 OPTIMIZER_FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
 PARAMETER = re.compile(r"(?:tied_modules\.embed|(\d{1,5}))\.(.+)")
-# The class of the entries in param_slice_mappings. DeepSpeed's versions define this class in different modules.
+# The class of the entries in param_slice_mappings; its module depends on DeepSpeed's version.
 ADDRESSES = {
     f"deepspeed.{module} fragment_address"
     for module in ("utils.tensor_fragment", "utils.mixed_precision_linkage", "runtime.bf16_optimizer")
@@ -75,15 +75,15 @@ def open_optimizer(
 
     Args:
         weights: name -> one part for each tensor-parallel rank, from the layer files.
-        n_layers: number of the model's layers.
-        n_stages: number of the run's pipeline stages.
+        n_layers: number of layers in the model.
+        n_stages: number of pipeline stages in the run.
 
     Returns:
         Kind ("master" or a moment) -> name -> one part for each tensor-parallel rank; and the number of updates made.
 
     Raises:
-        IncompleteMoments: a file or some elements of a tensor are missing, or files disagree about the number of
-            updates. The message gives the reason.
+        IncompleteMoments: a file or some elements of a tensor are missing, or files have different update
+        counts. The message gives the reason.
         ValueError: a file is damaged.
     """
     paths = _optimizer_files(folder)
@@ -100,7 +100,7 @@ def open_optimizer(
             file = SavedFile(paths[data, mp_rank], ADDRESSES)
             _add_fragments(fragments_of_rank, steps, file, mp_rank % n_tp, n_layers, n_data)
         for place, kinds in fragments_of_rank.items():
-            # Stages come in order, so for a tied parameter the first stage's copy is used, not the last stage's.
+            # Stages come in order, so for a tied parameter the first stage's copy is used, not the last stage's copy.
             fragments.setdefault(place, kinds)
     if len(steps) != 1:
         raise IncompleteMoments(f"the optimizer has {len(steps)} different numbers of updates, expected one")
@@ -136,11 +136,11 @@ def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: int, n_layers: int, n_data: int) -> None:
-    """Append one data rank's pieces to `fragments`, and add its number of updates to `steps`.
+    """Append one data rank's pieces to `fragments`, and add the rank's update count to `steps`.
 
     Args:
         fragments: pieces of the earlier data ranks.
-        steps: numbers of updates of the earlier ranks, without duplicates.
+        steps: update counts of the earlier ranks, without duplicates.
         file: the data rank's file.
         tp: number of the tensor-parallel rank.
         n_layers: number of the model's layers.
@@ -172,7 +172,7 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
 
 
 def _address(pickled: Any) -> tuple[int, int]:
-    """The first element of a parameter's piece in its vector, and the number of elements."""
+    """The offset of a parameter's piece within the flat vector, and the piece's element count."""
     if type(pickled) is not PickledObject or pickled.name not in ADDRESSES:
         raise ValueError("expected the place of a parameter in its vector")
     state = of_type(pickled.state, dict, "a place")

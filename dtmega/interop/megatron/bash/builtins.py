@@ -1,6 +1,6 @@
-"""Shell builtins and common programs, as far as their variables and output can affect a launch.
+"""Shell builtins and common programs, limited to the variables and output that can affect a launch.
 
-Each function takes the shell, the command's words and its line, and returns a Flow that says how the script continues.
+Each function takes the shell, the command's words and line number, and returns a Flow: how the script continues.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _read(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Mark the variables that `read`, `mapfile` or `getopts` would set as unknown."""
+    """Mark as unknown the variables that `read`, `mapfile` or `getopts` would set."""
     for word in words[1:]:
         name = known(word) or ""
         if name.isidentifier():

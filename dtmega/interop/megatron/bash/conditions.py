@@ -1,4 +1,4 @@
-"""Evaluate a script's conditions: True, False, or None if only a real machine could tell."""
+"""Evaluate a script's conditions: True, False, or None if the result is known only on a real machine."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dtmega.interop.megatron.bash.words import Text, Undecided, Word, known, unk
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-MOST_ROUNDS = 10_000  # limit for the rounds of one loop
+MOST_ROUNDS = 10_000  # maximum number of iterations of one loop
 
 
 class Control(Shell):
@@ -81,7 +81,7 @@ class Control(Shell):
         return flows[0]
 
     def _become(self, scope: Scope) -> None:
-        """Copy another scope into the current object, because callers hold references to the current object."""
+        """Copy another scope's values into `self.scope`, because callers hold references to that object."""
         vars(self.scope).update(vars(scope))
 
     def condition(self, node: Node, nodes: Sequence[Node]) -> Condition:
@@ -227,9 +227,9 @@ class Control(Shell):
         raise ValueError(f"line {self.expander().line(node)}: a loop of more than {MOST_ROUNDS:,} rounds")
 
     def _once_or_never(self, condition: Condition, body: Node, variables: Sequence[tuple[str, Word]]) -> Flow:
-        """Follow the body of a loop with an unknown number of rounds.
+        """Follow the body of a loop with an unknown number of iterations.
 
-        One round shows which variables the loop sets. Afterwards, these variables depend on the condition.
+        One iteration shows which variables the loop sets. After the loop, these variables depend on the condition.
         """
 
         def once() -> Flow:

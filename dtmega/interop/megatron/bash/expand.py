@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 EXPANSIONS = ("simple_expansion", "expansion", "arithmetic_expansion", "command_substitution", "process_substitution")
-MOST_WORDS = 10_000  # limit for the words of one brace range
+MOST_WORDS = 10_000  # maximum number of words from one brace range
 LONGEST_PATTERN = 2_000  # limit in characters for a pattern, and for text matched against a pattern
-# `{a,b}` outside quotes makes two words. We know no launch script that uses this form, so the word becomes unknown.
+# `{a,b}` outside quotes makes two words. No known launch script uses this form, so the word becomes unknown.
 BRACE_LIST = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
 BRACE_RANGE = re.compile(r"\{(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?\}")
 BLANKS = " \t\n"
@@ -163,7 +163,7 @@ class Expander:
         unescape: Callable[[str], str],
         kinds: Sequence[str] = EXPANSIONS,
     ) -> list[Word]:
-        """Split the text between two offsets into literal texts and expansions, and expand the latter."""
+        """Split the text between two offsets into literal texts and expansions, and evaluate the expansions."""
         parts: list[Word] = []
         at = start
         for node in _expansions(parent, start, stop, kinds):
@@ -228,7 +228,7 @@ class Expander:
         return self.unknown(node)
 
     def _cause(self, word: Word) -> tuple[str, str]:
-        """The variables and the condition that make a value unknown, each '' if there is none."""
+        """The variables and the condition that make a value unknown; either is '' if it plays no part."""
         for piece in word:
             if isinstance(piece, Unknown):
                 return piece.name, piece.condition
@@ -247,7 +247,7 @@ class Expander:
             separators = known((self.scope.items("IFS") or {}).get("0", (Text(BLANKS, 0),)))
             has_other = separators is None or {*separators} != {*BLANKS}
             if has_other and any(separators is None or set(piece.text) & {*separators, *BLANKS} for piece in value):
-                # Word splitting is implemented for the default IFS only, which consists of blanks.
+                # Word splitting is implemented only for the default IFS, which consists of blanks.
                 value = self.unknown(node, "IFS") if not isinstance(fields, _Unsplit) else value
             quoted = self._quoted_alternative(node) if not isinstance(fields, _Unsplit) else None
             if quoted is not None and quoted == value:
@@ -261,7 +261,7 @@ class Expander:
             fields.add_split(item)
 
     def _quoted_alternative(self, node: Node) -> Word | None:
-        """The text of `${NAME:-"text"}` if the whole text is quoted, so that bash does not split it; None otherwise."""
+        """The text of `${NAME:-"text"}` if the whole text is quoted and so stays one word; None otherwise."""
         inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
         if node.type == "expansion" and len(inner) == 1 and inner[0].type == "string":
             return self.string(inner[0])
@@ -284,7 +284,7 @@ class Expander:
         return None if items is None else list(items.values())
 
     def _subscript(self, node: Node) -> tuple[str, str | None]:
-        """The name and the index of `NAME[INDEX]`; the index is None if it is not known."""
+        """The name and the index of `NAME[INDEX]`; the index is None if unknown."""
         name_node = node.child_by_field_name("name")
         index_node = node.child_by_field_name("index")
         assert name_node is not None
@@ -483,7 +483,7 @@ def _ansi(text: str) -> str:
 
 
 def _without(text: str, operator: str, pattern: str) -> str | None:
-    """Remove the suffix (`%`) or prefix (`#`) that matches: the longest for `%%` and `##`, else the shortest."""
+    """Remove the matching suffix (`%`) or prefix (`#`): the longest match for `%%` and `##`, else the shortest."""
     if len(text) > LONGEST_PATTERN or len(pattern) > LONGEST_PATTERN:
         return None
     matches = re.compile(fnmatch.translate(pattern)).match

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 DEEPEST = 150  # limit for nested constructs, far below Python's recursion limit
-# A placeholder for the reader of a published example to fill in, NAME=<Specify path>. Bash itself rejects placeholders.
+# A placeholder in a published example, for the reader to fill in: NAME=<Specify path>. Bash rejects placeholders.
 PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?[A-Za-z_]\w*=)(<[A-Za-z][^<>\n]*>)", re.MULTILINE)
 # Prefix of the variables that stand in for unknown pieces of the text while it is parsed.
 STAND_IN = "__unknown_"
@@ -26,7 +26,7 @@ class Source(NamedTuple):
     Attributes:
         text: the text as UTF-8; the syntax tree's nodes hold offsets into these bytes.
         starts: offsets at which the line in the script changes, in ascending order.
-        lines: line number from each offset of `starts` on.
+        lines: line number in the script, from each offset in `starts` onwards.
         unknown: name of a stand-in variable -> unknown piece of the text.
         root: root node of the syntax tree.
     """
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     root: Node
 
     def line(self, offset: int) -> int:
-        """The line number in the script at an offset of the text."""
+        """The script's line number for an offset in the text."""
         return self.lines[bisect.bisect_right(self.starts, offset) - 1]
 
     def segments(self, start: int, stop: int) -> Iterator[Text]:

@@ -65,7 +65,7 @@ class Redirections(Control):
         return flow
 
     def _heredoc(self, node: Node) -> Word:
-        """The text of a here-document. Variables in the text are expanded unless the end marker is quoted."""
+        """The text of a here-document, with variables expanded unless the end marker is quoted."""
         expander = self.expander()
         mark = next(child for child in node.named_children if child.type == "heredoc_start")
         body = next((child for child in node.named_children if child.type == "heredoc_body"), None)

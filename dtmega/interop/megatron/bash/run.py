@@ -62,7 +62,7 @@ def launches(
 
 
 def _arguments(given: Mapping[str, str]) -> tuple[Word, ...] | None:
-    """The script's arguments; None if the user gives neither arguments nor their number."""
+    """The script's arguments; None if the user gives neither the arguments nor the number of arguments."""
     numbers = [int(name) for name in given if name.isdigit() and int(name) > 0]
     n_given = max(numbers, default=0)
     count = given.get("#", "")

@@ -15,13 +15,13 @@ from dtmega.interop.megatron.bash.words import LONGEST, Text, Undecided, Unknown
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-MOST_STATEMENTS = 50_000  # limit for the statements that are followed
+MOST_STATEMENTS = 50_000  # maximum number of statements to follow
 MOST_TEXT = 20_000_000  # limit in characters for everything that is assigned, written or run
 DEEPEST = 20  # limit for nested calls of functions, substitutions and scripts
 
 
 class Condition(NamedTuple):
-    """A condition whose value is not known.
+    """A condition whose value is unknown.
 
     Attributes:
         text: text of the condition, with its line, for messages.
@@ -59,11 +59,11 @@ class Shell:
         given: variable -> value that the user gives.
         found: commands collected so far.
         notes: remarks for the user.
-        hidden: error about the first unwanted command that depends on a condition, raised if no command is collected.
+        hidden: error about the first unwanted command with an unknown condition; raised if nothing is collected.
         source: parsed text that is being followed.
         scope: state of the shell.
         conditions: conditions with unknown values that must hold for the current statement to run.
-        more_words: nodes of the next command's words that the grammar attaches to a redirection instead.
+        more_words: word nodes of the next command that the grammar wrongly attaches to a redirection.
     """
 
     def __init__(self, wanted: Callable[[Sequence[Word]], bool], folder: Path | None, given: Mapping[str, str]) -> None:
@@ -86,7 +86,7 @@ class Shell:
         raise NotImplementedError
 
     def block(self, nodes: Sequence[Node]) -> Flow:
-        """Follow statements in order, until one of the statements does not continue with the next."""
+        """Follow statements in order, until a statement leaves the block."""
         nodes = [node for node in nodes if node.is_named and node.type != "comment"]
         for node in nodes:
             is_background = node.next_sibling is not None and node.next_sibling.type == "&"
@@ -118,7 +118,7 @@ class Shell:
             self.source, self.scope = before
 
     def apart(self, follow: Callable[[], Flow]) -> Flow:
-        """Follow statements in a subshell. Only the output, the written files and the status remain afterwards."""
+        """Follow statements in a subshell. Only the subshell's output, written files and status remain afterwards."""
         outer = self.scope
         self.scope = outer.copy()
         try:
@@ -170,13 +170,13 @@ class Shell:
         if not missing:
             line = expander.line(node)
             return tuple(Text(piece.text, line) for piece in pieces)
-        # One unknown part makes the whole output unknown. The unknown piece then has the substitution's own text.
+        # One unknown part makes the whole output unknown. The unknown piece's text is then the substitution as written.
         path = missing[0].path if len(pieces) == 1 else ""
         first = missing[0]
         return (Unknown(expander.text(node), expander.line(node), first.name, first.condition, path),)
 
     def read_file(self, path: str) -> Word | None:
-        """The contents of a file that the script wrote, or of a file in the script's folder; None if not known."""
+        """The contents of a file that the script wrote, or of a file in the script's folder; None if unknown."""
         if path in self.scope.files:
             return self.scope.files[path]
         return self._read_below(path)
@@ -195,7 +195,7 @@ class Shell:
             return None
 
     def path_of(self, word: Word) -> str | None:
-        """Convert a word to a path, with the paths of its unknown pieces inserted; None if one of them is not known."""
+        """Convert a word to a path, inserting the paths of unknown pieces; None if one of these paths is not known."""
         parts: list[str] = []
         for piece in word:
             if isinstance(piece, Unknown) and not piece.path:

@@ -1,4 +1,4 @@
-"""Words of a shell command as sequences of pieces: known text, and text that only a running shell would know.
+"""Words of a shell command, as sequences of pieces: known text, and text known only to a running shell.
 
 Each piece holds its line number in the script, so that a message about a flag can name the line.
 """
@@ -29,7 +29,7 @@ class Unknown(NamedTuple):
     Attributes:
         text: the piece as written in the script.
         line: number of the line in the script.
-        name: variables that a user can set to make the value known, separated by blanks; '' if there are none.
+        name: variables that a user can set to make the value known, separated by blanks; '' if no variable would help.
         condition: condition on which the value depends, with its line; '' if the value does not depend on a condition.
         path: path that the piece stands for, relative to the script's folder; '' if the path is not known.
     """
@@ -49,7 +49,7 @@ class Undecided(ValueError):
     """Raised if the command depends on a condition with an unknown value."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
-        # All arguments are known if their number is. A shell takes an unquoted # for a comment.
+        # All arguments are known if their number is known. A shell takes an unquoted # for a comment.
         known_by = ["'#=VALUE'" if name in ("#", "@", "*") else f"{name}=VALUE" for name in names if name]
         options = " ".join(f"--set {option}" for option in dict.fromkeys(known_by))
         cure = f"give it with {options}" if options else "write the script without it"
@@ -95,7 +95,7 @@ def joined(words: Iterable[Word]) -> Word:
 
 
 def with_blanks(words: Iterable[Word], line: int) -> Word:
-    """Join words into one word, separated by blanks."""
+    """Join words into one word, with a blank between each two."""
     parts: list[Word] = []
     for word in words:
         if parts:

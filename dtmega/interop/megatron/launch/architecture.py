@@ -54,7 +54,7 @@ SCALES_BY_DEFAULT = {"megatron-lm": True, "megatron-deepspeed": True, "megatron-
 
 
 def positions_of(command: Command) -> str:
-    """The kind of positions that a command's flags select: absolute, rope, alibi, none, or another word."""
+    """The kind of position embedding that a command's flags select: absolute, rope, alibi, none, or another word."""
     values = command.values.get("--position-embedding-type")
     kind = values[0] if values else "absolute"
     if "--use-rotary-position-embeddings" in command.values:
@@ -185,7 +185,7 @@ def _set_gelu(draft: Draft) -> None:
 
 
 def _set_swiglu(draft: Draft) -> None:
-    """Set a feed-forward with SwiGLU in a family other than llama."""
+    """Set the keys for a SwiGLU feed-forward in a family other than llama."""
     if "glu" not in draft.fields_of("model"):
         draft.refuse("--swiglu", f"a {draft.family} has no gated feed-forward with SiLU")
         return
@@ -248,7 +248,7 @@ def _set_scaling(draft: Draft) -> None:
 
 
 def _scales_by_default(draft: Draft) -> bool | None:
-    """True if the command's fork and version scale by default; None if the flags do not show fork and version."""
+    """True if the command's fork and version scale by default; None if the flags do not determine both."""
     if draft.original:
         return SCALES_BY_DEFAULT[draft.original]
     written = {*draft.command.values, *draft.command.names.values()}

@@ -38,8 +38,8 @@ class Command(NamedTuple):
 
     Attributes:
         script: name of the training script without its ending, such as pretrain_bert.
-        values: flag -> words that follow the flag. Each flag stands under its first name in the table. Unknown parts
-            of a word are kept as written in the script.
+        values: flag -> words that follow the flag, keyed by the flag's first name in the table. Unknown parts
+        of a word are kept as written in the script.
         stray: words that belong to no flag.
         lines: flag or stray word -> line number in the script.
         unknown: flag or stray word -> first unknown piece in the flag's words or in the stray word.
@@ -68,7 +68,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
         The command, and remarks for the user.
 
     Raises:
-        ValueError: `source` has no Megatron command or several, is not bash, or leaves open which command would run.
+        ValueError: `source` has no Megatron command or several, is not bash, or does not determine which command runs.
         OSError: the file cannot be read.
     """
     path = Path(source)
@@ -106,7 +106,7 @@ def _script(word: Word) -> str:
 
 
 def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
-    """The commands without repetitions, i.e. commands with the same arguments as an earlier command."""
+    """The commands, without any command that has the same arguments as an earlier command."""
     seen: dict[tuple[str, ...], run.Launch] = {}
     for launch in launches:
         texts = [written(word) for word in launch.words]

@@ -31,7 +31,7 @@ class Open(NamedTuple):
 
     Attributes:
         name: name of the flag or key, or the stray word.
-        line: line number in the script; 0 if there is none.
+        line: line number in the script; 0 if unknown.
         reason: reason why the user has to decide.
     """
 
@@ -55,7 +55,7 @@ class Draft:
         keys: "section.key" -> value.
         lacking: "section.key" -> description of the value that the user has to fill in.
         notes: flag -> reason why the flag is not carried over, for flags that do not change what a run computes.
-        open: name -> decision that is left to the user.
+        open: name of a flag, key or stray word -> decision that is left to the user.
         read: flags that are already accounted for, although no key has the flag's value.
     """
 
@@ -74,7 +74,7 @@ class Draft:
         return f"--{name}" in self.command.values
 
     def value(self, name: str) -> str | None:
-        """The value of a flag on the command line, else Megatron's default; None without a default."""
+        """A flag's value on the command line, else Megatron's default; None if there is neither."""
         values = self.command.values.get(f"--{name}")
         return values[0] if values else self.flags[f"--{name}"].default
 
@@ -174,7 +174,7 @@ class Draft:
             allowed: names of flags, words and keys that may be missing, as given by the user.
 
         Raises:
-            ValueError: a name in `allowed` belongs to nothing open.
+            ValueError: a name in `allowed` is not open.
         """
         for name, values in self.command.values.items():
             flag = self.flags.get(name)
@@ -239,7 +239,7 @@ class Draft:
         return "\n".join(lines) + "\n"
 
     def _open_lines(self) -> list[str]:
-        """The lines of the key that makes a run refuse the configuration while anything is open."""
+        """The TOML lines of the key that makes a run refuse the configuration while any decision is open."""
         return [
             "# Decide about each line, change this file accordingly, and delete the line.",
             "untranslated = [",

@@ -1,4 +1,4 @@
-"""Table of Megatron's flags: each row has the configuration keys that replace a flag, or the reason why no key does.
+"""Table of Megatron's flags: each row has the configuration keys that replace a flag, or the reason for having none.
 
 The table has the flags for pre-training with their defaults, from `megatron/arguments.py` in Megatron-LM and in
 BigScience's Megatron-DeepSpeed. The other modules here read the table, and `docs/from-megatron.md` shows it to users.
@@ -60,7 +60,7 @@ def _row(names: str, n_values: int, keys: str = "", why: str = "", default: str 
 
 
 def _same(names: str, key: str, default: str | None = None, why: str = "") -> Flag:
-    """A flag with a value that is copied to one key."""
+    """A flag whose value is copied to one key."""
     return _row(names, 1, key, why, default, same=True)
 
 
@@ -70,7 +70,7 @@ def _switch(name: str, key: str, why: str = "") -> Flag:
 
 
 def _other(names: str, n_values: int, keys: str, why: str, default: str | None = None) -> Flag:
-    """A flag that another module of this folder translates to keys."""
+    """A flag that another module in this folder translates to keys."""
     return _row(names, n_values, keys, why, default)
 
 
@@ -533,7 +533,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def by_name() -> dict[str, Flag]:
-    """Name of a flag -> row of the table. Other names of the same flag lead to the same row."""
+    """Map each flag name to a row of the table. Other names of the same flag map to the same row."""
     return {name: flag for group in FLAGS.values() for flag in group for name in flag.names}
 
 

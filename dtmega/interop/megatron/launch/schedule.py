@@ -32,7 +32,7 @@ def set_batch(draft: Draft) -> None:
 
 
 def set_length(draft: Draft) -> None:
-    """Set the run's length. If there are several lengths, Megatron stops at the length that is reached first."""
+    """Set the run's length. If several lengths are given, Megatron stops at the length that is reached first."""
     given = [unit for unit in UNITS if draft.has(f"train-{unit}")]
     if not given:
         draft.lack("train.steps", "--train-iters, --train-samples or --train-tokens")
@@ -82,7 +82,7 @@ def set_schedule(draft: Draft) -> None:
     if decays:
         _set_amount(draft, f"lr-decay-{unit}", "optim.decay", unit, unit)
     elif len(lengths) > 1:
-        # Without a decay flag, the decay lasts for the run's length in steps or, if that is not given, in samples.
+        # Without a decay flag, the decay lasts for the run's length: its length in steps if given, else in samples.
         longest = next((length for length in lengths if length != "tokens"), lengths[0])
         amount = converted(draft, draft.number(f"train-{longest}"), longest, unit)
         draft.keys["optim.decay"] = amount if amount is not None else 0
@@ -91,7 +91,7 @@ def set_schedule(draft: Draft) -> None:
 
 
 def _kept(draft: Draft, lengths: list[str]) -> list[str]:
-    """The units of the lengths that were not dropped in favour of a shorter length."""
+    """The units of the lengths that remain after dropping any length that exceeds another length."""
     return [unit for unit in lengths if f"--train-{unit}" not in draft.notes]
 
 
@@ -108,7 +108,7 @@ def _set_amount(draft: Draft, flag: str, key: str, unit: str, wanted: str) -> No
 
 
 def _set_warmup(draft: Draft, unit: str) -> None:
-    """Set the warm-up. A warm-up in tokens takes precedence over samples, and samples over steps."""
+    """Set the warm-up. A warm-up in tokens takes precedence over one in samples, and samples over steps."""
     warmups = [each for each in UNITS if draft.has(f"lr-warmup-{each}")]
     for other in warmups[:-1]:
         draft.refuse(f"--lr-warmup-{other}", f"--lr-warmup-{warmups[-1]} is read in its place")

@@ -53,7 +53,7 @@ def translate(
         number: number of the command, from 1, if the script has several commands; 0 if the script must have only one.
 
     Raises:
-        ValueError: `source` has no Megatron command or leaves open which command would run, or the command trains a
+        ValueError: `source` has no Megatron command or does not determine which command runs, or the command trains a
             model that dtmega does not have.
         OSError: the file cannot be read.
     """
@@ -73,7 +73,7 @@ def translate_known_model(
 
     Args:
         found: the command.
-        known: values by "section.key". The [model] section gets only these values. In other sections they replace the
+        known: values by "section.key". The [model] section gets only these values; elsewhere these values replace the
             values from the flags.
         title: first line of the text, a comment.
 
@@ -93,7 +93,7 @@ def translate_known_model(
 def _filled_draft(found: Command, original: str) -> Draft:
     """Create a draft, and translate all flags of the command."""
     draft = Draft(found, architecture.family_of(found), original)
-    # The order matters: each step reads keys that were copied or set before, and replaces some of them.
+    # The order matters: each step reads keys that earlier steps copied or set, and replaces some of these keys.
     draft.copy_values()
     for step in (
         architecture.set_model,
