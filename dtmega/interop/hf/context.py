@@ -112,9 +112,7 @@ def _mask(config: Any, use_vmap: bool = False, **_: Any) -> Rules:
     assert tokens is not None, "called outside of `at_hand`"
     # transformers sets this argument if the model combines the causal mask with a mask of its own.
     if use_vmap:
-        raise ValueError(
-            f"'{config.model_type}' has a mask of its own, which ranks that share sequences do not know"
-        )
+        raise ValueError(f"'{config.model_type}' has a mask of its own, which ranks that share sequences do not know")
     return tokens.rules(windows_of(config))
 
 

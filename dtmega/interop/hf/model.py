@@ -68,12 +68,12 @@ class HF(Model):
         self._own_attention: Mapping[int, str] = {}
 
     @property
-    def context(self) -> ContextParallel | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def context(self) -> ContextParallel | None:
         """Ranks that share the sequences of the batch at hand. While there are any, attention is `context.py`'s."""
         return self._context
 
     @context.setter
-    def context(self, context: ContextParallel | None) -> None:
+    def context(self, context: ContextParallel | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._context is None and context is not None:
             self._own_attention = over_cp.switch(self.hf)
         elif self._context is not None and context is None:
@@ -93,8 +93,8 @@ class HF(Model):
     ) -> Tensor | dict[str, Tensor]:
         """Run the model, as described in `Model`.
 
-        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache, or if ranks share the
-        sequences; otherwise transformers counts positions itself.
+        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache, or if ranks share
+        the sequences; otherwise transformers counts positions itself.
 
         Args:
             tokens: token ids, [B, S]; ignored by stages other than the first.
@@ -120,7 +120,7 @@ class HF(Model):
             out = self.hf(input_ids=tokens, use_cache=True, past_key_values=cache.inner, **rows)
             cache.inner = out.past_key_values
             return out.logits
-        inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
+        inputs: dict[str, Tensor | None] = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
         if self.context is not None:
             inputs["position_ids"] = places if position_ids is None else position_ids
         with over_cp.at_hand(places, document_ids, self.context, fused=labels is not None):

@@ -114,8 +114,8 @@ class Transformers:
         materialize(stage.hf, device)
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # A rank's part of the sequence is always whole between stages, because sequence parallelism begins and ends within a stack of
-        # blocks.
+        # tp does not cut the hidden state between stages, because sequence parallelism begins and ends within a stack
+        # of blocks.
         return {"hidden": hidden_state(cfg, sizes["cp"], "seq_len")}
 
     def weights(self, model: config.Model) -> Source | None:
@@ -173,8 +173,8 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
         )
     if softcap := getattr(hf_config, "attn_logit_softcapping", None):
         raise ValueError(
-            f"attention over cp has no soft cap of scores: expected attn_logit_softcapping=null in config.json, or cp=1, "
-            f"got {softcap} ([mesh] cp, [model] path)"
+            f"attention over cp has no soft cap of scores: expected attn_logit_softcapping=null in config.json, or "
+            f"cp=1, got {softcap} ([mesh] cp, [model] path)"
         )
     if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
         raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
