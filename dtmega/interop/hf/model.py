@@ -68,7 +68,7 @@ class HF(Model):
         self._own_attention: Mapping[int, str] = {}
 
     @property
-    def context(self) -> ContextParallel | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def context(self) -> ContextParallel | None:
         """Ranks that share the sequences of the batch at hand. While there are any, attention is `context.py`'s."""
         return self._context
 
@@ -120,10 +120,9 @@ class HF(Model):
             out = self.hf(input_ids=tokens, use_cache=True, past_key_values=cache.inner, **rows)
             cache.inner = out.past_key_values
             return out.logits
-        inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
-        positions = places if position_ids is None else position_ids
-        if self.context is not None and positions is not None:
-            inputs["position_ids"] = positions
+        inputs: dict[str, Tensor | None] = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
+        if self.context is not None:
+            inputs["position_ids"] = places if position_ids is None else position_ids
         with over_cp.at_hand(places, document_ids, self.context, fused=labels is not None):
             if not self.is_last:
                 return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}

@@ -115,7 +115,8 @@ class Transformers:
         materialize(stage.hf, device)
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # tp cuts no sequence between stages, because sequence parallelism begins and ends within a stack of blocks.
+        # tp does not cut the hidden state between stages, because sequence parallelism begins and ends within a stack
+        # of blocks.
         return {"hidden": hidden_state(cfg, sizes["cp"], "seq_len")}
 
     def weights(self, model: config.Model) -> Source | None:

@@ -63,7 +63,7 @@ def numbers_of_packed(paths: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, path in paths.items():
         for by_heads in (False, True):
-            model = HF(config.HF(name="hf", path=path, vocab_size=131))
+            model = HF(config.Transformers(name="hf", path=path, vocab_size=131))
             model.hf.load_state_dict(hf_models.build(Case(name, tied=False)).state_dict())
             names = [model.hf.config._attn_implementation]
             shared = ContextParallel(dist.group.WORLD, by_heads)  # pyright: ignore[reportArgumentType]
@@ -119,10 +119,14 @@ def test_rules_are_made_once_and_later_the_model_has_its_own_attention(name: str
     torch.testing.assert_close(alone, expected.detach(), rtol=1e-5, atol=1e-5)
 
 
-def checked(path: str, seq_len: int = 16, **sizes: int) -> None:
+def configured(path: str, layout: dict[str, Any], seq_len: int = 16) -> config.Config:
     sections = {"model": {"name": "hf", "path": path}, "data": {"seq_len": seq_len, "tokenizer": "bytes"}}
-    cfg = families.resolve(config.validate({**sections, "run": {"device": "cpu"}, "mesh": {"cp": 2}}, "test"))
-    check(cfg, {**ALONE, "cp": 2, **sizes}, CPU)
+    sections |= {"train": {"steps": 1}, "run": {"device": "cpu"}, "mesh": layout}
+    return families.resolve(config.validate(sections, "test"))
+
+
+def checked(path: str, seq_len: int = 16, **sizes: int) -> None:
+    check(configured(path, {"cp": 2}, seq_len), {**ALONE, "cp": 2, **sizes}, CPU)
 
 
 @pytest.mark.parametrize("name", ["bloom", "deepseek_v3", "gpt_neo"])
@@ -143,12 +147,8 @@ def test_gpt_oss_is_refused_because_of_its_sinks(tmp_path: Path):
         checked(str(tmp_path))
 
 
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 16,
-    "partial_rotary_factor": 1.0,
-}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ LONG = {
         ("gemma2", {"attn_logit_softcapping": 50.0}, 16, "expected attn_logit_softcapping=null"),
         ("gemma3_text", {"use_bidirectional_attention": True}, 16, "'gemma3_text' attends both ways"),
         ("llama", {}, 18, "2 x cp = 4 does not divide seq_len=18"),
-        ("phi3", {"rope_parameters": {**LONG, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, 32, "up to .*=16"),
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}, 32, "up to .*=16"),
     ],
 )
 def test_what_attention_over_cp_does_not_know_is_refused(
@@ -172,9 +172,7 @@ def test_a_length_that_tp_does_not_divide_is_no_obstacle(tmp_path: Path):
 
 
 def test_heads_that_cp_does_not_divide_are_gathered_or_refused(tmp_path: Path):
-    path = directory("llama", tmp_path)
-    sections = {"model": {"name": "hf", "path": path}, "data": {"tokenizer": "bytes", "seq_len": 16}}
-    cfg = families.resolve(config.validate({**sections, "mesh": {"cp_form": "heads"}}, "test"))
+    cfg = configured(directory("llama", tmp_path), {"cp_form": "heads"})
     family = families.of(cfg.model)
     assert family.attends_by_heads(cfg, {**ALONE, "cp": 2})
     with pytest.raises(ValueError, match="the 2 heads of keys and values"):

@@ -131,6 +131,8 @@ def measured() -> dict[str, list[Any]]:
     for layout in ("tp 2", "pp 2"):
         argv = [*arguments(), "--run.dir", str(folder("resumed")), "--train.exit_interval", "2"]
         jobs[f"trained {layout}"] = Job(layout, hf_train.training, (argv, str(folder(layout))))
+    argv = [*arguments(), "--run.dir", str(folder("shared"))]
+    jobs["trained cp 2"] = Job("cp 2", hf_train.training, (argv, str(folder("cp 2"))))
     # What others have left behind comes last; those of one layout share a group.
     late = [name for name, job in jobs.items() if job.fn is hf_train.reading or name == "trained pp 2"]
     order = sorted(jobs, key=lambda name: (name in late, jobs[name].layout))
@@ -294,6 +296,7 @@ def test_a_run_from_a_directory_says_what_it_trains_goes_on_on_other_layouts_and
 ):
     assert measured()["trained tp 2"] == [0, 0]
     assert measured()["trained pp 2"] == [0, 0]
+    assert measured()["trained cp 2"] == [0, 0]
     capsys.readouterr()
     assert main([*arguments(), "--run.dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -305,6 +308,13 @@ def test_a_run_from_a_directory_says_what_it_trains_goes_on_on_other_layouts_and
         alone = series(tmp_path, key)
         assert len(alone) == 4
         assert series(folder("resumed"), key) == pytest.approx(alone, rel=bound)
+        assert series(folder("shared"), key) == pytest.approx(alone, rel=bound)
+    evaluated = [
+        [line["val_loss"] for line in metrics(path) if "val_loss" in line] for path in (tmp_path, folder("shared"))
+    ]
+    assert evaluated[0]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)
+    assert "a sample:\nw7 w8" in (folder("cp 2") / "stdout-0").read_text()
     by_rank = (folder(layout) / "stdout-0" for layout in ("tp 2", "pp 2"))
     first, second = (path.read_text() for path in by_rank)
     assert "stopped after step 2 of 4" in first
