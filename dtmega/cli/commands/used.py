@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from dtmega.distributed.agreement import Startup
     from dtmega.inference.trained import TrainedModel
 
-AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.annotation is int)
+# Without cp: a model that generates has whole sequences.
+AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.annotation is int and axis != "cp")
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
