@@ -37,6 +37,7 @@ from benchmarks import one_gpu
 
 if reason := one_gpu.missing():
     sys.exit(f"counts nothing: {reason}")
+# Before torch is imported, because torch asks only once whether there is a GPU.
 one_gpu.load()
 
 import torch  # noqa: E402
@@ -120,7 +121,7 @@ class Count(TorchDispatchMode):
 @torch.library.custom_op("benchmarks::flex", mutates_args=())
 def flex(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """FlexAttention's output, and the logarithm of each query's sum; without values."""
-    raise NotImplementedError
+    raise NotImplementedError  # only the fake below is ever called
 
 
 @flex.register_fake
@@ -133,7 +134,7 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("benchmarks::flex_backward", mutates_args=())
 def flex_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; without values."""
-    raise NotImplementedError
+    raise NotImplementedError  # only the fake below is ever called
 
 
 @flex_backward.register_fake

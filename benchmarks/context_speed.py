@@ -74,13 +74,8 @@ class Alone(ContextParallel):
         return x
 
 
-def gather_rule(seq_len: int, place: Place, slopes: Tensor) -> AttentionRule:
-    context = Alone(cast(Any, place), by_heads=False)
-    return attention_rule(own_places(seq_len, place), causal=True, slopes=slopes, context=context)
-
-
-def heads_rule(seq_len: int, place: Place, slopes: Tensor) -> AttentionRule:
-    context = Alone(cast(Any, place), by_heads=True)
+def rule_of_rank(seq_len: int, place: Place, slopes: Tensor, by_heads: bool) -> AttentionRule:
+    context = Alone(cast(Any, place), by_heads=by_heads)
     return attention_rule(own_places(seq_len, place), causal=True, slopes=slopes, context=context)
 
 
@@ -161,8 +156,8 @@ def forms(seq_len: int, place: Place, dtype: torch.dtype) -> tuple[dict[str, Cal
     per_rank = N_HEADS // place.cp
     of_rank = slice(place.number * per_rank, (place.number + 1) * per_rank)
     one = attention_rule(torch.arange(seq_len)[None], causal=True, slopes=slopes)
-    by_gather = gather_rule(seq_len, place, slopes)
-    by_heads = heads_rule(seq_len, place, slopes)
+    by_gather = rule_of_rank(seq_len, place, slopes, by_heads=False)
+    by_heads = rule_of_rank(seq_len, place, slopes, by_heads=True)
     by_pairs = attention_rule(own, causal=True, slopes=slopes, key_places=torch.arange(seq_len)[None])
     tokens = q[:, :, mine], k, v
     heads = q[:, of_rank], k[:, of_rank], v[:, of_rank]

@@ -114,4 +114,5 @@ def answer() -> None:
     for name, said in answers.items():
         setattr(torch.cuda, name, said)
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        # By name, because the type stubs of a torch for CPUs do not have the function.
         setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # noqa: B010

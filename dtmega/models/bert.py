@@ -171,9 +171,7 @@ class Bert(Model):
         Raises:
             ValueError: dropout in training without sample_ids, or labels without swapped.
         """
-        # A fused kernel is compiled again for each length, and batches without labels come in many lengths. Attention
-        # dropout cannot use a fused kernel either, because no fused kernel takes a keyed mask.
-        fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
+        fused = self.may_fuse(labels, self.cfg.attention_dropout)
         rule = attention_rule(places, document_ids=document_ids, fused=fused, context=self.context)
         if self.embed is not None and self.positions is not None and self.types is not None:
             types = torch.zeros_like(tokens) if token_types is None else token_types

@@ -109,10 +109,7 @@ class GPT(Model):
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
-        # mostly for generation, where each new token changes the length. So only passes with labels and without
-        # attention dropout use a fused kernel.
-        fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
+        fused = self.may_fuse(labels, self.cfg.attention_dropout)
         rule = attention_rule(
             places,
             causal=True,

@@ -145,8 +145,6 @@ class Llama(Model):
             {"lm": fp32 sum of token losses} on the last stage, or the logits [B, S, V] if there are no labels.
             {"hidden": hidden state} on earlier stages.
         """
-        # A fused kernel is compiled anew for each length. Passes without labels are mostly for generation, where each
-        # new token changes the length, so only batches with labels (training, evaluation) use a fused kernel.
         rule = attention_rule(
             places,
             causal=True,
@@ -154,7 +152,7 @@ class Llama(Model):
             prefix=prefix,
             cache=cache,
             context=self.context,
-            fused=labels is not None,
+            fused=self.may_fuse(labels),
         )
         positions = places if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)

@@ -101,6 +101,16 @@ class Model(nn.Module):
         """This stage's layers, in order. Each layer is recomputed, compiled and wrapped by FSDP on its own."""
         return list(self.layers.values())
 
+    def may_fuse(self, labels: Tensor | None, attention_dropout: float = 0.0) -> bool:
+        """True if attention may use a fused kernel in this forward.
+
+        A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
+        mostly for generation, where each new token changes the length. So only passes with labels and without attention
+        dropout use a fused kernel.
+        """
+        drops = self.training and attention_dropout > 0
+        return labels is not None and not drops
+
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
         """Run `hidden` through these layers in turn. Every layer also gets the `shared` arguments.
 

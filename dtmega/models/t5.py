@@ -300,10 +300,7 @@ class T5(Model):
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
-        # mostly for generation, where each new token changes the length. So only passes with labels and without
-        # attention dropout use a fused kernel.
-        fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
+        fused = self.may_fuse(labels, self.cfg.attention_dropout)
         source = _Text(tokens, places, document_ids)
         handed_on: dict[str, Tensor] = {}
         if encoded is None:

@@ -145,8 +145,8 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return self._bias_pair_by_pair(chunk)
         n_queries = chunk.stop - chunk.start
-        # The strip is the bias of the last chunk. This chunk starts `shift` places earlier, so the bias of its key j is
-        # in column j + `shift` of the strip.
+        # The strip holds the bias of the last chunk. This chunk starts `shift` places earlier, so column j + `shift` of
+        # the strip is the bias of key j.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
         return self._in_documents(self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last], chunk)
 
@@ -161,7 +161,7 @@ class AttentionRule(NamedTuple):
         return torch.cat([negative, zero_and_positive], dim=1)
 
     def bias_reversed(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
-        """The bias of a chunk, [B or 1, H or 1, queries, keys], with the last query first.
+        """The bias of a chunk, [B or 1, H or 1, queries, keys]. The queries are in reverse order.
 
         In this order, all distances grow by 1 from each row to the next. The rows are therefore views of a single row
         of numbers, and each view starts one number further right. The single row stays in the CPU's cache.
@@ -357,7 +357,7 @@ def _consecutive(places: Tensor) -> bool:
 
 
 def _strip(rule: AttentionRule) -> Tensor | None:
-    """The bias of the last chunk's queries, for every distance that occurs in any chunk.
+    """A strip of biases: the rows are the queries of the last chunk, the columns cover the distances in all chunks.
 
     Without causality, the first chunk sees keys further ahead than the last chunk does. For these keys, the strip has
     extra columns beyond the last key.

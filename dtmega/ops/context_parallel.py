@@ -45,11 +45,7 @@ class ContextParallel(NamedTuple):
             row: tensor of all tokens.
             balanced: True for two slices, one from each half of the sequence; False for one slice.
         """
-        n, rank = self.group.size(), self.group.rank()
-        if not balanced:
-            return row.chunk(n, dim=1)[rank].contiguous()
-        slices = row.chunk(2 * n, dim=1)
-        return torch.cat([slices[rank], slices[2 * n - 1 - rank]], dim=1)
+        return _part(row, self.group.rank(), self.group.size(), dim=1, balanced=balanced).contiguous()
 
     def whole(self, part: Tensor, balanced: bool) -> Tensor:
         """Join the ranks' parts into the row tensor [B, S, ...], without a gradient."""
@@ -62,7 +58,7 @@ class ContextParallel(NamedTuple):
 
         Args:
             length: S / cp, the number of tokens that this rank holds.
-            balanced: as in `slice`.
+            balanced: True for two slices, False for one slice, as in `slice`.
         """
         n, rank = self.group.size(), self.group.rank()
         if not balanced:
@@ -76,11 +72,11 @@ class ContextParallel(NamedTuple):
 
     def to_heads(self, x: Tensor, balanced: bool) -> Tensor:
         """Turn all heads of this rank's tokens, [B, H, S / cp, K], into some heads of all tokens, [B, H / cp, S, K]."""
-        return cast(Tensor, _ToHeads.apply(x, self.group, balanced))
+        return cast(Tensor, _Redistribute.apply(x, self.group, balanced, True))
 
     def to_tokens(self, x: Tensor, balanced: bool) -> Tensor:
         """Undo `to_heads`."""
-        return cast(Tensor, _ToTokens.apply(x, self.group, balanced))
+        return cast(Tensor, _Redistribute.apply(x, self.group, balanced, False))
 
     def own_heads(self, per_head: Tensor) -> Tensor:
         """The rows of a tensor [H, ...] that belong to this rank's heads in the form `heads`."""
@@ -110,12 +106,17 @@ def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
     return torch.cat(pieces, dim)
 
 
+def _part(x: Tensor, rank: int, n: int, dim: int, balanced: bool) -> Tensor:
+    """The part of a whole tensor that belongs to `rank`, one of `n` ranks, along `dim`."""
+    if not balanced:
+        return x.chunk(n, dim)[rank]
+    slices = x.chunk(2 * n, dim)
+    return torch.cat([slices[rank], slices[2 * n - 1 - rank]], dim)
+
+
 def _by_rank(x: Tensor, n: int, dim: int, balanced: bool) -> Tensor:
     """The inverse of `_in_order`: the parts of all ranks, stacked as [n, ...]."""
-    if not balanced:
-        return torch.stack(x.chunk(n, dim))
-    slices = x.chunk(2 * n, dim)
-    return torch.stack([torch.cat([slices[r], slices[2 * n - 1 - r]], dim) for r in range(n)])
+    return torch.stack([_part(x, rank, n, dim, balanced) for rank in range(n)])
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -161,23 +162,16 @@ def _to_tokens(x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
     return torch.cat(_exchange(_by_rank(x, group.size(), 2, balanced), group).unbind(), dim=1)
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
-        ctx.group, ctx.balanced = group, balanced
-        return _to_heads(x, group, balanced)
+class _Redistribute(torch.autograd.Function):
+    """Exchange tokens for heads, or heads for tokens. Backward is the other exchange."""
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _to_tokens(grad_outputs[0], ctx.group, ctx.balanced), None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
-        ctx.group, ctx.balanced = group, balanced
-        return _to_tokens(x, group, balanced)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, balanced: bool, to_heads: bool) -> Tensor:
+        ctx.group, ctx.balanced, ctx.to_heads = group, balanced, to_heads
+        exchange = _to_heads if to_heads else _to_tokens
+        return exchange(x, group, balanced)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(grad_outputs[0], ctx.group, ctx.balanced), None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        exchange = _to_tokens if ctx.to_heads else _to_heads
+        return exchange(grad_outputs[0], ctx.group, ctx.balanced), None, None, None

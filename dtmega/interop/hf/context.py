@@ -29,7 +29,7 @@ Rules: TypeAlias = dict[int, AttentionRule]
 
 
 class Tokens:
-    """The tokens of the forward at hand, of which this rank has a part.
+    """This rank's part of the tokens in the current forward.
 
     Args:
         places: [B, S / cp], places of the tokens in their sequences.

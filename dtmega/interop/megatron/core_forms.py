@@ -46,7 +46,7 @@ ROTARY: Mapping[str, Any] = {
     **{"rotary_seq_len_interpolation_factor": None, "no_rope_freq": None},
 }
 # Arguments in PLAIN that may have any value in a Llama: `_llama` reads one argument, and the other repeats
-# # position_embedding_type.
+# position_embedding_type.
 READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings")
 # megatron-core scales rotary frequencies as Llama 3.1 does, with these values; only the factor can be set.
 SCALING: Mapping[str, Any] = {

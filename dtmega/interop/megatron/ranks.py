@@ -169,7 +169,7 @@ def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
     """Flatten nested dicts into (today's name, tensor) pairs, with layers numbered within the stage."""
     seen: set[str] = set()
     # A crafted pickle may put one dict in many places, and each place would be visited. The number of entries is
-    # # therefore limited: an honest file has fewer entries than pickle bytes.
+    # therefore limited: an honest file has fewer entries than pickle bytes.
     entries_left = file.n_pickle_bytes
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Stored]]:

@@ -77,8 +77,8 @@ def write(
     """
     check_new(folder)
     dtype, (n_tokens, *_) = source.tensors[WORDS]
-    # On other numbers of ranks, megatron-core pads to other multiples. megatron-core then loads the rows that both
-    # # paddings have, and fills the other rows with zeros.
+    # The multiple depends on the number of ranks. If loading needs another multiple, megatron-core loads the rows that
+    # exist under both paddings, and fills the other rows with zeros.
     padded = -(-n_tokens // MULTIPLE) * MULTIPLE
     all_args = {**args, **args_of_files(Layout(1, 1), padded, dtype, tokenizer), **FORM}
     content = {"args": argparse.Namespace(**all_args), "checkpoint_version": 3.0, "iteration": 0}

@@ -143,7 +143,7 @@ def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify transformers' own plan on a small clone that is cut with the same options.
+    """Verify transformers' own plan: cut a small clone of the model with the same options, and compare its results.
 
     Raises:
         ValueError: the cut clone's results differ from the results on one process.

@@ -118,6 +118,27 @@ def test_blooms_launch_script_is_its_configuration(tmp_path: Path) -> None:
     assert left == {"--distributed-backend nccl", "--zero-stage 0", "--pp-partition-method type"}
 
 
+def check_shipped(line: str, name: str, taken: tuple[str, ...]) -> list[str]:
+    """Check that a command is translated into a shipped configuration, and return the flags that were left out.
+
+    Args:
+        line: the command, which leaves only the size of the vocabulary open.
+        name: name of the shipped configuration.
+        taken: keys whose values are taken from the shipped configuration.
+    """
+    translation = translate(line)
+    assert "# vocab_size = " in translation.toml
+    assert [line.split(":")[0] for line in translation.open] == ["[model] vocab_size"]
+    found = tomli.loads(translation.toml)
+    del found["run"]["untranslated"]
+    shipped = config.load(["--config", name])
+    for key in taken:
+        section, _, field = key.partition(".")
+        found[section][field] = getattr(getattr(shipped, section), field)
+    assert config.validate(found, "the translation") == shipped
+    return [line.split(":")[0] for line in translation.left_out]
+
+
 def test_berts_launch_script_is_its_configuration() -> None:
     # Megatron-LM examples/pretrain_bert_distributed.sh.
     line = (
@@ -128,17 +149,8 @@ def test_berts_launch_script_is_its_configuration() -> None:
         "--weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 --save-interval 10000 "
         "--eval-interval 1000 --eval-iters 10 --fp16"
     )
-    translation = translate(line)
-    assert "# vocab_size = " in translation.toml
-    assert [line.split(":")[0] for line in translation.open] == ["[model] vocab_size"]
-    found = tomli.loads(translation.toml)
-    del found["run"]["untranslated"]
-    shipped = config.load(["--config", "bert-345m.toml"])
-    found["model"]["vocab_size"] = shipped.model.vocab_size
-    found["run"]["dir"] = shipped.run.dir
-    found["eval"]["prompt"] = shipped.eval.prompt
-    assert config.validate(found, "the translation") == shipped
-    assert [line.split(":")[0] for line in translation.left_out] == ["--data-impl mmap", "--distributed-backend nccl"]
+    left_out = check_shipped(line, "bert-345m.toml", ("model.vocab_size", "run.dir", "eval.prompt"))
+    assert left_out == ["--data-impl mmap", "--distributed-backend nccl"]
 
 
 def test_t5s_launch_script_is_its_configuration() -> None:
@@ -152,16 +164,8 @@ def test_t5s_launch_script_is_its_configuration() -> None:
         "--clip-grad 1.0 --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16 "
         "--vocab-extra-ids 100"
     )
-    translation = translate(line)
-    assert "# vocab_size = " in translation.toml
-    assert [line.split(":")[0] for line in translation.open] == ["[model] vocab_size"]
-    found = tomli.loads(translation.toml)
-    del found["run"]["untranslated"]
-    shipped = config.load(["--config", "t5-megatron"])
-    found["model"]["vocab_size"] = shipped.model.vocab_size
-    found["run"]["dir"] = shipped.run.dir
-    assert config.validate(found, "the translation") == shipped
-    assert [line.split(":")[0] for line in translation.left_out] == ["--data-impl mmap"]
+    left_out = check_shipped(line, "t5-megatron", ("model.vocab_size", "run.dir"))
+    assert left_out == ["--data-impl mmap"]
 
 
 def test_a_t5_has_its_own_keys_for_flags_that_other_models_share() -> None:
