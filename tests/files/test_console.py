@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import pty
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -135,10 +134,13 @@ def test_lines_are_copied_when_they_are_complete_and_printed_as_ever():
 
 
 def test_progress_bars_are_not_copied_and_lines_that_are_printed_meanwhile_are():
+    # Without times and rates: tqdm pads a bar to the width of the one before, so their digits would show.
+    without_times = "{l_bar}{bar}| {n_fmt}/{total_fmt}"
+
     def show() -> None:
-        with tqdm(total=3, mininterval=0, miniters=1) as bar:
+        with tqdm(total=3, mininterval=0, miniters=1, bar_format=without_times) as bar:
             for i in range(3):
-                for _ in tqdm(range(2), desc="validation", mininterval=0, leave=False):
+                for _ in tqdm(range(2), desc="validation", mininterval=0, leave=False, bar_format=without_times):
                     pass
                 print(f"a warning {i}", file=sys.stderr)
                 tqdm.write(f"step {i}")
@@ -151,7 +153,7 @@ def test_progress_bars_are_not_copied_and_lines_that_are_printed_meanwhile_are()
     for context in (contextlib.nullcontext(), console.copied(taken.append)):
         with contextlib.redirect_stdout(Terminal()) as out, contextlib.redirect_stderr(Terminal()) as err, context:
             show()
-        printed.append((out.getvalue(), re.sub(r"\d\d:\d\d|[\d.?]+(it/s|s/it)", "", err.getvalue())))
+        printed.append((out.getvalue(), err.getvalue()))
     lines = [line for text in taken for line in text.split("\n") if line]
     assert lines == [*(f"{kind} {i}" for i in range(3) for kind in ("a warning", "step")), "done", "and gone"]
     assert printed[0] == printed[1]
