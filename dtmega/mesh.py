@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtmega import config
 from dtmega.distributed.rendezvous import LARGEST_WORLD, launcher_number, meet, rank_and_size
 from dtmega.files.console import counted
+from dtmega.ops import host
 from dtmega.ops.cpu import features
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -253,7 +254,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
     made = len(distributed_c10d._world.pg_names)
     most_least = torch.tensor([made, -made], device=device)
     dist.all_reduce(most_least, dist.ReduceOp.MAX)
-    if most_least.sum() != 0:
+    if not host.read(most_least.sum() == 0):
         raise ValueError(
             f"ranks are in {-int(most_least[1])} to {int(most_least[0])} process groups, expected equally many on all: "
             f"start the mesh before you make groups of some ranks"

@@ -78,6 +78,11 @@ class Masters:
         copy.register_post_accumulate_grad_hook(add_up)
         return copy
 
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """The copies in the compute dtype, which have no memory between steps; [] before the first forward."""
+        return [*self._copies.values()]
+
     def release(self) -> None:
         """Put the parameters back into the modules, after a step or after forwards without a backward."""
         if not self._computing:

@@ -24,6 +24,7 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
+from dtmega.ops import host
 from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.cross_entropy import IGNORED
 
@@ -79,10 +80,9 @@ class WordHead(nn.Module):
         """Compute logits [B, S, V] from hidden [B, S, D], or with labels [B, S] the fp32 sum of token losses."""
         if labels is not None:
             # Only about 15 % of the tokens are masked and have a label: drop all others before the large products.
-            # Indexing by a mask makes the host wait for a GPU, since only the GPU knows N.
-            labelled = labels != IGNORED
-            hidden = hidden[labelled]  # [N, D]
-            labels = labels[labelled]
+            labelled = host.true_indices(labels.flatten() != IGNORED)  # [N]
+            hidden = hidden.flatten(0, 1)[labelled]  # [N, D]
+            labels = labels.flatten()[labelled]
         return self.output(self.norm(gelu(self.dense(hidden), self.form)), labels)
 
 

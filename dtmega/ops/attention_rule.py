@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dtmega.ops import host
 from dtmega.ops.block_mask import block_mask
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
@@ -353,7 +354,8 @@ def _last_start(n_queries: int, device: torch.device) -> int:
 def _consecutive(places: Tensor) -> bool:
     """True if each row of `places` [B, S] counts up by one, from any start. On a GPU the host waits for the answer."""
     count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
-    return torch.equal(places - places[:, :1], count.expand_as(places))
+    counts_up = (places - places[:, :1] == count).all()
+    return bool(host.read(counts_up))
 
 
 def _strip(rule: AttentionRule) -> Tensor | None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dtmega.ops import host
 from dtmega.ops.cpu.huge_pages import on_huge_pages
 from dtmega.ops.head_gradient import WeightGradient
 from dtmega.ops.softmax import CompiledPasses, Passes, slices, wide
@@ -379,7 +380,7 @@ class _KnownGradient(torch.autograd.Function):
         # Multiply in place, because dW [V, D] is the largest buffer of the step. Multiplying also marks the buffer as
         # changed, so that a second backward raises an error. If the factor is 1, multiplying zero rows is enough to
         # mark the buffer. Only a factor on the CPU is compared with 1: reading a GPU's factor would make the host wait.
-        is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(upstream == 1)
+        is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(host.read(upstream == 1))
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None
 

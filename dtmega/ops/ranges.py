@@ -5,12 +5,16 @@ While no profile is recorded, a range only tests a flag: no operator runs, and n
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 _NOTHING = nullcontext()
+Listener = Callable[[str, int | None, int | None], AbstractContextManager[object]]
+_listener: Listener | None = None
 
 
 def recording() -> bool:
@@ -26,6 +30,8 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
         stage: number of the pipeline stage that does the work; 0 without a pipeline, None for work outside of stages.
         microbatch: number of the microbatch within the step, from 0; None for work of the whole step.
     """
+    if _listener is not None:
+        return _listener(what, stage, microbatch)
     if not recording():
         return _NOTHING
     name = what
@@ -34,3 +40,14 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
     if microbatch is not None:
         name += f" m{microbatch}"
     return record_function(name)
+
+
+@contextlib.contextmanager
+def told_to(listener: Listener) -> Iterator[None]:
+    """Let a listener make the context managers of `named`, inside the `with` block only. The planner listens so."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
@@ -117,16 +117,20 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
     """The indices of this rank's elements along `dim`, [n].
 
-    DTensor itself computes these indices: it cuts the vector 0, 1, 2, ... in the same way as the tensor's dim.
+    DTensor's placements themselves cut the vector 0, 1, 2, ... in the same way as the tensor's dim.
     """
-    cut: list[Placement] = []
-    for placement in tensor.placements:
-        if isinstance(placement, _StridedShard) and placement.dim == dim:
-            cut.append(_StridedShard(0, split_factor=placement.split_factor))
-        else:
-            cut.append(Shard(0) if _cuts(placement, dim) else Replicate())
-    numbers = torch.arange(tensor.shape[dim], device=tensor.device_mesh.device_type)
-    return distribute_tensor(numbers, tensor.device_mesh, cut, src_data_rank=None).to_local().cpu()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    numbers = torch.arange(tensor.shape[dim])
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if not _cuts(placement, dim):
+            continue
+        is_strided = isinstance(placement, _StridedShard)
+        cut = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
+        parts, _ = cut._split_tensor(numbers, mesh.size(mesh_dim), with_padding=False)
+        numbers = parts[coordinate[mesh_dim]]
+    return numbers
 
 
 def _runs(numbers: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -83,7 +83,7 @@ class CompiledPasses(Passes):
     ) -> None:
         # The kernel takes a single tensor and changes that tensor in place. If the kernel took x and dx as two views of
         # the same tensor, torch 2.13 would write to the tensor of the first call.
-        if dx.data_ptr() != x.data_ptr():
+        if dx is not x:
             dx.copy_(x)
         smooth = None if smooth is None else _without_base(smooth)
         _compiled(_derivatives_)(_without_base(dx), _without_base(peak), _without_base(slope), smooth)

@@ -123,7 +123,7 @@ class ShardedModel:
         # Sum tied gradients after the sums over dp and tp: a copy's gradient then lacks only the parts of other stages.
         for tied in self.tied:
             tied.sum_gradients()
-        for parameter, mask in self._unseen:
+        for parameter, mask in self.unseen_elements:
             if parameter.grad is not None:
                 local(parameter.grad).masked_fill_(mask, 0.0)
         return tally.totals
@@ -168,7 +168,7 @@ class ShardedModel:
         release(model)
 
     @functools.cached_property
-    def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Parameters with elements that affect no output, each with a mask of these elements in a local part."""
         masked = []
         for stage in self.stages.values():

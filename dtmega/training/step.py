@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from dtmega.distributed import replica_check
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import Watch
 from dtmega.mesh import World
-from dtmega.ops import optim
+from dtmega.ops import host, optim
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
 from dtmega.training import phases
@@ -97,7 +97,38 @@ class StepResult(NamedTuple):
     overflowed: bool = False
 
 
-def train_step(run: Run, batch: StepBatch) -> StepResult:
+class Stepping(Protocol):
+    """The part of a `Run` that `train_step` uses. A plan has these parts only (`planning/role.py`)."""
+
+    @property
+    def cfg(self) -> Config: ...
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def model(self) -> ShardedModel: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def spikes(self) -> Spikes: ...
+
+    @property
+    def phases(self) -> EnterPhase: ...
+
+    @property
+    def loss_scale(self) -> LossScale | None: ...
+
+
+class EnterPhase(Protocol):
+    """A receiver of the names of a step's phases."""
+
+    def enter(self, name: str) -> None: ...
+
+
+def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     """Take one optimizer step on one global batch.
 
     The loss is computed from sums and counts over the global batch, so neither the microbatch size nor the layout
@@ -150,7 +181,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
     everyone = dist.group.WORLD
     assert everyone is not None
     mine = torch.cat([totals, squared_norm.to(totals.device).view(1)])
-    gathered = replica_check.gather_vectors(mine, everyone).cpu()  # [ranks, sums + 1]
+    gathered = host.read(replica_check.gather_vectors(mine, everyone))  # [ranks, sums + 1]
     of_loss = dist.get_process_group_ranks(world.groups["loss"])
     of_shards = dist.get_process_group_ranks(world.groups["shards"])
     return gathered[of_loss, :-1].sum(0), gathered[of_shards, -1].sum().item()
@@ -164,7 +195,7 @@ def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, flo
             mine[name] = mine.get(name, 0) + n
     counts = torch.tensor([*mine.values()], dtype=torch.float64, device=world.device)
     dist.all_reduce(counts, group=world.groups["data"])
-    return dict(zip(mine, counts.tolist(), strict=True))
+    return dict(zip(mine, host.read(counts).tolist(), strict=True))
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:

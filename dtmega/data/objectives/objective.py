@@ -20,10 +20,20 @@ from dtmega.data.objectives.denoising.sentinels import marks
 from dtmega.data.objectives.denoising.separate_spans import N_SPECIAL, Limits, SentenceSamples, expected
 from dtmega.data.objectives.denoising.spans import check_room
 from dtmega.data.objectives.prefixes import PrefixSamples
-from dtmega.data.objectives.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows, SeparateRows, SpanRows
+from dtmega.data.objectives.rows import (
+    IGNORED,
+    MaskedRows,
+    NextTokenRows,
+    PrefixRows,
+    Rows,
+    SeparateRows,
+    SpanRows,
+    blank_rows,
+)
 from dtmega.data.objectives.sums import Sum
 from dtmega.data.sampling.samples import AnySamples, Samples
 from dtmega.data.tokenizers.tokenizer import Tokenizer
+from dtmega.ops import host
 
 
 class Objective(Protocol):
@@ -98,6 +108,10 @@ class Objective(Protocol):
         """The rows of this objective's samples, which come from one corpus or from a blend."""
         ...
 
+    def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
+        """Rows without text, for a plan: the names, shapes and dtypes of real rows, and about as many labels."""
+        ...
+
 
 class NextToken:
     """Cross-entropy of the next token, averaged over the tokens that have a label."""
@@ -127,6 +141,14 @@ class NextToken:
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> NextTokenRows:
         return NextTokenRows(samples, data, tokenizer.eod_id)
 
+    def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
+        rows = blank_rows(n_rows, data.seq_len)
+        if data.reset_position_ids:
+            rows["position_ids"] = rows["places"].clone()
+        if data.reset_attention_mask:
+            rows["document_ids"] = torch.zeros_like(rows["tokens"])
+        return rows
+
 
 class Prefix(NextToken):
     """Cross-entropy of the tokens after a given prefix, averaged over these tokens, optionally with weights."""
@@ -150,6 +172,13 @@ class Prefix(NextToken):
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> PrefixRows:
         return PrefixRows(samples, data, tokenizer.eod_id)
+
+    def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
+        rows = super().blank(data, n_rows)
+        rows["prefix"] = torch.zeros_like(rows["tokens"], dtype=torch.bool)
+        if data.reweight_positions:
+            rows["label_weights"] = torch.ones_like(rows["tokens"], dtype=torch.float32)
+        return rows
 
 
 class Masked:
@@ -189,6 +218,14 @@ class Masked:
         ordinary = ids[~np.isin(ids, [*tokenizer.special_ids])]
         return MaskedRows(samples, data, Vocabulary(specials(tokenizer), _continuing(tokenizer), ordinary))
 
+    def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
+        rows = blank_rows(n_rows, data.seq_len)
+        rows["labels"][:, round(data.mask_prob * data.seq_len) :] = IGNORED
+        rows["token_types"] = torch.zeros_like(rows["tokens"])
+        rows["swapped"] = torch.zeros_like(rows["sample_ids"])
+        rows["document_ids"] = torch.zeros_like(rows["tokens"])
+        return rows
+
 
 class Spans:
     """T5's objective: the loss of predicting hidden spans, averaged over the decoder's targets. Spans never touch."""
@@ -219,6 +256,17 @@ class Spans:
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
         return SpanRows(samples, data, marks(tokenizer, data.sentinels), _span_counts(data))
+
+    def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
+        rows = blank_rows(n_rows, data.seq_len)
+        decoder = blank_rows(n_rows, data.decoder_length)
+        return rows | {
+            "labels": decoder["labels"],
+            "decoder_tokens": decoder["tokens"],
+            "decoder_places": decoder["places"],
+            "document_ids": torch.zeros_like(rows["tokens"]),
+            "decoder_document_ids": torch.zeros_like(decoder["tokens"]),
+        }
 
 
 class SeparateSpans(Spans):
@@ -306,4 +354,4 @@ def _continuing(tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 def _labelled(microbatch: Mapping[str, Tensor]) -> int:
     """Number of tokens with a label in a microbatch."""
-    return int((microbatch["labels"] != IGNORED).sum())
+    return int(host.read((microbatch["labels"] != IGNORED).sum()))

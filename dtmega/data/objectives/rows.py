@@ -184,6 +184,12 @@ def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end
     }
 
 
+def blank_rows(n_rows: int, n_tokens: int) -> dict[str, Tensor]:
+    """The tensors that all objectives have, without text: every token has a label."""
+    tokens = torch.zeros(n_rows, n_tokens, dtype=torch.int64)
+    return {"tokens": tokens, "labels": torch.zeros_like(tokens), **_numbers(range(n_rows), tokens)}
+
+
 def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
     """The tensors that number samples and tokens, which are the same for all objectives."""
     return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}

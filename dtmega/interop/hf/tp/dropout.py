@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from dtmega.ops import host
+
 
 def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
     """Check that the ranks have the same random state, so that they drop the same elements of a whole hidden state.
@@ -27,7 +29,7 @@ def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
     lowest, highest = checksum.clone(), checksum.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    if lowest != highest:
+    if not host.read(lowest == highest):
         raise ValueError(
             "dropout in training needs the same random state on all ranks of a tp group, and theirs differ: "
             "torch.manual_seed(seed + data-parallel rank) on each, or set the dropouts of the config to 0"
@@ -47,7 +49,7 @@ class RandomStream:
     def enter(self, device: torch.device, rank: int) -> None:
         """Switch to the rank's own stream. The seed is drawn from the shared stream, so it differs in each forward."""
         generator = generator_of(device)
-        seed = torch.randint(2**62, (1,), generator=generator, device=device).item()
+        seed = host.read(torch.randint(2**62, (1,), generator=generator, device=device)).item()
         self.shared = (generator, generator.get_state())
         generator.manual_seed(int(seed) + rank)
 

@@ -1,0 +1,113 @@
+"""A ledger of the bytes on a pretended device: which owner holds how much, now and at the peak of each action."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Span(NamedTuple):
+    """The memory during one action of a step.
+
+    Attributes:
+        action: name of the action, as in `Work.action`.
+        peak_bytes: the most bytes that were held at one time during the action.
+        at_peak: bytes of each owner at that time.
+        held_bytes: bytes that are held when the action ends.
+    """
+
+    action: str
+    peak_bytes: int
+    at_peak: dict[str, int]
+    held_bytes: int
+
+
+class Ledger:
+    """A count of the bytes of all storages that live on a device.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        now_bytes: bytes that are held now.
+        owners: bytes of each owner now.
+        spans: the actions that have ended, in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.now_bytes = 0
+        self.owners: Counter[str] = Counter()
+        self.spans: list[Span] = []
+        self._device_type = device.type
+        # Storages by address: their bytes, their owner, and a reference that tells when the storage is freed.
+        self._entries: dict[int, tuple[int, str, weakref.ref[torch.UntypedStorage]]] = {}
+        self._peak_bytes = 0
+        self._at_peak: dict[str, int] = {}
+
+    def see(self, tensor: Tensor, owner: str) -> bool:
+        """Enter the storage of a tensor, unless it is known already.
+
+        Returns:
+            True if the storage is new.
+        """
+        part = _local(tensor)
+        if part.device.type != self._device_type:
+            return False
+        storage = part.untyped_storage()
+        key = storage._cdata
+        if key in self._entries:
+            return False
+        self._entries[key] = 0, owner, weakref.ref(storage, lambda _: self._forget(key))
+        self._set_bytes(key, storage.nbytes())
+        return True
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take note that the memory of a storage was freed or allocated again."""
+        if storage._cdata in self._entries:
+            self._set_bytes(storage._cdata, storage.nbytes())
+
+    def give(self, tensor: Tensor, owner: str) -> None:
+        """Change the owner of a tensor's storage."""
+        key = _local(tensor).untyped_storage()._cdata
+        if key not in self._entries:
+            return
+        n_bytes, before, reference = self._entries[key]
+        self.owners[before] -= n_bytes
+        self.owners[owner] += n_bytes
+        self._entries[key] = n_bytes, owner, reference
+
+    def end_span(self, action: str) -> None:
+        """End the current action, and begin the next one with the bytes that are held now."""
+        self.spans.append(Span(action, self._peak_bytes, self._at_peak, self.now_bytes))
+        self.forget_peak()
+
+    def forget_peak(self) -> None:
+        """Begin to look for the peak again, from the bytes that are held now."""
+        self._peak_bytes = self.now_bytes
+        self._at_peak = self._snapshot()
+
+    def _set_bytes(self, key: int, n_bytes: int) -> None:
+        before, owner, reference = self._entries[key]
+        self._entries[key] = n_bytes, owner, reference
+        self.owners[owner] += n_bytes - before
+        self.now_bytes += n_bytes - before
+        if self.now_bytes > self._peak_bytes:
+            self._peak_bytes = self.now_bytes
+            self._at_peak = self._snapshot()
+
+    def _forget(self, key: int) -> None:
+        n_bytes, owner, _ = self._entries.pop(key)
+        self.owners[owner] -= n_bytes
+        self.now_bytes -= n_bytes
+
+    def _snapshot(self) -> dict[str, int]:
+        return {owner: n_bytes for owner, n_bytes in self.owners.items() if n_bytes}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

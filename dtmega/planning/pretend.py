@@ -1,0 +1,325 @@
+"""A device and ranks in name only: tensors have shapes, dtypes and a device, but no memory and no values.
+
+    with pretending(torch.device("cuda", 0), rank=0, world_size=384, observer=observer):
+        x = torch.empty(8, 8, device="cuda:0", requires_grad=True)      # without a GPU, and without CUDA
+        (x @ x).sum().backward()
+
+Tensors on the pretended device are torch's fake tensors, and the process group is torch's "fake" one, which answers
+every collective at once. Every operator is shown to an observer.
+
+torch's autograd engine asks a tensor for its device in C++, and a GPU there needs a torch that is built for CUDA. A
+fake tensor is a tensor on torch's "meta" device that answers in Python for another device. So the engine is left with
+the meta device, while Python code, torch's own included, sees the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+import torch._dynamo.decorators  # Dynamo compares the signature of `_make_subclass`, before it is replaced here
+import torch._dynamo.polyfills.loader
+import torch.distributed as dist
+from torch import Tensor, _decomp
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtmega.ops import host
+from dtmega.planning.streams import Event, Stream, Streams
+
+MEMORY_BYTES = 80 * 2**30
+
+
+class Observer(Protocol):
+    """The receiver of everything that runs on the pretended device."""
+
+    def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Take note of an operator."""
+        ...
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take note that the memory of a storage was freed or allocated again."""
+        ...
+
+
+class Pretended:
+    """The state of a pretended device.
+
+    Attributes:
+        device: the device.
+        fake: torch's mode that makes fake tensors.
+        streams: the device's streams.
+        everything: True to make fake tensors even where no device is named. On a pretended CPU this separates the
+            tensors of the model from those of the program around it.
+        stepping: True while a step runs, which makes no tensors on the meta device itself.
+    """
+
+    def __init__(self, device: torch.device, observer: Observer) -> None:
+        self.device = device
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.streams = Streams()
+        self.everything = False
+        self.stepping = False
+        self._observer = observer
+
+    @contextlib.contextmanager
+    def holding_everything(self, everything: bool = True) -> Iterator[None]:
+        """Set `everything`, inside the `with` block only."""
+        before, self.everything = self.everything, everything
+        try:
+            yield
+        finally:
+            self.everything = before
+
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator without values, and show it to the observer."""
+        named = kwargs.get("device")
+        kinds_here = ("cuda", "meta") if self.stepping else ("cuda",)
+        is_here = named is not None and named.type in kinds_here
+        is_meta = named is not None and named.type == "meta"
+        makes_fake = self.everything and not is_meta and not _any_tensor(args)
+        if is_here or makes_fake:
+            with self.fake:
+                output = operator(*args, **kwargs)
+        else:
+            output = operator(*args, **kwargs)
+        self._observer.launched(operator, args, kwargs, output)
+        return output
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Tell the observer that the memory of a storage was freed or allocated again."""
+        self._observer.resized(storage)
+
+
+def _any_tensor(args: tuple[Any, ...]) -> bool:
+    """True if there is a tensor among the arguments of an operator."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
+
+
+class _Watching(TorchDispatchMode):
+    """Sends every operator through the pretended device. As an infrastructure mode it does not switch Dynamo off."""
+
+    def __init__(self, pretended: Pretended) -> None:
+        super().__init__()
+        self._pretended = pretended
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        return self._pretended.run(func, args, kwargs or {})
+
+
+class PlannedHost(host.Host):
+    """The host of a plan: where a real host reads a value, the answer is 1 or True.
+
+    Args:
+        pretended: the device.
+        true_share: share of the elements that are true in a mask whose true elements are asked for.
+    """
+
+    def __init__(self, pretended: Pretended, true_share: float) -> None:
+        self._pretended = pretended
+        self._true_share = true_share
+
+    def read(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return tensor.cpu()
+        with self._pretended.holding_everything(False):
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    def true_indices(self, mask: Tensor) -> Tensor:
+        if not isinstance(mask, FakeTensor):
+            return super().true_indices(mask)
+        return torch.zeros(round(len(mask) * self._true_share), dtype=torch.int64, device=mask.device)
+
+
+@contextlib.contextmanager
+def pretending(
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    observer: Observer,
+    *,
+    true_share: float = 1.0,
+    memory_bytes: int = MEMORY_BYTES,
+) -> Iterator[Pretended]:
+    """Pretend to be one rank of a job on a device that need not exist, inside the `with` block only.
+
+    Args:
+        device: the device, "cuda:0" or "cpu".
+        rank: number of the rank.
+        world_size: number of ranks in the job.
+        observer: receiver of all operators.
+        true_share: see `PlannedHost`.
+        memory_bytes: memory of the device, where the program asks for it.
+    """
+    pretended = Pretended(device, observer)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+        result = resize(storage, n_bytes)
+        pretended.resized(storage)
+        return result
+
+    # torch lists the functions that `torch.device` changes at its first use, which must come before the patches.
+    with torch.device("meta"):
+        torch.empty(0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_tell))
+        stack.enter_context(_fixed_messages_at_start())
+        if device.type == "cuda":
+            for name, answer in _answers_of_cuda(pretended.streams, memory_bytes).items():
+                stack.enter_context(patch.object(torch.cuda, name, answer))
+            stack.enter_context(_meta_in_autograd(pretended))
+            stack.enter_context(_gradients_of_composites())
+        stack.enter_context(host.answering(PlannedHost(pretended, true_share)))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(_Watching(pretended))
+        yield pretended
+
+
+@contextlib.contextmanager
+def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
+    """Let C++ see the meta device in fake tensors that answer for a GPU in Python."""
+    make = Tensor._make_subclass
+    dispatch = FakeTensorMode.dispatch
+    move = Tensor.to
+
+    def dispatch_here(mode: FakeTensorMode, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch's composite operators pass on the device of a tensor as C++ sees it.
+        if kwargs and kwargs.get("device") == torch.device("meta"):
+            is_of_tensor = any(isinstance(each, FakeTensor) and each.is_cuda for each in args)
+            if is_of_tensor or pretended.stepping:
+                kwargs = kwargs | {"device": pretended.device}
+        return dispatch(mode, operator, types, args, kwargs)
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # C++ would ask CUDA for the number of the current GPU.
+        args = tuple(pretended.device if each in ("cuda", torch.device("cuda")) else each for each in args)
+        return move(tensor, *args, **kwargs)
+
+    def make_on_meta(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dispatch_device"):
+            kwargs |= {"dispatch_device": False}
+        return make(*args, **kwargs)
+
+    def is_cuda(tensor: Tensor) -> bool:
+        return tensor.device.type == "cuda"
+
+    def is_meta(tensor: Tensor) -> bool:
+        return tensor.device.type == "meta"
+
+    def device_of_part(tensor: DTensor) -> torch.device:
+        return tensor._local_tensor.device
+
+    with (
+        patch.object(Tensor, "_make_subclass", staticmethod(make_on_meta)),
+        patch.object(Tensor, "to", to),
+        patch.object(FakeTensorMode, "dispatch", dispatch_here),
+        patch.object(FakeTensor, "is_cuda", property(is_cuda), create=True),
+        patch.object(FakeTensor, "is_meta", property(is_meta), create=True),
+        patch.object(DTensor, "is_cuda", property(is_cuda), create=True),
+        patch.object(DTensor, "is_meta", property(is_meta), create=True),
+        patch.object(DTensor, "device", property(device_of_part), create=True),
+        patch.object(fake_tensor, "init_gpu_context", lambda device: None),
+        patch.object(FakeTensorMode, "avoid_device_init", True),
+    ):
+        # torch.tensor(numbers, device=...) then moves the numbers to the device by an operator that modes see.
+        lifts_on_cpu = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            yield
+        finally:
+            torch._C._set_only_lift_cpu_tensors(lifts_on_cpu)
+
+
+@contextlib.contextmanager
+def _gradients_of_composites() -> Iterator[None]:
+    """Let composite operators such as `torch.where(x, y, 0.0)` have a gradient on the meta device when AOT traces them.
+
+    For these operators torch lists a shape function for the meta device. torch's Python dispatcher takes it for a
+    kernel without a gradient, warns, and ends backward there (torch 2.13).
+    """
+    key = torch._C.DispatchKey.AutogradMeta
+    changed: list[Any] = []
+    for table in ("post_autograd", "meta"):
+        for operator in _decomp.global_decomposition_table[table]:
+            if not isinstance(operator, torch._ops.OpOverload) or key in operator.py_kernels:
+                continue
+            is_composite = operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+            if is_composite and torch._C.DispatchKey.Meta in operator.py_kernels:
+                operator.py_kernels[key] = operator.decompose
+                operator._dispatch_cache.clear()
+                changed.append(operator)
+    try:
+        yield
+    finally:
+        for operator in changed:
+            del operator.py_kernels[key]
+            operator._dispatch_cache.clear()
+
+
+def _fixed_messages_at_start() -> Any:
+    """Spare pipelines the vote in which neighbours agree on shapes; ours are known (`pipelining/stage.py`)."""
+    from torch.distributed.pipelining import schedules
+
+    if not hasattr(schedules, "InferenceMode"):  # torch 2.11 does not vote
+        return contextlib.nullcontext()
+
+    def vote(_: Any, stages: Any, *__: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = schedules.InferenceMode.STATIC
+
+    return patch.object(schedules._PipelineSchedule, "_warmup_p2p", vote)
+
+
+def _answers_of_cuda(streams: Streams, memory_bytes: int) -> dict[str, Callable[..., Any] | type]:
+    """The functions of torch.cuda that the trainer and torch call, answered for a device of Hopper's generation."""
+    properties = SimpleNamespace(
+        name="pretended GPU",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=memory_bytes,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        gcnArchName="",
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "synchronize": lambda device=None: None,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: streams.current,
+        "default_stream": lambda device=None: streams.default,
+        "stream": streams.use,
+        "set_stream": streams.set_current,
+    }

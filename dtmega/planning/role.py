@@ -1,0 +1,193 @@
+"""Run the real `parallelize` and `train_step` of one rank on a pretended device, and report what the rank does.
+
+A role is a kind of rank: the ranks at one place of the pipeline do alike, so one of them stands for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dtmega import config, families, mesh
+from dtmega.data.loader import StepBatch
+from dtmega.data.objectives.rows import IGNORED
+from dtmega.mesh import World
+from dtmega.ops import ranges
+from dtmega.ops.loss_scale import LossScale
+from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.ops.shards import local
+from dtmega.planning import compiled, flex
+from dtmega.planning.ledger import Span
+from dtmega.planning.pretend import Pretended, pretending
+from dtmega.planning.recorder import Recorder
+from dtmega.planning.work import Work
+from dtmega.training.parallelize import ShardedModel, parallelize
+from dtmega.training.step import train_step
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+MOMENTS = "optimizer's moments"
+COPIES = "weights for compute (gathered or cast)"
+WHOLE_GRADIENTS = "gradients before their sum over ranks"
+
+
+class Role(NamedTuple):
+    """The plan of one rank for one step.
+
+    Attributes:
+        rank: number of the rank.
+        n_microbatches: number of microbatches in the step that was run.
+        held: bytes of each owner between two steps.
+        spans: memory during each action of the step, in order.
+        works: kernels and messages of the step, in the order of the host.
+    """
+
+    rank: int
+    n_microbatches: int
+    held: dict[str, int]
+    spans: list[Span]
+    works: list[Work]
+
+    @property
+    def peak(self) -> Span:
+        """The action with the highest peak."""
+        return max(self.spans, key=lambda span: span.peak_bytes)
+
+
+class _Step(NamedTuple):
+    """The objects of a run that a step uses (`training.step.Stepping`)."""
+
+    cfg: config.Config
+    world: World
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    spikes: Spikes
+    phases: Recorder
+    loss_scale: LossScale | None
+
+
+def plan_role(
+    cfg: config.Config, sizes: Mapping[str, int], rank: int, device: torch.device, n_microbatches: int
+) -> Role:
+    """Plan one rank: run its second step, when the optimizer's moments exist.
+
+    Args:
+        cfg: the run's configuration, complete and checked for this layout.
+        sizes: resolved size of each mesh axis.
+        rank: number of the rank.
+        device: the pretended device.
+        n_microbatches: number of microbatches to run.
+    """
+    recorder = Recorder(device)
+    rows = families.objective(cfg).blank(cfg.data, cfg.batch.micro_batch_size)
+    share = float((rows["labels"] != IGNORED).float().mean())
+    with (
+        pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
+        compiled.counted(),
+        flex.without_values(),
+        ranges.told_to(recorder.range),
+    ):
+        recorder.streams = pretended.streams
+        world = mesh.start(device, dict(sizes))
+        recorder.name_groups(world.groups)
+        with _allocating(cfg, pretended):
+            model = parallelize(cfg, world)
+        recorder.name_groups(world.groups)
+        optimizer = build_optimizer(model.named_parameters(), cfg.optim)
+        for stage in model.stages.values():
+            recorder.watch_blocks(stage, stage.blocks())
+        loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
+        step = _Step(cfg, world, model, optimizer, Spikes(0), recorder, loss_scale)
+        # Where these elements lie is computed from numbers on the host, before everything is without values.
+        _ = model.unseen_elements
+        recorder.name_storages = lambda: name_storages(recorder, model, optimizer)
+        with pretended.holding_everything() if device.type == "cpu" else contextlib.nullcontext():
+            pretended.stepping = device.type != "cpu"
+            make_moments(model, optimizer)
+            for _ in range(2):
+                # Only the second step counts, because the first one also sets up FSDP, streams and pipelines.
+                batch = _batch(cfg, sizes, rows, n_microbatches)
+                recorder.begin()
+                train_step(step, batch)
+                recorder.enter("between steps")
+                del batch
+        held = {owner: n for owner, n in recorder.ledger.owners.items() if n}
+        role = Role(rank, n_microbatches, held, recorder.ledger.spans, recorder.works)
+    return role
+
+
+def make_moments(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer allocate its moments, which exist from the first update on."""
+    for _, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _batch(cfg: config.Config, sizes: Mapping[str, int], rows: dict[str, Tensor], n_microbatches: int) -> StepBatch:
+    microbatches = []
+    for _ in range(n_microbatches):
+        microbatches.append({name: tensor.clone() for name, tensor in rows.items()})
+    return StepBatch(0, cfg.batch.global_batch_size, microbatches)
+
+
+@contextlib.contextmanager
+def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
+    """Make the tensors that the family allocates fake, also on a pretended CPU."""
+    kind = type(families.of(cfg.model))
+    allocate = kind.allocate
+
+    def allocate_fake(*args: Any) -> None:
+        with pretended.holding_everything():
+            allocate(*args)
+
+    if pretended.device.type != "cpu":
+        yield
+        return
+    with patch.object(kind, "allocate", allocate_fake):
+        yield
+
+
+def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the ledger the owners of long-lived storages, which nobody knows when they are made."""
+    give = recorder.ledger.give
+    for _, parameter in model.named_parameters():
+        give(parameter.detach(), PARAMETERS)
+        if parameter.grad is not None:
+            give(parameter.grad, GRADIENTS)
+    for stage in model.stages.values():
+        if (masters := getattr(stage, "masters", None)) is not None:
+            for copy in masters.copies:
+                give(copy, COPIES)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                _name_fsdp(recorder, module)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                give(value, MOMENTS)
+
+
+def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
+    """Name the weights that FSDP2 has gathered, and the gradients that it has not summed yet."""
+    state: Any = module._get_fsdp_state()  # pyright: ignore[reportAttributeAccessIssue]
+    group = state._fsdp_param_group
+    if group is None:
+        return
+    for parameter in group.fsdp_params:
+        for gathered in parameter.all_gather_outputs:
+            recorder.ledger.give(gathered, COPIES)
+        sums = parameter.unsharded_accumulated_grad
+        whole = getattr(parameter, "_unsharded_param", None)
+        for gradient in (sums, None if whole is None else whole.grad):
+            if gradient is not None:
+                recorder.ledger.give(local(gradient), WHOLE_GRADIENTS)
+        recorder.ledger.give(parameter._sharded_param_data, PARAMETERS)
