@@ -38,12 +38,12 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Families whose models are always causal, whatever `is_decoder` in config.json says.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
-# Families whose sequences several ranks can share ([mesh] cp): their layers pass all that changes attention through
-# transformers' attention interface, and their forward takes the positions of a rank's tokens.
+# Families whose sequences several ranks can share ([mesh] cp). Each layer of these families passes everything that
+# affects attention through transformers' attention interface, and each model accepts the positions of a rank's tokens.
 OVER_CP = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
 OVER_CP += ("cohere2", "phi", "phi3", "granite", "glm", "glm4", "smollm3", "arcee", "ernie4_5", "exaone4", "starcoder2")
 OVER_CP += ("gpt2", "gpt_neox", "gpt_bigcode", "opt", "stablelm", "mixtral", "olmoe", "qwen3_moe")
-# Families whose sequences stay whole -> the reason.
+# Family whose sequences ranks cannot share -> reason.
 WHOLE_SEQUENCES = {
     "bloom": "its class has no attention interface (name = 'bloom' trains the same model over cp)",
     "gpt_oss": "its attention has sinks, which it passes as 's_aux'",
@@ -178,7 +178,7 @@ _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
 def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
-    """Styles of GPT-J and its descendants: attention and feed-forward run in parallel on the same norm's output."""
+    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the output of one norm."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,

@@ -103,7 +103,7 @@ def _check_model_is_known(folder: Path, args: Mapping[str, Any], model: config.M
 
 
 def find_folder(path: Path) -> Path:
-    """Find a checkpoint's folder: `path` itself, the folder named by the tracker in `path`, or the only one in `path`.
+    """Find a checkpoint's folder: `path` itself, the folder that the tracker in `path` names, or the only such folder.
 
     Raises:
         ValueError: there is no checkpoint, or there are several checkpoints and no tracker.
@@ -189,7 +189,7 @@ def _contents_of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -
             raise adam.IncompleteMoments("no mp_rank file says how many stages there were")
         kinds, step = zero.open_optimizer(folder, layers.parts, n_layers, n_stages)
         progress, updates, why = _progress(layers.args, ranks.iteration_of(layers.content), {step}, None)
-        # If the optimizer's state is complete, so are the masters: weights are fp32 even if the progress is unknown.
+        # A complete optimizer state includes the masters, so read the weights in fp32 even if the progress is unknown.
         masters = kinds.pop(zero.MASTER)
         with_masters: dict[str, list[Part]] = {}
         for name, weights_of_name in layers.parts.items():
@@ -241,7 +241,7 @@ def _progress(
         scheduler: state of the learning-rate scheduler, as stored in the files; None if not known.
 
     Returns:
-        The run's progress, the number of Adam's updates, and the reason if both are unknown, else ''.
+        The run's progress, the number of Adam's updates, and the reason why both are unknown ('' if they are known).
     """
     if len(steps) != 1:
         return START, 0, f"the ranks made different numbers of updates, {', '.join(map(str, sorted(steps)[:4]))}"

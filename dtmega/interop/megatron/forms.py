@@ -2,7 +2,7 @@
 
 families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given by its
 name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
-`megatron/arguments.py` of Megatron-LM 2019 to 2022 and of BigScience's Megatron-DeepSpeed.
+`megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RATES = (
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
 FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=True)
-# Values of position_embedding_type: member names of BigScience's enum, and the word of Megatron-LM since 2023.
+# Values of position_embedding_type: member names of BigScience's enum, and the string in Megatron-LM since 2023.
 ABSOLUTE = (None, "absolute", "learned_absolute")
 ALIBI = ("alibi",)
 WORDPIECE = "BertWordPieceLowerCase"
@@ -188,8 +188,7 @@ def _args(model: config.Model) -> dict[str, Any]:
 def _refuse_gated(model: config.Model) -> None:
     """Refuse a gated feed-forward.
 
-    Each rank in Megatron stores its value rows before its gate rows, so the row order depends on the
-    layout.
+    Each rank in Megatron stores its value rows before its gate rows, so the row order depends on the layout.
 
     Raises:
         ValueError: the model has a gated feed-forward.

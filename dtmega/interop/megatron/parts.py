@@ -175,7 +175,8 @@ class WholeTensors:
         share = shape[dim] // len(parts)
         pieces = []
         for number, part in enumerate(parts):
-            # The rows or columns of this rank's part that the index selects. If there are none, the part is not read.
+            # The index selects rows (or columns) `low` to `high` of this rank's part. Skip the part if the range is
+            # empty.
             low = max(start - number * share, 0)
             high = min(stop - number * share, share)
             if low < high:

@@ -72,7 +72,7 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
         else:
             items = value if isinstance(value, list) else [value]
             flags[name] = [str(item) for item in items]
-    # If the run's length is given in samples, Megatron computes the steps and stores the steps with the arguments.
+    # If the run's length is given in samples, Megatron computes `train_iters` from the samples, so leave this flag out.
     if "--train-samples" in flags:
         flags.pop("--train-iters", None)
     return flags

@@ -47,7 +47,7 @@ def verify_plan(
         The result of the comparison. `print` shows a table; `.ok` is True if all deviations are within the tolerance.
 
     Raises:
-        ValueError: an error from `parallelize_hf`.
+        ValueError: `parallelize_hf` refuses the model or the mesh.
     """
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel,

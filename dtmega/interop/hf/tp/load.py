@@ -44,8 +44,8 @@ TIED = 'config.json ties them; transformers un-ties such a model: set "tie_word_
 def open_folder(directory: Path | str, model: Any) -> Folder:
     """Open a directory's parameters and stored buffers, under the names in a `transformers` model.
 
-    Tied parameters must be stored with equal values. If stored values differ, transformers would untie the parameters.
-    Here, config.json decides what is trained, so config.json must say that the parameters are untied.
+    Tied parameters must be stored with equal values. If the stored values differ, transformers unties the parameters.
+    dtmega raises an error instead, because config.json alone decides which parameters are tied in training.
 
     Args:
         directory: directory with the safetensors.
@@ -123,7 +123,7 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         The number of bytes that this rank has read, and the number that the files hold.
 
     Raises:
-        ValueError: an error from `open_folder`.
+        ValueError: `open_folder` refuses the directory.
     """
     materialize(model, device)
     folder = open_folder(directory, model)

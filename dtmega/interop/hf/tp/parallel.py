@@ -82,8 +82,8 @@ def parallelize_hf(
             plain tensor parallelism.
         loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. All ranks of
             tp then compute `out.logits` together, on first use.
-        generic: True to let a model without any plan compute on DTensors, with a warning, and to keep a module whole on
-            every rank if transformers' own plan has an unknown string for the module.
+        generic: True to accept a model without any plan, which then computes on DTensors and causes a warning; and to
+            keep a module whole on every rank if transformers' own plan has an unknown string for the module.
         verify_native: True to first verify transformers' own plan on a small clone, as `verify_plan` does. The check
             takes about a second.
 
@@ -116,7 +116,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
         sequence_parallel: argument of `parallelize_hf`.
 
     Raises:
-        ValueError: an error from `parallelize_hf`.
+        ValueError: the model has no plan, tp does not divide its sizes, or transformers' own plan is wrong.
     """
     if tp.size() > 1:
         hf_plan = plan_for(model, tp.size(), sequence_parallel)

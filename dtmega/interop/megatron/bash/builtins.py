@@ -1,6 +1,7 @@
 """Shell builtins and common programs, limited to the variables and output that can affect a launch.
 
-Each function takes the shell, the command's words and line number, and returns a Flow: how the script continues.
+Each function takes the shell, the command's words and the line number, and returns a Flow, which determines where the
+script continues.
 """
 
 from __future__ import annotations
