@@ -21,7 +21,7 @@ Read these modules in the order above, then the modules of tp/:
     parallel.py, load.py                          apply the table; load each rank's part of the weights
     tiny.py, verify.py, command.py                compare a small clone that is cut over ranks with an uncut clone
 
-In a training loop of your own:
+Use in your own training loop:
 
     print(plan_for(model, tp=2))                  # shows the style table
     mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))

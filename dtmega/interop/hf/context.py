@@ -44,7 +44,7 @@ class Tokens:
         self._rules: Rules = {}
 
     def rules(self, windows: set[int]) -> Rules:
-        """The attention rules of these tokens, by window; 0 means no window."""
+        """The tokens' attention rules, by window; 0 means no window."""
         for window in sorted(windows - self._rules.keys()):
             self._rules[window] = attention_rule(
                 self._places,
@@ -148,10 +148,10 @@ def _attention(
 def _check(
     module: nn.Module, name: str, query: Tensor, value: Tensor, dropout: float, others: Mapping[str, Any]
 ) -> None:
-    """Raise an error if the attention rules do not express an argument.
+    """Raise an error if an argument asks for attention that the attention rules cannot express.
 
     Raises:
-        ValueError: an argument asks for attention that the rules do not express; the message names the argument.
+        ValueError: there is such an argument; the message names the argument.
     """
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):

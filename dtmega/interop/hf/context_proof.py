@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 
 def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
-    """Compare a small clone whose sequences the ranks share with a clone that one process computes.
+    """Compare a small clone that is computed over `ranks` with a small clone that each rank computes alone.
 
     All ranks must call this function.
 

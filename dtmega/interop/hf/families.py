@@ -1,9 +1,9 @@
-"""The transformers families that dtmega knows, as data: one row of facts per family.
+"""Facts about transformers families, as data: one row per family.
 
-A row says where the blocks are, which modules only the first or last pipeline stage keeps, how tensor parallelism cuts
-each module, and which config.json keys affect the cut. Module names follow `transformers` 5.x and are relative to the
-base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the ends, and `tp/plan.py` uses
-the styles.
+A row gives the location of the blocks, the modules that only the first or last pipeline stage keeps, the way in which
+tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow `transformers`
+5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the
+ends, and `tp/plan.py` uses the styles.
 
 If a family has no row, or a row without `styles`, its models are cut by transformers' own plan (`tp/native.py`). A
 family without a row cannot run in a pipeline.
@@ -35,7 +35,7 @@ FEED_FORWARD_KEYS = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
 POSITION_KEYS = ("max_position_embeddings", "max_seq_len")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
-# Families whose models are always causal, whatever `is_decoder` in config.json says.
+# Families whose models are always causal, even if config.json has `is_decoder` = false.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
 # Families whose sequences several ranks can share ([mesh] cp). Each layer of these families passes everything that
@@ -117,10 +117,9 @@ class FamilyFacts:
         stacks: name of a module that runs blocks -> name of the block list in that module.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
-        styles: module name pattern -> how tp cuts the matching modules. A pattern without a match is skipped: a model
-            may lack an optional norm, or an encoder may have no decoder. If no pattern matches a module inside a block,
-            the model is refused. If no pattern matches a module outside the blocks, every rank computes the whole
-            module.
+        styles: module name pattern -> style of the matching modules. A pattern without a match is skipped: a model may
+            lack an optional norm, or an encoder may have no decoder. If no pattern matches a module inside a block, the
+            model is refused. If no pattern matches a module outside the blocks, every rank computes the whole module.
         in_embedding_dtype: names of modules without parameters whose fp32 output is added to the embeddings; the output
             is first cast to the embeddings' dtype.
         heads: config key for the number of heads.
@@ -169,10 +168,10 @@ _LLAMA = FamilyFacts(
     styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Families that have Llama's ends, but are cut over tp by transformers' own plan. All differences between these families
-# and Llama are settings of modules, so every stage has the settings of its own modules. For example, Gemma's embedding
-# factor is in embed_tokens. Windows and layers without rotation are set in each layer and in layer_types; a stage keeps
-# only the entries for its own layers.
+# Families that have Llama's ends, but are cut over tp by transformers' own plan. These families differ from Llama only
+# in settings that the modules themselves hold, so each stage has the settings for its own modules. For example, Gemma's
+# embedding factor is in embed_tokens. Windows and layers without rotation are set in each layer and in layer_types; a
+# stage keeps only the entries for its own layers.
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 

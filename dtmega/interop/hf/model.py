@@ -69,7 +69,10 @@ class HF(Model):
 
     @property
     def context(self) -> ContextParallel | None:
-        """Ranks that share the current batch's sequences. If not None, `context.py` computes the model's attention."""
+        """Ranks that share the sequences of the current batch; None if each rank has whole sequences.
+
+        With such ranks, the functions in `context.py` compute attention.
+        """
         return self._context
 
     @context.setter

@@ -181,8 +181,8 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
     if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
         raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
     for rope in _rope_parameters(hf_config):
-        # With this type, the largest position in a forward determines the frequencies, and the ranks' largest positions
-        # differ.
+        # With rope_type='longrope', the largest position in a forward determines the frequencies, and the ranks'
+        # largest positions differ.
         original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and original and cfg.data.seq_len > original:
             raise ValueError(

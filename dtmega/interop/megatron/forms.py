@@ -174,7 +174,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """The arguments of every family that are not keys of [model], or whose values differ from the key's value."""
+    """The arguments, for any family, that have no key in [model] or whose value differs from the key's value."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {

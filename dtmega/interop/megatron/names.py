@@ -1,4 +1,4 @@
-"""Tables of Megatron-LM's tensor names, one per family. Each row also says how tensor parallelism cuts the tensor.
+"""Tables of Megatron-LM's tensor names, one per family. Each row also gives the tensor-parallel cut of the tensor.
 
 The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
 of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
@@ -31,8 +31,9 @@ class TableRow(NamedTuple):
         ours: name of our tensor or module, or several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
         cut: way in which tensor parallelism cuts Megatron's tensor or module.
-        form: relation between our tensors and Megatron's, as in `Rule`.
-        parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, else 1.
+        form: relation between our tensors and Megatron's tensors, as in `Rule`.
+        parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, 1 for
+            any other tensor.
     """
 
     ours: str | tuple[str, ...]

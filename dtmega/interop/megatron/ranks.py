@@ -159,7 +159,7 @@ def iteration_of(content: Mapping[Any, Any]) -> int:
 
 
 def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """The run's arguments in a file, as plain values; empty if the file has none."""
+    """The run's arguments in a file, as plain values; empty if the file has no arguments."""
     if content.get("args") is None:
         return {}
     return {key: plain(value) for key, value in entries(content["args"], "the arguments").items() if type(key) is str}

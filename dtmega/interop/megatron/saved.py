@@ -209,7 +209,7 @@ def _plain_object(value: PickledObject) -> int | str | None:
         return value.name.replace(" ", ".")
     kind = value.name.rpartition(" ")[2]
     member = value.args[-1] if value.name in ENUMS and value.args else None
-    # Some enums pickle a member as getattr(the class, name).
+    # Some enum members are pickled as a call of `getattr` with the enum class and the member's name.
     if kind == "getattr" and value.args and len(value.args) == 2:
         member = value.args[1]
     return MEMBERS.get(kind, {}).get(member, member) if isinstance(member, int | str) else None

@@ -147,7 +147,7 @@ def new_release(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Replace the error that torch raises on closing the zip file by the OSError of the failed write."""
+    """Replace the error that torch raises on closing the zip file with the OSError of the failed write."""
     try:
         yield
     except RuntimeError as error:
@@ -235,7 +235,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
 
 
 def args_of_files(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """The arguments that depend on the layout, the dtype and the tokenizer instead of the model."""
+    """The arguments that do not depend on the model, but on the layout, the dtype and the tokenizer."""
     args = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

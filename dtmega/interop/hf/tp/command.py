@@ -68,7 +68,7 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
         options: options of `parallelize_hf`.
 
     Returns:
-        The exit code: 0 if all deviations are within the tolerance, else 1.
+        The exit code: 0 if all deviations are within the tolerance, and 1 if a deviation is too large.
 
     Raises:
         ValueError: the model has no plan, or torchrun did not start `tp` processes.

@@ -185,7 +185,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 
     def name_of(key: str) -> str | None:
         name, converter_pattern = rename_source_key(key, renamings, converters, prefix, names)
-        # If a tensor is already stored under its name in the model, the renamings would change that name.
+        # Do not rename a tensor that is already stored under its name in the model.
         if name not in names and key in names:
             name, converter_pattern = rename_source_key(key, [], [], prefix, names)
         if name not in names:

@@ -91,7 +91,7 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
                 raise ValueError(_no_style(plan.family, string, pattern, is_parameter))
             left_whole.append(pattern)
             continue
-        # The embedding and the head are cut over the vocabulary, whatever their strings say.
+        # The embedding and the head are cut over the vocabulary, regardless of their strings in the plan.
         if not modules or any(module in (embedding, head) for module in modules):
             continue
         style = STYLES[string]()

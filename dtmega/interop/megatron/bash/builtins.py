@@ -177,7 +177,7 @@ def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _read(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Mark as unknown the variables that `read`, `mapfile` or `getopts` would set."""
+    """Give the variables that `read`, `mapfile` or `getopts` would set an unknown value."""
     for word in words[1:]:
         name = known(word) or ""
         if name.isidentifier():

@@ -9,7 +9,7 @@ from typing import Any
 from dtmega.interop.megatron.launch.command import Command
 from dtmega.interop.megatron.launch.draft import Draft
 
-# Script -> family of the trained model, unless the flags say otherwise.
+# Script -> family of the trained model, unless the flags select another family.
 FAMILY_OF_SCRIPT = {
     "pretrain_gpt": "gpt",
     "pretrain_gpt2": "gpt",
@@ -55,7 +55,7 @@ SCALES_BY_DEFAULT = {"megatron-lm": True, "megatron-deepspeed": True, "megatron-
 
 
 def positions_of(command: Command) -> str:
-    """The kind of position embedding that a command's flags select: absolute, rope, alibi, none, or another word."""
+    """The position embedding that a command's flags select: absolute, rope, alibi, none, or any other value."""
     values = command.values.get("--position-embedding-type")
     kind = values[0] if values else "absolute"
     if "--use-rotary-position-embeddings" in command.values:
@@ -118,7 +118,7 @@ def _set_length(draft: Draft) -> None:
 
 
 def _check_positions(draft: Draft) -> None:
-    """Refuse positions, and an embedding LayerNorm, that do not fit the family."""
+    """Refuse a position embedding or an embedding LayerNorm that does not fit the family."""
     kind = positions_of(draft.command)
     expected = {"bloom": "alibi", "llama": "rope"}.get(draft.family, "absolute")
     if kind != expected:

@@ -1,4 +1,4 @@
-"""A configuration under construction from a command's flags, and everything that the flags leave open."""
+"""A configuration that is built from a command's flags, and the decisions that the flags leave to the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATHS = ("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--data-
 
 
 class Open(NamedTuple):
-    """Something that the user has to decide before a run can start.
+    """A decision that the user has to make before a run can start.
 
     Attributes:
         name: name of the flag or key, or the stray word.
@@ -140,7 +140,7 @@ class Draft:
                 self._copy_value(name, flag)
 
     def _copy_value(self, name: str, flag: Flag) -> None:
-        """Copy a flag's value, given or default, to the flag's key."""
+        """Copy a flag's given or default value to the flag's key."""
         full_key = RENAMED.get(self.family, {}).get(flag.keys[0], flag.keys[0])
         section, _, key = full_key.partition(".")
         fields = self.fields_of(section)
@@ -248,7 +248,7 @@ class Draft:
         ]
 
     def _refusal(self, values: Mapping[str, Any]) -> list[str]:
-        """The error that a run would raise for these values, as comment lines; [] while keys are lacking."""
+        """The error that a run would raise for the values, as comment lines; [] while keys are lacking."""
         if self.lacking:
             return []
         try:

@@ -1,4 +1,4 @@
-"""Table of Megatron's flags: each row has the configuration keys that replace a flag, or says why no key does.
+"""Table of Megatron's flags: each row has the configuration keys that replace a flag, or the reason why no key does.
 
 The table has the flags for pre-training with their defaults, from `megatron/arguments.py` in Megatron-LM and in
 BigScience's Megatron-DeepSpeed. The other modules here read the table, and `docs/from-megatron.md` shows it to users.

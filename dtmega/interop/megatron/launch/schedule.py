@@ -92,7 +92,7 @@ def set_schedule(draft: Draft) -> None:
 
 
 def _kept(draft: Draft, lengths: list[str]) -> list[str]:
-    """The units of the lengths that remain after dropping any length that exceeds another length."""
+    """The units of the given lengths, without any length that exceeds another given length."""
     return [unit for unit in lengths if f"--train-{unit}" not in draft.notes]
 
 
