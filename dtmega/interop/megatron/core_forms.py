@@ -106,7 +106,7 @@ def _args_of_gpt(model: config.Model) -> dict[str, Any]:
 
 
 def _llama(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys of a Llama that no single argument determines."""
+    """The [model] keys of a Llama that are computed from arguments."""
     refuse_head_width(args)
     n_heads = args["num_attention_heads"]
     is_scaled = bool(args.get("use_rope_scaling"))

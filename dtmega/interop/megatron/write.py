@@ -83,7 +83,7 @@ def write(
         pp: number of pipeline stages.
         tokenizer: the model's tokenizer spec. If a run in Megatron has a vocabulary, its loader checks the kind of
             tokenizer.
-        work: function that is called before each tensor is read.
+        work: function that is called before each tensor is copied.
 
     Raises:
         ValueError: the folder is not empty, or the model cannot have this layout. Nothing has been written.

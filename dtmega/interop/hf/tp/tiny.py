@@ -52,7 +52,7 @@ def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
         length: number of tokens that the clone must be able to read.
 
     Raises:
-        ValueError: the model has no heads (Mamba).
+        ValueError: the config has no number of heads (Mamba) or no hidden size.
     """
     sizes = _attention_sizes(config, tp)
     new = copy.deepcopy(config)
