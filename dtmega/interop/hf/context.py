@@ -151,7 +151,7 @@ def _check(
     """Raise an error if an argument asks for attention that the attention rules cannot express.
 
     Raises:
-        ValueError: there is such an argument; the message names the argument.
+        ValueError: an argument asks for such attention; the message names the argument.
     """
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):

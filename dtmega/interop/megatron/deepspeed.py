@@ -49,8 +49,8 @@ def open_layers(folder: Path) -> Layers:
     """Open all files in `global_step...` except the optimizer's files. Tensors are read later.
 
     Raises:
-        ValueError: a file is missing, unexpected, not part of a checkpoint, or disagrees with the other files. The
-            message names the file.
+        ValueError: a file is missing, is unexpected, is not part of a checkpoint, or disagrees with the other files.
+            The message names the file.
     """
     args, content = _read_arguments(folder)
     paths: dict[tuple[int, int], Path] = {}  # (layer, tp)

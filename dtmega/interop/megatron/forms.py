@@ -15,8 +15,8 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
-# Arguments with which later versions and forks change the model. Only these values are supported. If a file lacks an
-# argument, the version or fork that wrote the file does not have the argument, and its models have the value here.
+# Arguments that change the model in later versions and forks. Only these values are supported. If a file lacks an
+# argument, the version or fork that wrote the file does not have the argument, and its models have the value below.
 PLAIN: Mapping[str, Any] = {
     **{"add_bias_linear": True, "normalization": "LayerNorm", "group_query_attention": False},
     **{"swiglu": False, "squared_relu": False, "glu_activation": None, "apply_layernorm_1p": False},

@@ -150,8 +150,8 @@ class WholeTensors:
         """Check that the parts of each tensor fit together.
 
         Args:
-            average: True to read the mean of a tensor's copies, which matters if the copies have drifted apart; False
-                to read rank 0's copy.
+            average: True to read the mean of a tensor's copies; False to read rank 0's copy. The choice matters only if
+                the copies have drifted apart.
 
         Raises:
             ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.

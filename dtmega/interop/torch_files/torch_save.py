@@ -144,7 +144,7 @@ def tensor_header(made: Any) -> TensorHeader:
         made: decoded pickle, which should be a call to V2 or V3.
 
     Raises:
-        ValueError: `made` is anything else.
+        ValueError: `made` is not a call to V2 or V3, or does not describe a tensor with a storage.
     """
     if (
         type(made) is not PickledObject

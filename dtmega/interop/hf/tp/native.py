@@ -43,12 +43,12 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
         model: `transformers` model, real or on meta.
         tp: number of ranks.
         loss_parallel: True if the loss is computed from each rank's part of the logits.
-        rest_whole: True to keep a module whole on every rank if the plan's string for the module has no style here, or
-            if tp cannot cut the module in that style; False to raise an error instead.
+        rest_whole: True to keep a module whole on every rank if STYLES lacks the plan's string for the module, or if tp
+            cannot cut the module in that style; False to raise an error instead.
 
     Raises:
-        ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string without a
-            style here or a string for a single parameter.
+        ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string that STYLES
+            lacks or a string for a single parameter.
     """
     config = model.config
     check_heads(config, tp)

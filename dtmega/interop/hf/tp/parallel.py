@@ -88,7 +88,7 @@ def parallelize_hf(
             takes about a second.
 
     Returns:
-        The same model.
+        `model` itself.
 
     Raises:
         ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has

@@ -46,7 +46,7 @@ Word = tuple[Piece, ...]
 
 
 class Undecided(ValueError):
-    """Raised if the command depends on a condition with an unknown value."""
+    """Raised if a wanted command depends on a condition with an unknown value."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
         # `$@` and `$*` need the number of arguments. Quote `#`, because a shell takes an unquoted # for a comment.
