@@ -1,26 +1,27 @@
-"""Trains `transformers` models and cuts them over ranks; classes, parameter names and files stay unchanged.
+"""Trains `transformers` models and cuts them over ranks; class names, parameter names and file formats do not change.
 
-`dtmega/families.py` is the only core module that imports this package, so a first reader may skip the package.
+`dtmega/families.py` is the only core module that imports this package, so you may skip the package at first.
 
     families.py      facts about each family, as data
-    directory.py     reads DIR's config and builds the model; initial.py finds the family's initial values
-    model.py         wraps that model for the trainer, whole or as one pipeline stage
-    resolve.py       fills in the configuration keys that DIR determines
+    directory.py     reads the config of a transformers directory, and builds the model
+    initial.py       finds the distributions of the family's initial values
+    model.py         wraps the transformers model for the trainer, whole or as one pipeline stage
+    resolve.py       fills in the configuration keys that the directory determines
     files/           transformers directories: config.json, safetensors, export; also for our own models
-    names/           names of our own families' weights and keys in transformers directories
+    names/           transformers' names for the weights and config keys of dtmega's own families
     record.py        the family record, with the methods that the trainer calls; connects model.py with tp/
     tp/              cuts a model over ranks, and proves that the results do not change; works without the trainer
 
 Read these modules in the order above, then the modules of tp/:
 
-    styles.py, packed.py, experts.py, vocab.py    ways to cut one module, beyond those in `plans/styles.py`
-    regions.py, dropout.py, logits.py             what happens before, between and after the cut modules
-    plan.py, native.py, generic.py                build a model's style table from our family rows, from transformers'
+    styles.py, packed.py, experts.py, vocab.py    styles (ways to cut one module) that `plans/styles.py` lacks
+    regions.py, dropout.py, logits.py             code that runs before, between and after the cut modules
+    plan.py, native.py, generic.py                build a model's style table from families.py, from transformers'
                                                   own plan, or from module names alone
     parallel.py, load.py                          apply the table; load each rank's part of the weights
     tiny.py, verify.py, command.py                compare a small clone that is cut over ranks with an uncut clone
 
-In a training loop of your own:
+Use in your own training loop:
 
     print(plan_for(model, tp=2))                  # shows the style table
     mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))

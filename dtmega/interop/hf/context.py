@@ -1,12 +1,13 @@
 """Attention of `transformers` models whose sequences several ranks share ([mesh] cp).
 
-transformers looks up two functions under the name in `config._attn_implementation`: one makes the mask of a forward,
-the other computes attention in each layer. `switch` puts the name of the two functions of this file there:
+transformers looks up two functions by the name in `config._attn_implementation`: one makes the attention mask of a
+forward, and one computes attention in each layer. `switch` changes the name, so that transformers finds the functions
+of this module:
 
-    mask         makes the attention rules of the tokens at hand, once per forward    {window: rule}
-    attention    gets these rules as its `attention_mask`, and picks the one with the layer's window
+    _mask         makes the attention rules of the current tokens, once per forward    {window: rule}
+    _attention    receives these rules as `attention_mask`, and picks the rule for the layer's window
 
-The rules travel as an argument of each layer, so that a recomputed layer gets the rules of its own forward.
+The rules reach each layer as an argument, so a recomputed layer gets the rules of its own forward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.context_parallel import ContextParallel
 
 NAME = "dtmega_over_cp"
-# Keywords of attention that change nothing here: the rules know the places, and nothing is cached.
+# Keyword arguments of attention that have no effect, because the rules hold the tokens' places and nothing is cached.
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k"})
 Rules: TypeAlias = dict[int, AttentionRule]
 
@@ -32,8 +33,8 @@ class Tokens:
     """This rank's part of the tokens in the current forward.
 
     Args:
-        places: [B, S / cp], places of the tokens in their sequences.
-        document_ids: [B, S / cp], document number of each token; None: each sequence is one document.
+        places: place of each token in the token's sequence, [B, S / cp].
+        document_ids: document number of each token, [B, S / cp]; None if each sequence is one document.
         context: ranks that share the sequences.
         fused: argument of `attention_rule`.
     """
@@ -43,7 +44,7 @@ class Tokens:
         self._rules: Rules = {}
 
     def rules(self, windows: set[int]) -> Rules:
-        """The rules of these tokens for each window; 0 stands for no window."""
+        """The tokens' attention rules, by window; 0 means no window."""
         for window in sorted(windows - self._rules.keys()):
             self._rules[window] = attention_rule(
                 self._places,
@@ -63,7 +64,7 @@ _AT_HAND: ContextVar[Tokens | None] = ContextVar("tokens at hand", default=None)
 def at_hand(
     places: Tensor | None, document_ids: Tensor | None, context: ContextParallel | None, fused: bool
 ) -> Iterator[None]:
-    """Make the masks of the model that is called inside the `with` block; without `context`, change nothing."""
+    """Set the current tokens for models called inside the `with` block; if `context` is None, do nothing."""
     if context is None:
         yield
         return
@@ -76,14 +77,14 @@ def at_hand(
 
 
 def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, str]:
-    """Let a transformers model use the functions of this file, or its own functions again.
+    """Switch a transformers model to the attention functions of this module, or back to its own functions.
 
     Args:
         model: the model, whole or one pipeline stage.
-        own: result of an earlier call, to undo that call; None to switch to the functions of this file.
+        own: result of an earlier call, to undo that call; None to switch to the functions of this module.
 
     Returns:
-        The names in the model's configs before the call, by id of the config.
+        Config id -> the attention implementation that the config named before the call, for every config in the model.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -100,17 +101,17 @@ def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, 
 
 
 def windows_of(config: Any) -> set[int]:
-    """The windows of a model's layers; 0 stands for no window."""
+    """The attention windows of a model's layers; 0 means no window."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     return {window if kind == "sliding_attention" else 0 for kind in kinds} if kinds else {window}
 
 
 def _mask(config: Any, use_vmap: bool = False, **_: Any) -> Rules:
-    """The function that makes a mask in transformers: it returns the rules of the tokens at hand."""
+    """Return the attention rules of the current tokens. transformers calls this function to make a mask."""
     tokens = _AT_HAND.get()
     assert tokens is not None, "called outside of `at_hand`"
-    # transformers sets this argument if the model combines the causal mask with a mask of its own.
+    # transformers sets `use_vmap` if the model combines the causal mask with a mask of its own.
     if use_vmap:
         raise ValueError(f"'{config.model_type}' has a mask of its own, which ranks that share sequences do not know")
     return tokens.rules(windows_of(config))
@@ -127,10 +128,10 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function that computes attention in transformers, for this rank's tokens.
+    """Compute attention for this rank's tokens. transformers calls this function in each layer.
 
     Raises:
-        ValueError: an argument that would change the results in a way that is unknown here.
+        ValueError: an argument would change the results in a way that the attention rules do not express.
     """
     name = type(module).__name__
     _check(module, name, query, value, dropout, others)
@@ -147,10 +148,10 @@ def _attention(
 def _check(
     module: nn.Module, name: str, query: Tensor, value: Tensor, dropout: float, others: Mapping[str, Any]
 ) -> None:
-    """Refuse what the attention rules do not express.
+    """Raise an error if an argument asks for attention that the attention rules cannot express.
 
     Raises:
-        ValueError: such an argument, which the message names.
+        ValueError: an argument asks for such attention; the message names the argument.
     """
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -163,7 +164,7 @@ def _check(
             f"{value.shape[-1]}"
         )
     for keyword, given in others.items():
-        # False asks for nothing, for example for no `output_attentions`.
+        # False only switches a feature off, for example `output_attentions`.
         if keyword != "is_causal" and keyword not in WITHOUT_EFFECT and given is not None and given is not False:
             raise ValueError(
                 f"{name} passes '{keyword}' to its attention, which is unknown where ranks share sequences: expected "

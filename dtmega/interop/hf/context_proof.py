@@ -1,4 +1,4 @@
-"""Proves before a run that ranks which share sequences compute what one process computes, on a small clone."""
+"""Proves on a small clone, before a run, that ranks that share sequences get the same results as one process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from dtmega.interop.hf.tp.verify import Verification, deviation, worst
 from dtmega.models.model import consecutive
 from dtmega.ops.context_parallel import ContextParallel
 
-LEAST_TOKENS = 16  # in a sequence of the clone, whose windows have 6
-# In fp32, OPT's gradients deviate by up to 1e-5, because they are what is left of large numbers; all others by at most
-# 6e-6, and known wrong attention by at least 1e-2.
+LEAST_TOKENS = 16  # minimum length of the clone's sequences; attention windows in the clone hold 6 tokens
+# In fp32, correct gradients deviate by at most 6e-6, except in OPT: OPT's gradients are small differences of large
+# numbers and deviate by up to 1e-5. Known wrong attention deviates by at least 1e-2.
 TOLERANCE = 1e-4
 
 
 def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
-    """Compare a small clone of the model that shares sequences with a clone on one process. All ranks call this.
+    """Compare a small clone that is computed over `ranks` with a small clone that each rank computes alone.
+
+    All ranks must call this function.
 
     Args:
         model: `transformers` model on meta, whole or one stage; only the config and the model's class are used.
@@ -30,13 +32,13 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
         device: device of this rank.
 
     Raises:
-        ValueError: no clone can be made, attention refuses the clone, or gradients deviate.
+        ValueError: no clone can be made, the clone raises an error, or the loss or a gradient deviates.
     """
     kind, size = model.config.model_type, ranks.group.size()
     # Each rank needs two slices of the same length.
     length = 2 * size * -(-LEAST_TOKENS // (2 * size))
     try:
-        # In the form `heads`, the ranks divide heads as in tp.
+        # With `by_heads`, cp divides the heads among the ranks, as tp does.
         config = tiny.tiny_config(model.config, size if ranks.by_heads else 2, length)
         attention = model.config._attn_implementation
         truth, ours = (tiny.build(type(model), config, attention).to(device) for _ in range(2))
@@ -47,7 +49,7 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
         ) from None
     try:
         errors = _deviations(ours, truth, length, ranks, device)
-    except Exception as error:  # attention refuses arguments that it does not know, but a family may raise anything
+    except Exception as error:  # attention raises a ValueError for unknown arguments; a family may raise anything
         raise ValueError(
             f"cp={size} does not work with '{kind}' ([mesh] cp): its small clone raised {type(error).__name__}: {error}"
         ) from None
@@ -58,7 +60,7 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
 
 
 def _deviations(ours: Any, truth: Any, length: int, ranks: ContextParallel, device: torch.device) -> dict[str, float]:
-    """The relative deviations of the loss and of every gradient, by name of the tensor."""
+    """The relative deviation of the loss and of every gradient, by tensor name."""
     rows = {name: row.to(device) for name, row in tiny.batch(truth, length, padded=False).items()}
     tokens, labels = rows["input_ids"], rows["labels"]
     alone = _loss(truth, tokens, labels)

@@ -1,9 +1,9 @@
-"""The transformers families that dtmega knows, as data: one row of facts per family.
+"""Facts about transformers families, as data: one row per family.
 
-A row says where the blocks are, which modules only the first or last pipeline stage keeps, how tensor parallelism cuts
-each module, and which config.json keys affect the cut. Module names follow `transformers` 5.x and are relative to the
-base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the ends, and `tp/plan.py` uses
-the styles.
+A row gives the location of the blocks, the modules that only the first or last pipeline stage keeps, the way in which
+tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow `transformers`
+5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the
+ends, and `tp/plan.py` uses the styles.
 
 If a family has no row, or a row without `styles`, its models are cut by transformers' own plan (`tp/native.py`). A
 family without a row cannot run in a pipeline.
@@ -35,15 +35,15 @@ FEED_FORWARD_KEYS = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
 POSITION_KEYS = ("max_position_embeddings", "max_seq_len")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
-# Families whose models are always causal, whatever `is_decoder` in config.json says.
+# Families whose models are always causal, even if config.json has `is_decoder` = false.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
-# Families whose sequences several ranks can share ([mesh] cp): their layers pass all that changes attention through
-# transformers' attention interface, and their forward takes the positions of a rank's tokens.
+# Families whose sequences several ranks can share ([mesh] cp). Each layer of these families passes everything that
+# affects attention through transformers' attention interface, and each model accepts the positions of a rank's tokens.
 OVER_CP = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
 OVER_CP += ("cohere2", "phi", "phi3", "granite", "glm", "glm4", "smollm3", "arcee", "ernie4_5", "exaone4", "starcoder2")
 OVER_CP += ("gpt2", "gpt_neox", "gpt_bigcode", "opt", "stablelm", "mixtral", "olmoe", "qwen3_moe")
-# Families whose sequences stay whole -> the reason.
+# Family whose sequences ranks cannot share -> reason.
 WHOLE_SEQUENCES = {
     "bloom": "its class has no attention interface (name = 'bloom' trains the same model over cp)",
     "gpt_oss": "its attention has sinks, which it passes as 's_aux'",
@@ -117,10 +117,9 @@ class FamilyFacts:
         stacks: name of a module that runs blocks -> name of the block list in that module.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
-        styles: module name pattern -> how tp cuts the matching modules. A pattern without a match is skipped: a model
-            may lack an optional norm, or an encoder may have no decoder. If no pattern matches a module inside a block,
-            the model is refused. If no pattern matches a module outside the blocks, every rank computes the whole
-            module.
+        styles: module name pattern -> style of the matching modules. A pattern without a match is skipped: a model may
+            lack an optional norm, or an encoder may have no decoder. If no pattern matches a module inside a block, the
+            model is refused. If no pattern matches a module outside the blocks, every rank computes the whole module.
         in_embedding_dtype: names of modules without parameters whose fp32 output is added to the embeddings; the output
             is first cast to the embeddings' dtype.
         heads: config key for the number of heads.
@@ -169,16 +168,16 @@ _LLAMA = FamilyFacts(
     styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Families that have Llama's ends, but are cut over tp by transformers' own plan. All differences between these families
-# and Llama are settings of modules, so every stage has the settings of its own modules. For example, Gemma's embedding
-# factor is in embed_tokens. Windows and layers without rotation are set in each layer and in layer_types; a stage keeps
-# only the entries for its own layers.
+# Families that have Llama's ends, but are cut over tp by transformers' own plan. These families differ from Llama only
+# in settings that the modules themselves hold, so each stage has the settings for its own modules. For example, Gemma's
+# embedding factor is in embed_tokens. Windows and layers without rotation are set in each layer and in layer_types; a
+# stage keeps only the entries for its own layers.
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
 def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
-    """Styles of GPT-J and its descendants: attention and feed-forward run in parallel on the same norm's output."""
+    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the output of one norm."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,

@@ -27,7 +27,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class _Zero(nn.Module):
-    """Replaces the position embedding on later stages, whose input already contains the positions."""
+    """Stand-in for the position embedding on later stages, because the first stage has already added the positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         # A 0-dim tensor does not take part in type promotion, so adding this zero keeps the other summand's dtype.
@@ -69,7 +69,10 @@ class HF(Model):
 
     @property
     def context(self) -> ContextParallel | None:
-        """Ranks that share the sequences of the batch at hand. While there are any, attention is `context.py`'s."""
+        """Ranks that share the sequences of the current batch; None if each rank has whole sequences.
+
+        With such ranks, the functions in `context.py` compute attention.
+        """
         return self._context
 
     @context.setter
@@ -101,8 +104,8 @@ class HF(Model):
             labels: ids of the tokens to predict, [B, S]. If None, the last stage returns logits.
             hidden: hidden state from the previous stage, [B, S, D].
             cache: keys and values of the earlier tokens, for generation.
-            document_ids: document number of each token, [B, S]. Used only with a cache, where it is 0 for the text and
-                any other number for padding to the left of the text; or if ranks share the sequences.
+            document_ids: document number of each token, [B, S]. Used only with a cache or if ranks share the sequences.
+                With a cache, 0 marks the text, and any other number marks padding to the left of the text.
             position_ids: position of each token, [B, S]. Used only with a cache and `document_ids`, or if ranks share
                 the sequences.
 
@@ -163,7 +166,7 @@ class HF(Model):
         if not heads:
             return 0
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-        # In latent attention (DeepSeek), values have a different length than queries and keys.
+        # In latent attention (DeepSeek), the head size of values differs from the head size of queries and keys.
         query_dim = getattr(hf_config, "qk_head_dim", None) or head_dim
         value_dim = getattr(hf_config, "v_head_dim", None) or head_dim
         return 3 * heads * (query_dim + value_dim) if piece.startswith("layers.") else 0

@@ -86,7 +86,8 @@ class Transformers:
             )
         if sizes["cp"] > 1:
             _check_context(whole.hf.config, cfg)
-            # tp cuts a sequence only if it can, and with cp every rank needs two slices.
+            # Check the lengths with tp=1: cp always cuts a sequence into two slices per rank, but tp cuts a sequence
+            # only if tp divides the sequence's length.
             check_lengths(cfg, whole, lengths, {**sizes, "tp": 1})
         if sizes["tp"] > 1:
             try:
@@ -160,10 +161,10 @@ def _always_fp32(hf: Any, name: str) -> bool:
 
 
 def _check_context(hf_config: Any, cfg: config.Config) -> None:
-    """Refuse a model whose ranks cannot share sequences.
+    """Raise an error if ranks cannot share the model's sequences.
 
     Raises:
-        ValueError: a family that is not listed, or a key of its config that attention over cp does not know.
+        ValueError: the family is not in OVER_CP, or a key in the config asks for attention that cp does not support.
     """
     kind = hf_config.model_type
     if kind not in OVER_CP:
@@ -180,7 +181,8 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
     if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
         raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
     for rope in _rope_parameters(hf_config):
-        # With this type, the longest position in a forward chooses the frequencies, and each rank has another one.
+        # With rope_type='longrope', the largest position in a forward determines the frequencies, and the ranks'
+        # largest positions differ.
         original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and original and cfg.data.seq_len > original:
             raise ValueError(
@@ -191,6 +193,6 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
 
 
 def _rope_parameters(hf_config: Any) -> list[dict[str, Any]]:
-    """The parameters of rotary embeddings in a config: one table, or a table for each kind of layer."""
+    """A config's `rope_parameters`, followed by the tables in `rope_parameters` for single kinds of layers."""
     rope = getattr(hf_config, "rope_parameters", None) or {}
     return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]

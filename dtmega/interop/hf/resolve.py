@@ -85,7 +85,7 @@ def sizes(directory: str) -> dict[str, int]:
     """The [model] keys that the directory determines, with their values.
 
     Raises:
-        ValueError: an error from `read_config`, or the model stores a tensor whose dtype is not floating-point.
+        ValueError: `read_config` refuses the directory, or the model stores a tensor whose dtype is not floating-point.
     """
     hf_config = read_config(directory)
     with torch.device("meta"):
@@ -108,7 +108,7 @@ def sizes(directory: str) -> dict[str, int]:
 
 
 def digest(directory: str) -> str:
-    """A digest of config.json that ignores keys that do not affect training."""
+    """A digest of config.json, without the keys that do not affect training."""
     values = {k: v for k, v in config_json.read_plain(directory).items() if k not in KEYS_WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -121,7 +121,7 @@ def reread_directory(model: config.Model, trained: str) -> config.Model:
         trained: value of `digest` for the directory at the time of training; '' if unknown.
 
     Raises:
-        ValueError: an error from `sizes`, or config.json has changed since training.
+        ValueError: `sizes` refuses the directory, or config.json has changed since training.
     """
     values = sizes(model.directory)
     today = digest(model.directory)

@@ -7,6 +7,6 @@ Checkpoints: `names.py` has the tables of tensor names, and `forms.py` makes a `
 `core_forms.py` has megatron-core's formats. To read a checkpoint, `folder.py` finds its folder. `ranks.py`
 (Megatron-LM), `deepspeed.py` (Megatron-DeepSpeed) and `core.py` (megatron-core) open the three kinds of folders, and
 `saved.py` decodes their files. `adam.py` and `zero.py` read optimizer states, `parts.py` joins the ranks' shards,
-`vocabulary.py` determines the vocabulary size, and `recipe.py` the run's configuration. `write.py` cuts a dtmega model
-for Megatron's ranks, and `write_core.py` writes the model for megatron-core.
+`vocabulary.py` determines the vocabulary size, and `recipe.py` derives the run's configuration. `write.py` cuts a
+dtmega model for Megatron's ranks, and `write_core.py` writes a dtmega model for megatron-core.
 """

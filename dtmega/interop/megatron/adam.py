@@ -1,7 +1,7 @@
 """Adam's moments, step and fp32 masters from one rank's Megatron-LM file, matched with the weights' names.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
-    16 bits     optimizer = {optimizer: the same, fp32_from_fp16_params: [[...], [...]], grad_scaler: {...}}
+    16 bits     optimizer = {optimizer: {state, param_groups}, fp32_from_fp16_params: [[...], [...]], grad_scaler: ...}
 
 The state refers to parameters by number, not by name. Parameters are numbered in two groups. The first group, with
 weight decay, has all weights except LayerNorm weights. The second group, without weight decay, has the LayerNorms and
@@ -28,17 +28,17 @@ OPTIMIZER = ("optimizer", "optimizer_state_dict")  # today's name, and the name 
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-TensorPlace = tuple[int, str]  # chunk (virtual stage), name within it
+TensorPlace = tuple[int, str]  # chunk (virtual stage), name within the chunk
 
 
 class Adam(NamedTuple):
     """The optimizer's state in one rank's file.
 
     Attributes:
-        masters: fp32 copies of all weights; empty if the file has none.
+        masters: fp32 copies of all weights; empty if the file has no masters.
         moments: exp_avg and exp_avg_sq; empty if they are incomplete.
         step: number of updates that the optimizer has made.
-        scale: state of float16's loss scale; None if the file has none.
+        scale: state of float16's loss scale; None if the file has no loss scale.
         why: reason why the moments are incomplete; '' if they are complete.
     """
 

@@ -32,7 +32,7 @@ from dtmega.ops.loss_scale import ScaleState
 METADATA = "metadata.json"
 COMMON = "common.pt"
 BACKEND = "torch_dist"
-# Classes that common.pt contains in addition to the ones in saved.py.
+# Classes that common.pt contains in addition to the classes in saved.py.
 NAMES = {
     "signal Signals",
     *(f"megatron.core.rerun_state_machine {name}" for name in ("RerunMode", "RerunState", "RerunDiagnostic")),
@@ -42,7 +42,7 @@ MAX_LAYERS = 100_000
 STATE = "optimizer.state."  # followed by the kind of state and the name of a model tensor
 # Prefixes of the fp32 masters: for a 16-bit optimizer, and for a distributed optimizer.
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
-BUCKETS = "optimizer.distributed."  # of a distributed optimizer whose moments have no names
+BUCKETS = "optimizer.distributed."  # prefix that a distributed optimizer uses if its moments have no names
 # Entries that do not belong to the model: the optimizer, the random generators, the state of a rerun.
 NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
 

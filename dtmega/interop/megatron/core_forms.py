@@ -1,10 +1,10 @@
 """megatron-core's `Format`s for GPT and Llama: tensor names, and the run's arguments as keys of [model].
 
-families.py has these formats as `formats["megatron-core"]`. The names are the names in a distributed checkpoint with
+families.py has these formats as `formats["megatron-core"]`. The formats use the names of a distributed checkpoint with
 one entry per layer; `core.py` splits stacks into entries, and `write_core.py` stacks entries. Row order does not depend
 on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and in the
-first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named after the next
-linear layer, whether the two are fused or not.
+first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named after the next linear
+layer, even if the LayerNorm and the linear layer are not fused.
 
 Source: `models/gpt/gpt_layer_specs.py` and `transformer/mlp.py` of megatron-core 0.16.1.
 """
@@ -25,8 +25,8 @@ _LAYER = f"{LAYERS}{{}}."
 WORDS = "embedding.word_embeddings.weight"
 # Tensors with one row per vocabulary token, followed by padding rows.
 BY_TOKEN = (WORDS, "output_layer.weight")
-# Names of the modules that have an extra state in Transformer Engine, empty except in fp8. A model made of
-# these modules, Megatron-LM's default on a GPU, does not load a checkpoint without these states.
+# Modules that have an extra state in Transformer Engine; the state is empty except in fp8. A model made of these
+# modules (Megatron-LM's default on a GPU) cannot load a checkpoint without the extra states.
 STATEFUL_IN_LAYER = (
     *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
@@ -45,8 +45,8 @@ ROTARY: Mapping[str, Any] = {
     **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_interleaved": False},
     **{"rotary_seq_len_interpolation_factor": None, "no_rope_freq": None},
 }
-# Arguments in PLAIN that may have any value in a Llama: `_llama` reads one argument, and the other repeats
-# position_embedding_type.
+# Arguments in PLAIN that may have any value in a Llama: `_llama` reads `group_query_attention`, and
+# `use_rotary_position_embeddings` only repeats `position_embedding_type`.
 READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings")
 # megatron-core scales rotary frequencies as Llama 3.1 does, with these values; only the factor can be set.
 SCALING: Mapping[str, Any] = {
@@ -54,7 +54,7 @@ SCALING: Mapping[str, Any] = {
     "rope_high_freq_factor": 4.0,
     "rope_original_length": 8192,
 }
-DEFAULT_FACTOR = 8.0  # of --rope-scaling-factor
+DEFAULT_FACTOR = 8.0  # default of --rope-scaling-factor
 
 ENDS = (
     Rule("embed.", "embedding.word_embeddings."),
@@ -106,7 +106,7 @@ def _args_of_gpt(model: config.Model) -> dict[str, Any]:
 
 
 def _llama(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model] that follow from several arguments."""
+    """The [model] keys of a Llama that are computed from arguments."""
     refuse_head_width(args)
     n_heads = args["num_attention_heads"]
     is_scaled = bool(args.get("use_rope_scaling"))

@@ -46,11 +46,11 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def open_layers(folder: Path) -> Layers:
-    """Open every file of `global_step...` except the optimizer's. Tensors are read later.
+    """Open all files in `global_step...` except the optimizer's files. Tensors are read later.
 
     Raises:
-        ValueError: a file is missing, unexpected, not part of a checkpoint, or disagrees with the other files. The
-            message names the file.
+        ValueError: a file is missing, is unexpected, is not part of a checkpoint, or disagrees with the other files.
+            The message names the file.
     """
     args, content = _read_arguments(folder)
     paths: dict[tuple[int, int], Path] = {}  # (layer, tp)
@@ -74,7 +74,7 @@ def open_layers(folder: Path) -> Layers:
 
 
 def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: int, n_tp: int) -> None:
-    """Refuse a folder that does not have exactly the files of a model's layers.
+    """Check that a folder has exactly the files of a model's layers.
 
     Raises:
         ValueError: a file is missing, or a file has no place in the model.

@@ -33,13 +33,13 @@ class Contents(NamedTuple):
 
     Attributes:
         path: the checkpoint's folder.
-        args: the run's arguments as plain values; empty if the files have none.
+        args: the run's arguments as plain values; empty if the files have no arguments.
         weights: tensors of the whole model, under the program's names.
         moments: exp_avg and exp_avg_sq, each with the names of the weights; empty if the moments are incomplete.
         progress: the run's progress; meaningful only if there are moments.
         updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
-        order: Megatron fork that decided the run's sample order, as a value of [data] order.
+        order: value of [data] order for the Megatron fork that wrote the checkpoint.
         vocab_size: number of ids in the tokenizer, without padding; 0 if the files do not give the number.
         notes: lines for the user.
         program: key of `Family.formats` for the names of the tensors.
@@ -103,7 +103,9 @@ def _check_model_is_known(folder: Path, args: Mapping[str, Any], model: config.M
 
 
 def find_folder(path: Path) -> Path:
-    """Find a checkpoint's folder: `path` itself, the folder named by the tracker in `path`, or the only one in `path`.
+    """Find a checkpoint's folder: `path` itself, or a folder inside `path`.
+
+    If `path` has a tracker, the tracker names the folder. Without a tracker, `path` must contain a single checkpoint.
 
     Raises:
         ValueError: there is no checkpoint, or there are several checkpoints and no tracker.
@@ -189,7 +191,7 @@ def _contents_of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -
             raise adam.IncompleteMoments("no mp_rank file says how many stages there were")
         kinds, step = zero.open_optimizer(folder, layers.parts, n_layers, n_stages)
         progress, updates, why = _progress(layers.args, ranks.iteration_of(layers.content), {step}, None)
-        # If the optimizer's state is complete, so are the masters: weights are fp32 even if the progress is unknown.
+        # A complete optimizer state includes the masters, so read the weights in fp32 even if the progress is unknown.
         masters = kinds.pop(zero.MASTER)
         with_masters: dict[str, list[Part]] = {}
         for name, weights_of_name in layers.parts.items():
@@ -241,7 +243,7 @@ def _progress(
         scheduler: state of the learning-rate scheduler, as stored in the files; None if not known.
 
     Returns:
-        The run's progress, the number of Adam's updates, and the reason if both are unknown, else ''.
+        The run's progress, the number of Adam's updates, and the reason why both are unknown ('' if they are known).
     """
     if len(steps) != 1:
         return START, 0, f"the ranks made different numbers of updates, {', '.join(map(str, sorted(steps)[:4]))}"
@@ -265,7 +267,7 @@ def _global_batch_size(args: Mapping[str, Any]) -> Any:
     """The number of samples in one iteration; 0 if the arguments do not give the number."""
     if args.get("global_batch_size") is not None:
         return args["global_batch_size"]
-    # Before checkpoint version 3, the argument was the batch size of one model replica.
+    # Before checkpoint version 3, `batch_size` was the batch size of one model replica.
     sizes = [args.get(key) for key in ("batch_size", "world_size", "model_parallel_size")]
     batch, world, model_parallel = (size if type(size) is int and size > 0 else 0 for size in sizes)
     return batch * (world // model_parallel) if model_parallel else 0

@@ -2,7 +2,7 @@
 
 families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given by its
 name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
-`megatron/arguments.py` of Megatron-LM 2019 to 2022 and of BigScience's Megatron-DeepSpeed.
+`megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
-# Arguments with which later versions and forks change the model. Only these values are supported. If a file lacks an
-# argument, the version or fork that wrote the file does not have the argument, and its models have the value here.
+# Arguments that change the model in later versions and forks. Only these values are supported. If a file lacks an
+# argument, the version or fork that wrote the file does not have the argument, and its models have the value below.
 PLAIN: Mapping[str, Any] = {
     **{"add_bias_linear": True, "normalization": "LayerNorm", "group_query_attention": False},
     **{"swiglu": False, "squared_relu": False, "glu_activation": None, "apply_layernorm_1p": False},
@@ -39,7 +39,7 @@ RATES = (
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
 FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=True)
-# Values of position_embedding_type: member names of BigScience's enum, and the word of Megatron-LM since 2023.
+# Values of position_embedding_type: member names of BigScience's enum, and the string in Megatron-LM since 2023.
 ABSOLUTE = (None, "absolute", "learned_absolute")
 ALIBI = ("alibi",)
 WORDPIECE = "BertWordPieceLowerCase"
@@ -174,7 +174,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """The arguments of every family that are not keys of [model], or whose values differ from the key's value."""
+    """The arguments, for any family, that have no key in [model] or whose value differs from the key's value."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {
@@ -188,8 +188,7 @@ def _args(model: config.Model) -> dict[str, Any]:
 def _refuse_gated(model: config.Model) -> None:
     """Refuse a gated feed-forward.
 
-    Each rank in Megatron stores its value rows before its gate rows, so the row order depends on the
-    layout.
+    Each rank in Megatron stores its value rows before its gate rows, so the row order depends on the layout.
 
     Raises:
         ValueError: the model has a gated feed-forward.

@@ -1,4 +1,4 @@
-"""Tables of Megatron-LM's tensor names, one per family. Each row also says how tensor parallelism cuts the tensor.
+"""Tables of Megatron-LM's tensor names, one per family. Each row also gives the tensor-parallel cut of the tensor.
 
 The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
 of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
@@ -7,7 +7,7 @@ the code does not depend on the family.
 
 In a file, the same names are nested in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`), and layers are
 numbered within the stage. `flat_name` converts a path in a file of any version to a name in these tables. Source:
-Megatron-LM of 2022-02.
+Megatron-LM, February 2022.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One row of a table: a rule, and the kind of cut that shards Megatron's tensor.
+    """One row of a table: a rule, and how tensor parallelism cuts Megatron's tensor.
 
     Attributes:
         ours: name of our tensor or module, or several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
-        cut: kind of cut that tensor parallelism makes in Megatron's module.
-        form: relation between our tensors and Megatron's, as in `Rule`.
-        parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, else 1.
+        cut: way in which tensor parallelism cuts Megatron's tensor or module.
+        form: relation between our tensors and Megatron's tensors, as in `Rule`.
+        parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, 1 for
+            any other tensor.
     """
 
     ours: str | tuple[str, ...]

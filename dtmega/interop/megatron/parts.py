@@ -68,7 +68,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Derived:
-    """A part computed on reading from another part with the same dtype and shape."""
+    """A part that `read` computes from another part. Both parts have the same dtype and shape."""
 
     part: Part
 
@@ -150,8 +150,8 @@ class WholeTensors:
         """Check that the parts of each tensor fit together.
 
         Args:
-            average: True to read the mean of a tensor's copies, which matters if the copies have drifted apart; False
-                to read rank 0's copy.
+            average: True to read the mean of a tensor's copies; False to read rank 0's copy. The choice matters only if
+                the copies have drifted apart.
 
         Raises:
             ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.
@@ -175,7 +175,8 @@ class WholeTensors:
         share = shape[dim] // len(parts)
         pieces = []
         for number, part in enumerate(parts):
-            # The rows or columns of this rank's part that the index selects. If there are none, the part is not read.
+            # The index selects rows (or columns) `low` to `high` of this rank's part. Skip the part if the range is
+            # empty.
             low = max(start - number * share, 0)
             high = min(stop - number * share, share)
             if low < high:

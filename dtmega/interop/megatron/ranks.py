@@ -46,9 +46,9 @@ class Rank(NamedTuple):
 
     Attributes:
         args: the run's arguments as plain values (numbers, strings, lists of both); empty in files from 2019.
-        version: checkpoint version; 0 if the file does not say.
+        version: checkpoint version; 0 if the file gives no version.
         chunks: one dict per virtual stage, name within the stage -> tensor, in the file's order.
-        content: everything in the file, as decoded.
+        content: decoded content of the whole file.
     """
 
     file: SavedFile
@@ -153,13 +153,13 @@ def _read_rank(path: Path) -> Rank:
 
 
 def iteration_of(content: Mapping[Any, Any]) -> int:
-    """The number of iterations done; 0 if the file does not say."""
+    """The number of iterations done; 0 if the file does not give the number."""
     iteration = content.get("iteration", 0)
     return iteration if type(iteration) is int and iteration >= 0 else 0
 
 
 def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """The run's arguments in a file, as plain values; empty if the file has none."""
+    """The run's arguments in a file, as plain values; empty if the file has no arguments."""
     if content.get("args") is None:
         return {}
     return {key: plain(value) for key, value in entries(content["args"], "the arguments").items() if type(key) is str}

@@ -26,7 +26,7 @@ LEFT_OUT = {
 def config_of_args(
     args: Mapping[str, Any], model: config.Model, order: str = ""
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The configuration with which a checkpoint's run can continue, without the layout.
+    """The configuration that lets a checkpoint's run continue, without the layout.
 
     Args:
         args: the run's arguments as plain values; empty if only the model is known.
@@ -72,7 +72,7 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
         else:
             items = value if isinstance(value, list) else [value]
             flags[name] = [str(item) for item in items]
-    # If the run's length is given in samples, Megatron computes the steps and stores the steps with the arguments.
+    # If the run's length is given in samples, Megatron computes `train_iters` from the samples, so leave this flag out.
     if "--train-samples" in flags:
         flags.pop("--train-iters", None)
     return flags

@@ -1,7 +1,7 @@
 """Read a file written by `torch.save` as data: decode the pickle without running it, and read tensors when needed.
 
     file = SavedFile(path)
-    file.value                          numbers, strings, lists, dicts; else a `PickledObject` (torch_files/inert.py)
+    file.value                          numbers, strings, lists and dicts; a `PickledObject` for any other object
     file.read(file.tensor(pickled))     one tensor, read now
 
 There are two formats. Since torch 1.6, a file is an uncompressed zip with NAME/data.pkl, and NAME/data/KEY for each
@@ -35,7 +35,8 @@ from dtmega.interop.torch_files.torch_save import (
     tensor_header,
 )
 
-# Names, arguments and random generators of 500 ranks take about 5 MB. Decoding may need 70 times the pickle's size.
+# The names, arguments and random states of 500 ranks take about 5 MB. Decoding may need 70 times as much memory as the
+# pickle.
 MAX_PICKLE_BYTES = 1 << 24
 ZIP = b"PK\3\4"
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -102,8 +103,8 @@ class SavedFile:
             names: classes and functions that the pickle may ask for besides NAMES, each as "module qualname".
 
         Raises:
-            ValueError: the file does not exist, was not written by torch.save, or is damaged or crafted. The
-            message names the path.
+            ValueError: the file does not exist, was not written by torch.save, or is damaged or crafted. The message
+                names the path.
         """
         self.path = path
         self._checked: set[ZipEntry] = set()
@@ -176,7 +177,7 @@ def entries(value: Any, what: str) -> dict[Any, Any]:
         what: description of the value, for messages.
 
     Raises:
-        ValueError: the value has a different type.
+        ValueError: the value has any other type.
     """
     if type(value) is PickledObject and value.name == NAMESPACE:
         value = value.state
@@ -208,7 +209,7 @@ def _plain_object(value: PickledObject) -> int | str | None:
         return value.name.replace(" ", ".")
     kind = value.name.rpartition(" ")[2]
     member = value.args[-1] if value.name in ENUMS and value.args else None
-    # Some enums pickle a member as getattr(the class, name).
+    # Some enum members are pickled as a call of `getattr` with the enum class and the member's name.
     if kind == "getattr" and value.args and len(value.args) == 2:
         member = value.args[1]
     return MEMBERS.get(kind, {}).get(member, member) if isinstance(member, int | str) else None
@@ -295,7 +296,7 @@ def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
 
 
 def _element_bytes(value: Any) -> dict[str, int]:
-    """Map the key of each storage that a value refers to, to the bytes per element.
+    """The bytes per element of each storage that a value refers to, by the storage's key.
 
     Raises:
         ValueError: the type of a storage is unknown, or a storage is given two types with different sizes.

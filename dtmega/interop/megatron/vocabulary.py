@@ -49,7 +49,7 @@ def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tupl
         n_ids: number of ids in the tokenizer according to the user; 0 if the user gives no number.
 
     Raises:
-        ValueError: there are more ids than rows, or the files give another number of ids.
+        ValueError: there are more ids than rows, or `n_ids` contradicts the number of ids in the files.
     """
     rows = model.vocab_size
     n_ids_of_files = contents.vocab_size

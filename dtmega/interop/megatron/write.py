@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     Attributes:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        split: number of the stage where the decoder begins, for an encoder-decoder on several stages; else 0.
+        split: number of the stage where the decoder begins; 0 without a decoder, or with a single stage.
     """
 
     tp: int
@@ -81,9 +81,9 @@ def write(
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        tokenizer: the model's tokenizer spec. A loader in Megatron that is given a vocabulary compares the kind of
+        tokenizer: the model's tokenizer spec. If a run in Megatron has a vocabulary, its loader checks the kind of
             tokenizer.
-        work: function that is called before each tensor.
+        work: function that is called before each tensor is copied.
 
     Raises:
         ValueError: the folder is not empty, or the model cannot have this layout. Nothing has been written.
@@ -120,7 +120,10 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_release(folder: Path) -> Iterator[Path]:
-    """A temporary folder to write a release in. If the block succeeds, the folder is renamed to `folder`; else deleted.
+    """Yield a temporary folder in which the `with` block writes a release.
+
+    If the block succeeds, the temporary folder is renamed to `folder`. If the block fails, the temporary folder is
+    deleted.
 
     Args:
         folder: final path of the checkpoint; the block writes `RELEASE` inside the temporary folder.
@@ -144,7 +147,7 @@ def new_release(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Raise the write's error, which names the cause, instead of torch's error on closing the zip file."""
+    """Replace the error that torch raises on closing the zip file with the OSError of the failed write."""
     try:
         yield
     except RuntimeError as error:
@@ -232,7 +235,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
 
 
 def args_of_files(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """The arguments that depend on the layout, dtype and tokenizer rather than the model."""
+    """The arguments that do not depend on the model, but on the layout, the dtype and the tokenizer."""
     args = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -285,10 +288,10 @@ def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _position_types() -> Iterator[type[enum.Enum]]:
-    """BigScience's enum of position embedding types, as defined in its Megatron fork, whose loader compares members.
+    """Yield the enum of position embedding types from BigScience's Megatron fork, whose loader compares members.
 
-    A pickle refers to an enum by module and name. While the context is open, a stand-in module `megatron.enums` holds
-    the enum, so torch.save pickles the members as members of the fork's enum.
+    A pickle refers to an enum by module and name. Inside the `with` block, a stand-in module `megatron.enums` holds the
+    enum, so torch.save pickles the members as members of the fork's enum.
     """
     module = types.ModuleType("megatron.enums")
     members = {"rotary": 1, "absolute": 2, "alibi": 3}

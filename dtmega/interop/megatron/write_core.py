@@ -3,14 +3,14 @@
     OUT/latest_checkpointed_iteration.txt    "release"
     OUT/release/metadata.json                the backend that wrote the tensors: torch.distributed.checkpoint
     OUT/release/common.pt                    the model's arguments; Megatron-LM compares them with its own arguments
-    OUT/release/.metadata, __*.distcp        the tensors, one file for each layer and one for the others
+    OUT/release/.metadata, __*.distcp        the tensors: one file for each layer, and one file for all other tensors
 
 Tensors that exist in every layer are stacked, [L, ...], which is megatron-core's default. Each layer is a chunk of the
 stack. Transformer Engine's modules have an extra state, which is empty except in fp8. An empty state is written,
 because Megatron-LM's default models on GPUs do not load without the state; other models ignore the state.
 
 Source: `dist_checkpointing/` and `transformer/transformer_block.py` of megatron-core 0.16.1, and
-`megatron/training/checkpointing.py` of Megatron-LM in 2024 to 2026.
+`megatron/training/checkpointing.py` in Megatron-LM's versions from 2024 to 2026.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def write(
         folder: path of the checkpoint, a new folder or an empty one.
         source: the whole model under the names in core_forms.py, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
-        tokenizer: the model's tokenizer spec. A loader in Megatron that is given a vocabulary compares the kind of
+        tokenizer: the model's tokenizer spec. If a run in Megatron has a vocabulary, its loader checks the kind of
             tokenizer.
-        work: function that is called before each tensor.
+        work: function that is called before each tensor is read.
 
     Raises:
         ValueError: the folder is not empty. Nothing has been written.
@@ -77,8 +77,8 @@ def write(
     """
     check_new(folder)
     dtype, (n_tokens, *_) = source.tensors[WORDS]
-    # The multiple depends on the number of ranks. If loading needs another multiple, megatron-core loads the rows that
-    # exist under both paddings, and fills the other rows with zeros.
+    # The multiple depends on the number of ranks. If the run that loads the checkpoint pads to another multiple,
+    # megatron-core loads the rows that exist with both paddings, and fills any further rows with zeros.
     padded = -(-n_tokens // MULTIPLE) * MULTIPLE
     all_args = {**args, **args_of_files(Layout(1, 1), padded, dtype, tokenizer), **FORM}
     content = {"args": argparse.Namespace(**all_args), "checkpoint_version": 3.0, "iteration": 0}
@@ -222,6 +222,6 @@ def _write_tensors(folder: Path, files: list[list[Entry]]) -> None:
     writer = _Writer(folder)
     writer.set_up_storage_writer(True)
     planner = _Planner(contents)
-    # Each plan becomes one file, because the writer keeps some of a file's tensors in memory while writing the file.
+    # Write each plan to its own file: while the writer writes a file, it keeps some of that file's tensors in memory.
     results = [writer.write_data(plan, planner).value() for plan in writer.prepare_global_plan(plans)]
     writer.finish(metadata, results)

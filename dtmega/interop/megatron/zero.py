@@ -82,8 +82,8 @@ def open_optimizer(
         Kind ("master" or a moment) -> name -> one part for each tensor-parallel rank; and the number of updates made.
 
     Raises:
-        IncompleteMoments: a file or some elements of a tensor are missing, or files have different update
-        counts. The message gives the reason.
+        IncompleteMoments: a file or some elements of a tensor are missing, or files have different update counts. The
+            message gives the reason.
         ValueError: a file is damaged.
     """
     paths = _optimizer_files(folder)

@@ -4,10 +4,10 @@
 functions, and would have to allow `getattr` (see dcp.py). Here an object becomes a `PickledObject`, which only holds
 the name, the arguments and the state from the pickle.
 
-The names and opcodes that a file format needs are known in advance, and all others are refused. The refusal only serves
-to tell a crafted file from a damaged file; decoding would be safe without the refusal. A small file cannot crash the
-process either. By contrast, Python's C unpickler allocates 4 GB for a file of 9 bytes, and overflows the stack
-for a file of 200 kB (in Python 3.11).
+The names and opcodes that a file format needs are known in advance, and all others are refused. The refusal only
+distinguishes a crafted file from a damaged file; decoding would be safe without the refusal. A small file cannot crash
+the process either. By contrast, Python's C unpickler allocates 4 GB for a file of 9 bytes, and overflows the stack for
+a file of 200 kB (in Python 3.11).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def natural(value: Any, what: str) -> int:
     """Return `value` if it is an int between 0 and 2^63 - 1.
 
     Raises:
-        ValueError: the value is anything else.
+        ValueError: the value is not an int, or is out of range.
     """
     if not 0 <= of_type(value, int, what) < 1 << 63:
         raise ValueError(f"expected {what} to be 0 to 2^63 - 1, got {'less' if value < 0 else 'more'}")
@@ -276,7 +276,7 @@ def naturals(value: Any, what: str) -> tuple[int, ...]:
     """The numbers in a torch.Size or a tuple: at most MAX_DIMS numbers, each from 0 to 2^63 - 1.
 
     Raises:
-        ValueError: the value is anything else.
+        ValueError: the value has any other type, too many numbers, or a number out of range.
     """
     args = value.args if type(value) is PickledObject and value.name == "torch Size" else None
     numbers = of_type(args[0] if args else value, tuple, what)

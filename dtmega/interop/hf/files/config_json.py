@@ -22,7 +22,7 @@ IMPLEMENTATION = re.compile(
 COUNT = re.compile(r"(.*_)?(layers?|blocks?|experts?|depths?)")
 # Config keys and module attributes that hold rates of dropout or other random noise in training.
 NOISE = re.compile("drop|jitter")
-# Counts up to this value are not compared with the files. The deepest published models have a tenth as many layers.
+# Counts up to this value are not compared with the files. The deepest published models have about 100 layers.
 PLAUSIBLE = 1000
 
 

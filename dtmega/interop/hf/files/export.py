@@ -68,13 +68,13 @@ def export(
         token_ids: config key of a special token (eos_token_id, ...) -> id of that token in the tokenizer.
         other_files: name -> content of further files; only rank 0's files are written. For one of dtmega's own models,
             `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that training
-            started from. If the tokenizer is still the same, that generation_config.json is kept; otherwise the file
-            gets the new tokenizer's token ids.
+            started from. If the tokenizer has not changed since, this generation_config.json is written unchanged;
+            otherwise the file gets the new tokenizer's token ids.
 
     Raises:
         ValueError: the folder exists and is not empty, an original file cannot be read, a tensor's dtype is not allowed
             for weights, or the tokenizer has no token for an id. Every rank raises this error before it writes.
-        OSError: an error from `write.write`.
+        OSError: `write.write` fails.
     """
     tensors = tensor_specs(source)
     files = dict(other_files)

@@ -1,8 +1,8 @@
 """Reads tensors, whole or in part, from a directory's safetensors files. No other module reads safetensors.
 
-transformers' `from_pretrained` reads the same files: model.safetensors if it exists, else the files that
-model.safetensors.index.json names. No other file is opened. Every tensor in the files counts, even if the index does
-not list the tensor. Callers must use or refuse each tensor, so that none is silently ignored.
+This module reads the files that transformers' `from_pretrained` reads: model.safetensors if the file exists, otherwise
+the files that model.safetensors.index.json names. No other file is opened. Every tensor in the files counts, even if
+the index does not list the tensor. Callers must use or refuse each tensor, so that no tensor is silently ignored.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def other_weights(directory: Path) -> str:
-    """The end of a message about missing weights: names a file that was found instead, and says what to do."""
+    """The end of a message about missing weights: names a file that was found instead, and suggests a remedy."""
 
     def first(*patterns: str) -> str | None:
         names: list[str] = []

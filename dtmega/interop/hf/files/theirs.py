@@ -1,4 +1,4 @@
-"""Translates tensors between transformers models and saved directories, which use different names and shapes.
+"""Translates the names and shapes of tensors between transformers models and saved directories.
 
 transformers renames tensors when it loads or saves a directory. For some families, transformers' *converters* also
 merge many stored tensors into one parameter: for example, the experts of a mixture are stored one by one. Converters

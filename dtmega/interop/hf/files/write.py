@@ -78,7 +78,7 @@ def write(
         other_files: file name -> content, for every file that holds no weights.
         rank: number of this process.
         size: number of processes that write; all processes see the same file system.
-        barrier: function that waits for all of these processes. The first call may raise an error if another rank
+        barrier: function that waits for all processes that write. The first call may raise an error if another rank
             failed earlier and never reaches the barrier.
         max_file_bytes: maximum number of tensor bytes in one file, unless a single tensor is larger.
 
@@ -108,7 +108,7 @@ def write(
 
 
 def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> the file's tensors, in the order within the file."""
+    """File name -> the file's tensors, in their order within the file."""
     by_name = {tensor.name: tensor for tensor in tensors}
     n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
     contents: dict[str, list[TensorSpec]] = {}
@@ -130,7 +130,7 @@ def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The steps in which all ranks together write a folder. A barrier follows each step.
+    """The steps by which all ranks together write a folder. A barrier follows each step.
 
     Attributes:
         folder: absolute final path of the folder.
@@ -147,7 +147,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """The temporary folder, beside the final folder, which holds the files until all files are complete."""
+        """A folder next to the final folder. This temporary folder holds the files until all files are complete."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:

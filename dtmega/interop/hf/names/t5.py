@@ -45,8 +45,8 @@ def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _of_tensors(stored: Source) -> dict[str, Any]:
     """The [model] key `tied`: True if no head is stored, or if the stored head equals the stored embedding.
 
-    config.json does not say whether the head is tied: transformers 5 writes `tie_word_embeddings` = true for every T5.
-    When transformers 5 loads a T5, it applies the same rule (`tie_weights` in modeling_utils.py).
+    config.json does not show whether the head is tied: transformers 5 writes `tie_word_embeddings` = true for every T5.
+    transformers 5 also compares the tensors when it loads a T5 (`tie_weights` in modeling_utils.py).
     """
     embedding, head = "shared.weight", "lm_head.weight"
     if head not in stored.tensors or embedding not in stored.tensors:

@@ -47,7 +47,7 @@ def verify_plan(
         The result of the comparison. `print` shows a table; `.ok` is True if all deviations are within the tolerance.
 
     Raises:
-        ValueError: an error from `parallelize_hf`.
+        ValueError: `parallelize_hf` refuses the model or the mesh.
     """
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel,
@@ -68,7 +68,7 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
         options: options of `parallelize_hf`.
 
     Returns:
-        The exit code: 0 if all deviations are within the tolerance, else 1.
+        The exit code: 0 if all deviations are within the tolerance, and 1 if a deviation is too large.
 
     Raises:
         ValueError: the model has no plan, or torchrun did not start `tp` processes.

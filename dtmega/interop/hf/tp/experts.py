@@ -1,10 +1,11 @@
 """Tensor parallelism for mixtures of experts: each rank holds some of the experts, and no expert is cut.
 
 Every rank has all tokens and routes them identically. Each rank computes the tokens routed to its own experts, and the
-ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features. transformers'
-own code computes the experts. If a token's expert is on another rank, the expert's weight becomes 0, and the
-expert's number becomes the number that follows the last local expert's number, as in
-`transformers.distributed.expert_parallel.AllReduceEP`. Every implementation in transformers skips that number.
+ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features.
+
+transformers' own code computes the experts. If a token's expert is on another rank, the expert's weight becomes 0, and
+the expert's number becomes E / tp, one more than the last local number, as in
+`transformers.distributed.expert_parallel.AllReduceEP`. Every implementation in transformers skips this number.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Experts(Style):
         super().check(module, tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Raise an error unless the class is a transformers experts module that allows experts on other ranks.
+        """Check that the module is a transformers experts module that allows experts on other ranks.
 
         Raises:
-            ValueError: the class is anything else.
+            ValueError: the class allows no experts on other ranks, or a parameter's first dim is not the experts.
         """
         n_experts = getattr(module, "num_experts", None)
         shapes = {name: list(p.shape) for name, p in module.named_parameters()}

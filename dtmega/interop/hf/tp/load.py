@@ -44,8 +44,8 @@ TIED = 'config.json ties them; transformers un-ties such a model: set "tie_word_
 def open_folder(directory: Path | str, model: Any) -> Folder:
     """Open a directory's parameters and stored buffers, under the names in a `transformers` model.
 
-    Tied parameters must be stored with equal values. If stored values differ, transformers would untie the parameters.
-    Here, config.json decides what is trained, so config.json must say that the parameters are untied.
+    Tied parameters must be stored with equal values. If the stored values differ, transformers unties the parameters.
+    dtmega raises an error instead, because config.json alone decides which parameters are tied in training.
 
     Args:
         directory: directory with the safetensors.
@@ -123,7 +123,7 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         The number of bytes that this rank has read, and the number that the files hold.
 
     Raises:
-        ValueError: an error from `open_folder`.
+        ValueError: `open_folder` refuses the directory.
     """
     materialize(model, device)
     folder = open_folder(directory, model)
@@ -185,7 +185,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 
     def name_of(key: str) -> str | None:
         name, converter_pattern = rename_source_key(key, renamings, converters, prefix, names)
-        # If a tensor is already stored under its name in the model, the renamings would change that name.
+        # Do not rename a tensor that is already stored under its name in the model.
         if name not in names and key in names:
             name, converter_pattern = rename_source_key(key, [], [], prefix, names)
         if name not in names:

@@ -43,12 +43,12 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
         model: `transformers` model, real or on meta.
         tp: number of ranks.
         loss_parallel: True if the loss is computed from each rank's part of the logits.
-        rest_whole: True to keep a module whole on every rank if the plan's string for the module has no style here, or
-            if tp cannot cut the module in that style; False to raise an error instead.
+        rest_whole: True to keep a module whole on every rank if STYLES lacks the plan's string for the module, or if tp
+            cannot cut the module in that style; False to raise an error instead.
 
     Raises:
-        ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string without a
-            style here or a string for a single parameter.
+        ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string that STYLES
+            lacks or a string for a single parameter.
     """
     config = model.config
     check_heads(config, tp)
@@ -91,7 +91,7 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
                 raise ValueError(_no_style(plan.family, string, pattern, is_parameter))
             left_whole.append(pattern)
             continue
-        # The embedding and the head are cut over the vocabulary, whatever their strings say.
+        # The embedding and the head are cut over the vocabulary, regardless of their strings in the plan.
         if not modules or any(module in (embedding, head) for module in modules):
             continue
         style = STYLES[string]()

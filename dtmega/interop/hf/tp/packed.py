@@ -2,7 +2,7 @@
 
 The weight of a fused projection consists of several matrices side by side. Each matrix is cut, so a rank's part is not
 contiguous. DTensor has the placement `_StridedShard` for non-contiguous parts. With this placement, `full_tensor()`
-returns the columns in transformers' order on any layout, but fails in torch 2.11; use `shards.full_tensor` there.
+returns the columns in transformers' order on any layout, but fails in torch 2.11; use `shards.full_tensor` instead.
 A checkpoint must not treat a strided shard as one box; see `docs/log/2026-11.md`.
 """
 

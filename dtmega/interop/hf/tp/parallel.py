@@ -82,13 +82,13 @@ def parallelize_hf(
             plain tensor parallelism.
         loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. All ranks of
             tp then compute `out.logits` together, on first use.
-        generic: True to let a model without any plan compute on DTensors, with a warning, and to keep a module whole on
-            every rank if transformers' own plan has an unknown string for the module.
+        generic: True to accept a model without any plan, which then computes on DTensors and causes a warning; and to
+            keep a module whole on every rank if transformers' own plan has an unknown string for the module.
         verify_native: True to first verify transformers' own plan on a small clone, as `verify_plan` does. The check
             takes about a second.
 
     Returns:
-        The same model.
+        `model` itself.
 
     Raises:
         ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has
@@ -116,7 +116,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
         sequence_parallel: argument of `parallelize_hf`.
 
     Raises:
-        ValueError: an error from `parallelize_hf`.
+        ValueError: the model has no plan, tp does not divide its sizes, or transformers' own plan is wrong.
     """
     if tp.size() > 1:
         hf_plan = plan_for(model, tp.size(), sequence_parallel)
@@ -143,10 +143,10 @@ def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify transformers' own plan: cut a small clone of the model with the same options, and compare its results.
+    """Verify transformers' own plan: cut a small clone of the model, and compare its results with an uncut clone's.
 
     Raises:
-        ValueError: the cut clone's results differ from the results on one process.
+        ValueError: the cut clone's results differ from the uncut clone's results.
     """
     # Without `verify_native=False`, `parallelize_hf` would verify the clone on yet another clone.
     verification = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
@@ -155,7 +155,7 @@ def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> Non
 
 
 def cut(model: Any, mesh: DeviceMesh, hf_plan: HFPlan) -> Any:
-    """Cut a model as its plan says, first over tp, then over the data ranks."""
+    """Cut a model according to its plan, first over tp, then over the data ranks."""
     tp, data = meshes(mesh)
     apply_plan(model, tp, hf_plan.table)
     if hf_plan.head is not None:
@@ -199,7 +199,7 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def watch_labels(model: nn.Module, head: LogitsHead) -> None:
-    """Before each forward of `model`, tell the head whether there are labels."""
+    """Before each forward of `model`, record in the head whether the call has labels."""
 
     def note_labels(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         head.labelled = kwargs.get("labels") is not None
@@ -208,7 +208,7 @@ def watch_labels(model: nn.Module, head: LogitsHead) -> None:
 
 
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, which keeps tied weights together."""
+    """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, to keep tied weights together."""
     allow_views()
     for module in (*(model.get_submodule(name) for name in blocks), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)

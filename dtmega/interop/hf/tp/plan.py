@@ -85,7 +85,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     """Plan a model whose family has `styles` in `families.KNOWN`. The model itself is not changed.
 
     Raises:
-        ValueError: an error from `check_sizes`, or the family has no style for a module inside a block.
+        ValueError: `check_sizes` refuses the config, or the family has no style for a module inside a block.
     """
     config = model.config
     facts = families.KNOWN[config.model_type]

@@ -24,8 +24,8 @@ from dtmega.plans.styles import Column, Row, check_kv_heads
 class Stack(base.Stack):
     """A stack of blocks. The hidden state is cut along S in every forward where tp divides S.
 
-    Any other forward uses plain tensor parallelism, with the same results. So a prompt of odd length works, and
-    `generate` can add tokens one by one.
+    In any other forward the hidden state stays whole, and the results do not change. So a prompt of odd length works,
+    and `generate` can add tokens one by one.
 
     Args:
         sequence_parallel: True to cut the hidden state along S; False to never cut it.

@@ -52,7 +52,7 @@ def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
         length: number of tokens that the clone must be able to read.
 
     Raises:
-        ValueError: the model has no heads (Mamba).
+        ValueError: the config has no number of heads (Mamba) or no hidden size.
     """
     sizes = _attention_sizes(config, tp)
     new = copy.deepcopy(config)
@@ -85,7 +85,7 @@ def _first(config: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _put(config: Any, new: Any, keys: tuple[str, ...], value: Any) -> None:
-    """Set in `new` each key that `config` sets. Properties are skipped, because properties follow from other keys."""
+    """In `new`, set each key that `config` sets. Properties are skipped, because properties follow from other keys."""
     for key in keys:
         if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
             setattr(new, key, value)
@@ -215,7 +215,7 @@ def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run a forward, and return a loss and the output that the loss depends on.
 
     Returns:
-        (loss, logits). Without labels: (a random linear function of the hidden states, the hidden states).
+        (loss, logits) with labels; (a random linear function of the hidden states, the hidden states) without labels.
     """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]

@@ -110,7 +110,7 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
 
     Args:
         ours: the cut model.
-        truth: the same model, uncut.
+        truth: the uncut model.
         inputs: batch for both models.
 
     Returns:
@@ -135,7 +135,7 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
 
     Args:
         ours: tensor of the cut model; None if the cut model lacks this tensor.
-        truth: the same tensor of the uncut model; None if the uncut model lacks this tensor.
+        truth: corresponding tensor of the uncut model; None if the uncut model lacks this tensor.
         of_all: norm of all gradients together.
     """
     if ours is None or truth is None:
@@ -151,7 +151,7 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
 def worst(
     errors: dict[tuple[str, str], float], groups: Sequence[dist.ProcessGroup], device_type: str
 ) -> dict[tuple[str, str], float]:
-    """The largest deviations over all ranks of these groups; NaN counts as inf."""
+    """The largest deviations over all ranks of the groups; NaN counts as inf."""
     local = torch.tensor(list(errors.values()), dtype=torch.float64, device=device_type)
     largest = local.nan_to_num(torch.inf, torch.inf)
     for group in groups:

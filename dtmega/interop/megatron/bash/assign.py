@@ -56,7 +56,7 @@ class Assignments(Shell):
         return name
 
     def _items(self, node: Node, items: dict[str, Word]) -> dict[str, Word]:
-        """Evaluate an array such as `(a b [5]=c)` to its items by index.
+        """Evaluate an array such as `(a b [5]=c)`, and return its items by index.
 
         Args:
             node: node of the array.

@@ -1,6 +1,7 @@
 """Shell builtins and common programs, limited to the variables and output that can affect a launch.
 
-Each function takes the shell, the command's words and line number, and returns a Flow: how the script continues.
+Each function takes the shell, the command's words and the line number, and returns a Flow, which determines where the
+script continues.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _read(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Mark as unknown the variables that `read`, `mapfile` or `getopts` would set."""
+    """Give the variables that `read`, `mapfile` or `getopts` would set an unknown value."""
     for word in words[1:]:
         name = known(word) or ""
         if name.isidentifier():

@@ -62,7 +62,7 @@ def negated(condition: bool | None) -> bool | None:
 
 
 def _operands(node: Node) -> list[Node]:
-    """The words of `[ … ]` in order, without the nesting that the grammar gives the words."""
+    """The words of `[ … ]` in order, without the nesting in the syntax tree."""
     if node.type not in ("test_command", "unary_expression", "binary_expression", "parenthesized_expression"):
         return [node]
     operands: list[Node] = []

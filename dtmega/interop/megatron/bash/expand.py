@@ -228,7 +228,7 @@ class Expander:
         return self.unknown(node)
 
     def _cause(self, word: Word) -> tuple[str, str]:
-        """The variables and the condition that make a value unknown; either is '' if it plays no part."""
+        """(names, condition): the variables and the condition that make a value unknown. Either may be ''."""
         for piece in word:
             if isinstance(piece, Unknown):
                 return piece.name, piece.condition
@@ -483,7 +483,7 @@ def _ansi(text: str) -> str:
 
 
 def _without(text: str, operator: str, pattern: str) -> str | None:
-    """Remove the matching suffix (`%`) or prefix (`#`): the longest match for `%%` and `##`, else the shortest."""
+    """Remove the shortest suffix (`%`) or prefix (`#`) that matches a pattern; `%%` and `##` remove the longest."""
     if len(text) > LONGEST_PATTERN or len(pattern) > LONGEST_PATTERN:
         return None
     matches = re.compile(fnmatch.translate(pattern)).match

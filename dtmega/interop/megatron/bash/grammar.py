@@ -116,7 +116,7 @@ def _check(source: Source) -> None:
     while True:
         node = cursor.node
         assert node is not None
-        # The grammar does not know every form of ${NAME...}. `expand.py` makes the other forms unknown.
+        # The grammar does not support every form of ${NAME...}. `expand.py` makes unsupported forms unknown.
         is_form = node.is_missing and node.type == "}" and node.parent is not None and node.parent.type == "expansion"
         if (node.is_error or node.is_missing) and not is_form:
             line = source.line(node.start_byte)

@@ -45,7 +45,7 @@ def launches(
 
     Raises:
         ValueError: the text is not bash, or it exceeds a limit.
-        Undecided: the next command to run depends on a condition with an unknown value.
+        Undecided: a wanted command, or the order of statements, depends on a condition with an unknown value.
     """
     follower = _Follower(wanted, folder, dict(given or {}))
     scope = Scope(arguments=_arguments(follower.given))

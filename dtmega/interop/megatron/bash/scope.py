@@ -1,4 +1,4 @@
-"""The state of a shell (variables, functions, arguments, written files), and how a statement can end."""
+"""The state of a shell (variables, functions, arguments, written files), and the ways in which a statement can end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Flow(enum.Enum):
-    """How a statement ends, and so where the script continues."""
+    """The way in which a statement ends, which determines where the script continues."""
 
     NEXT = "next"
     BREAK = "break"

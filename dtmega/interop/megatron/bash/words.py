@@ -46,10 +46,10 @@ Word = tuple[Piece, ...]
 
 
 class Undecided(ValueError):
-    """Raised if the command depends on a condition with an unknown value."""
+    """Raised if a wanted command depends on a condition with an unknown value."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
-        # All arguments are known if their number is known. A shell takes an unquoted # for a comment.
+        # `$@` and `$*` need the number of arguments. Quote `#`, because a shell takes an unquoted # for a comment.
         known_by = ["'#=VALUE'" if name in ("#", "@", "*") else f"{name}=VALUE" for name in names if name]
         options = " ".join(f"--set {option}" for option in dict.fromkeys(known_by))
         cure = f"give it with {options}" if options else "write the script without it"
@@ -95,7 +95,7 @@ def joined(words: Iterable[Word]) -> Word:
 
 
 def with_blanks(words: Iterable[Word], line: int) -> Word:
-    """Join words into one word, with a blank between each two."""
+    """Join words into one word, with a blank between neighbouring words."""
     parts: list[Word] = []
     for word in words:
         if parts:

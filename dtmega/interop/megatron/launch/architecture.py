@@ -9,7 +9,7 @@ from typing import Any
 from dtmega.interop.megatron.launch.command import Command
 from dtmega.interop.megatron.launch.draft import Draft
 
-# Script -> family of the trained model, unless the flags say otherwise.
+# Script -> family of the trained model, unless the flags select another family.
 FAMILY_OF_SCRIPT = {
     "pretrain_gpt": "gpt",
     "pretrain_gpt2": "gpt",
@@ -32,8 +32,9 @@ ROTARY = ("rotary", "rope")
 ABSOLUTE = ("absolute", "learned_absolute")
 # Llama 3.1's scaling of rotary frequencies. Source: megatron-core, `rotary_pos_embedding.py`, _apply_scaling.
 ROPE_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_length": 8192}
-# Query-key layer scaling was on by default until Megatron-LM's commit 94a3749f87 of 2 November 2023. Flags removed
-# before that day and flags added afterwards date a command. The DeepSpeed forks never changed the default.
+# Query-key layer scaling was on by default until Megatron-LM's commit 94a3749f87 of 2 November 2023. A command with a
+# flag in UNTIL_2023 is older than this commit, because the flag was removed before; a command with a flag in SINCE_2023
+# is newer, because the flag was added afterwards. The DeepSpeed forks never changed the default.
 UNTIL_2023 = (
     *("--checkpoint-activations", "--checkpoint-num-layers", "--activations-checkpoint-method", "--batch-size"),
     *("--model-parallel-size", "--data-impl", "--mmap-warmup", "--DDP-impl", "--scattered-embeddings", "--warmup"),
@@ -54,7 +55,7 @@ SCALES_BY_DEFAULT = {"megatron-lm": True, "megatron-deepspeed": True, "megatron-
 
 
 def positions_of(command: Command) -> str:
-    """The kind of position embedding that a command's flags select: absolute, rope, alibi, none, or another word."""
+    """The position embedding that a command's flags select: absolute, rope, alibi, none, or any other value."""
     values = command.values.get("--position-embedding-type")
     kind = values[0] if values else "absolute"
     if "--use-rotary-position-embeddings" in command.values:
@@ -117,7 +118,7 @@ def _set_length(draft: Draft) -> None:
 
 
 def _check_positions(draft: Draft) -> None:
-    """Refuse positions, and an embedding LayerNorm, that do not fit the family."""
+    """Refuse a position embedding or an embedding LayerNorm that does not fit the family."""
     kind = positions_of(draft.command)
     expected = {"bloom": "alibi", "llama": "rope"}.get(draft.family, "absolute")
     if kind != expected:
@@ -197,7 +198,7 @@ def _set_gated_width(draft: Draft) -> None:
     """Set the width of a gated feed-forward. Megatron's default is 8/3 D, rounded down to a multiple of 64."""
     size = draft.number("hidden-size")
     if not draft.has("ffn-hidden-size") and size:
-        # megatron/training/arguments.py, validate_args
+        # Source: validate_args in megatron/training/arguments.py.
         draft.keys["model.ffn_hidden_size"] = int((4 * size * 2 / 3) / 64) * 64
 
 

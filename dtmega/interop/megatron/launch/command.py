@@ -37,9 +37,9 @@ class Command(NamedTuple):
     """A Megatron command.
 
     Attributes:
-        script: name of the training script without its ending, such as pretrain_bert.
-        values: flag -> words that follow the flag, keyed by the flag's first name in the table. Unknown parts
-        of a word are kept as written in the script.
+        script: name of the training script without `.py`, such as pretrain_bert.
+        values: flag -> words that follow the flag, keyed by the flag's first name in the table. Unknown parts of a word
+            are kept as written in the script.
         stray: words that belong to no flag.
         lines: flag or stray word -> line number in the script.
         unknown: flag or stray word -> first unknown piece in the flag's words or in the stray word.
@@ -68,7 +68,8 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
         The command, and remarks for the user.
 
     Raises:
-        ValueError: `source` has no Megatron command or several, is not bash, or does not determine which command runs.
+        ValueError: `source` is not bash, has no Megatron command, has several Megatron commands although `number` is 0,
+            or does not determine which command runs.
         OSError: the file cannot be read.
     """
     path = Path(source)
@@ -99,7 +100,7 @@ def is_training(words: Sequence[Word]) -> bool:
 
 
 def _script(word: Word) -> str:
-    """The name of the training script in a word, without its ending; '' if there is none."""
+    """The name of the training script in a word, without `.py`; '' if the word has no training script."""
     text = written(word)
     match = SCRIPT.search(text)
     return match[1] if match and "=" not in text else ""

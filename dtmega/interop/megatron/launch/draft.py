@@ -1,4 +1,4 @@
-"""A configuration under construction from a command's flags, and everything that the flags leave open."""
+"""A configuration that is built from a command's flags, and the decisions that the flags leave to the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATHS = ("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--data-
 
 
 class Open(NamedTuple):
-    """Something that the user has to decide before a run can start.
+    """A decision that the user has to make before a run can start.
 
     Attributes:
         name: name of the flag or key, or the stray word.
@@ -56,7 +56,7 @@ class Draft:
         lacking: "section.key" -> description of the value that the user has to fill in.
         notes: flag -> reason why the flag is not carried over, for flags that do not change what a run computes.
         open: name of a flag, key or stray word -> decision that is left to the user.
-        read: flags that are already accounted for, although no key has the flag's value.
+        read: flags that are already accounted for, although no key holds the flag's value.
     """
 
     def __init__(self, command: Command, family: str, original: str = "") -> None:
@@ -74,7 +74,7 @@ class Draft:
         return f"--{name}" in self.command.values
 
     def value(self, name: str) -> str | None:
-        """A flag's value on the command line, else Megatron's default; None if there is neither."""
+        """A flag's value on the command line, or Megatron's default; None if the flag has neither value nor default."""
         values = self.command.values.get(f"--{name}")
         return values[0] if values else self.flags[f"--{name}"].default
 
@@ -140,7 +140,7 @@ class Draft:
                 self._copy_value(name, flag)
 
     def _copy_value(self, name: str, flag: Flag) -> None:
-        """Copy a flag's value, given or default, to the flag's key."""
+        """Copy a flag's given or default value to the flag's key."""
         full_key = RENAMED.get(self.family, {}).get(flag.keys[0], flag.keys[0])
         section, _, key = full_key.partition(".")
         fields = self.fields_of(section)
@@ -168,7 +168,7 @@ class Draft:
         return number if kind in (int, float) else value
 
     def close(self, allowed: Sequence[str]) -> None:
-        """Record every flag that no step has carried over, then mark what the user allows as settled.
+        """Record every flag that no step has carried over, then settle every decision that the user allows to skip.
 
         Args:
             allowed: names of flags, words and keys that may be missing, as given by the user.
@@ -248,7 +248,7 @@ class Draft:
         ]
 
     def _refusal(self, values: Mapping[str, Any]) -> list[str]:
-        """The error that a run would raise for these values, as comment lines; not checked while keys are lacking."""
+        """The error that a run would raise for the values, as comment lines; [] while keys are lacking."""
         if self.lacking:
             return []
         try:

@@ -1,4 +1,4 @@
-"""Table of Megatron's flags: each row has the configuration keys that replace a flag, or the reason for having none.
+"""Table of Megatron's flags: each row lists the keys that replace a flag, or gives the reason why there is no key.
 
 The table has the flags for pre-training with their defaults, from `megatron/arguments.py` in Megatron-LM and in
 BigScience's Megatron-DeepSpeed. The other modules here read the table, and `docs/from-megatron.md` shows it to users.
@@ -22,7 +22,7 @@ class Flag(NamedTuple):
         keys: keys of the configuration that replace the flag; empty if the flag is not carried over.
         why: difference between the key and the flag, or reason why there is no key.
         same: True if the flag has a single key with the same value, so that translating copies the value.
-        changes: True if a run without the flag would compute something else. The configuration is then refused until
+        changes: True if a run without the flag would compute different results. The configuration is then refused until
             the user has decided about the flag.
         neutral: values for which a flag with `changes` has no effect.
         other_names: name in another version or fork -> name of the flag.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtmega import config
 from dtmega.interop.megatron.launch.draft import Draft, as_number
 
-UNITS = ("iters", "samples", "tokens")  # units in Megatron's flags; [optim] unit calls the first one steps
+UNITS = ("iters", "samples", "tokens")  # units in Megatron's flags; [optim] unit has "steps" instead of "iters"
 SCHEDULES = {
     "constant": "constant",
     "linear": "linear",
@@ -82,7 +82,8 @@ def set_schedule(draft: Draft) -> None:
     if decays:
         _set_amount(draft, f"lr-decay-{unit}", "optim.decay", unit, unit)
     elif len(lengths) > 1:
-        # Without a decay flag, the decay lasts for the run's length: its length in steps if given, else in samples.
+        # Without a decay flag, the decay lasts as long as the run: for the length in steps if the command gives this
+        # length, otherwise for the length in samples.
         longest = next((length for length in lengths if length != "tokens"), lengths[0])
         amount = converted(draft, draft.number(f"train-{longest}"), longest, unit)
         draft.keys["optim.decay"] = amount if amount is not None else 0
@@ -91,7 +92,7 @@ def set_schedule(draft: Draft) -> None:
 
 
 def _kept(draft: Draft, lengths: list[str]) -> list[str]:
-    """The units of the lengths that remain after dropping any length that exceeds another length."""
+    """The units of the given lengths, without any length that exceeds another given length."""
     return [unit for unit in lengths if f"--train-{unit}" not in draft.notes]
 
 
@@ -108,7 +109,7 @@ def _set_amount(draft: Draft, flag: str, key: str, unit: str, wanted: str) -> No
 
 
 def _set_warmup(draft: Draft, unit: str) -> None:
-    """Set the warm-up. A warm-up in tokens takes precedence over one in samples, and samples over steps."""
+    """Set the warm-up. Tokens take precedence over samples, and samples over steps."""
     warmups = [each for each in UNITS if draft.has(f"lr-warmup-{each}")]
     for other in warmups[:-1]:
         draft.refuse(f"--lr-warmup-{other}", f"--lr-warmup-{warmups[-1]} is read in its place")
@@ -117,7 +118,7 @@ def _set_warmup(draft: Draft, unit: str) -> None:
     if warmups:
         _set_amount(draft, f"lr-warmup-{warmups[-1]}", "optim.warmup", warmups[-1], unit)
         if draft.has("lr-warmup-fraction"):
-            # The fraction takes precedence: Megatron looks for it first when making its optimizer_param_scheduler.
+            # The fraction takes precedence, because Megatron's optimizer_param_scheduler checks the fraction first.
             draft.keys.pop("optim.warmup", None)
             draft.refuse(f"--lr-warmup-{warmups[-1]}", "--lr-warmup-fraction is read in its place")
 
