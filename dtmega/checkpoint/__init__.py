@@ -7,10 +7,10 @@
     tensor_files.py  tensors of any layout, written and read through torch.distributed.checkpoint
     pieces.py        tensors held as several boxes on one rank, for tensor_files.py
     staging.py       host-memory copies of tensors, which an asynchronous save writes
-    run.py           checkpoints that a run saves while it trains: writes and publishes them, and keeps the newest
-    resume.py        the checkpoint that a run resumes from, and the check that the run may resume from it
+    run.py           saves during training: writes and publishes checkpoints, and keeps the newest ones
+    resume.py        finds the checkpoint that a run resumes from, and refuses a checkpoint of a different run
     changes.py       configuration keys that may change when a run resumes
-    found.py         start of a run: rank 0 claims the folders and finds the checkpoints, and all ranks open them
+    found.py         start of a run: rank 0 claims the folders and finds the checkpoints; all ranks open the checkpoints
     weights.py       initial weights, from a checkpoint or from another program's files
 
 The commands that convert and inspect checkpoints are in cli/convert/.

@@ -2,8 +2,8 @@
 
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
-refused   every other key: another model, data or seed would make it a different run. A new key
-          is refused until somebody adds the key to one of the tables below.
+refused   every other key, such as the model, the data or the seed: a change would make it a different run.
+          A key that is new in dtmega is refused until somebody lists the key in one of the tables below.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FREE: dict[str, tuple[str, ...]] = {
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
-# Keys that change the learning rate or the end of the run. If any of these keys differ, the line about the last
-# differing key also states the combined effect of all changes.
+# Keys that affect the learning rate or the end of the run. If some of these keys have changed, the line about the last
+# changed key also states the combined effect of all changes.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),
@@ -65,11 +65,11 @@ BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_sampl
 
 
 class Change(NamedTuple):
-    """A key whose present value differs from the value in the checkpoint.
+    """A key whose current value differs from the value in the checkpoint.
 
     Attributes:
         was: value in the checkpoint.
-        now: value in the present configuration.
+        now: value in the current configuration.
     """
 
     section: str
@@ -99,7 +99,7 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
         then: the section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, and
             counts as having its default value. A key found only in the checkpoint was removed from dtmega later,
             and is ignored.
-        now: the section in the present configuration.
+        now: the section in the current configuration.
     """
     for key, field in type(now).model_fields.items():
         change = Change(section, key, then.get(key, field.default), getattr(now, key))
@@ -108,11 +108,11 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
 
 def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
-    """The changed keys, from all sections, that get the treatment `kind`.
+    """Changed keys of all sections whose treatment is `kind`.
 
     Args:
         then: the configuration recorded in the checkpoint, by section.
-        now: the present configuration.
+        now: the current configuration.
         kind: treatment of the keys to return.
     """
     changes: list[Change] = []
@@ -137,11 +137,11 @@ def lines(
 
     Args:
         then: the configuration recorded in the checkpoint, by section.
-        now: the present configuration.
+        now: the current configuration.
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
-        overflowed: (steps, samples) during which the learning rate stood still because a gradient overflowed in
-            float16; the arguments `steps` and `samples` include these steps and samples.
+        overflowed: number of (steps, samples) that were skipped because a gradient overflowed in float16. Skipped
+            steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
     """
     printed = changed(then, now, "printed")
     course_changes = [change for change in printed if change.within(COURSE)]
@@ -158,8 +158,8 @@ def lines(
 def _consequences(
     printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
 ) -> list[str]:
-    """Phrases that describe the effects of these changes on the number of remaining steps and on the learning rate."""
-    # Put the old recipe into the present configuration, to compute the old end of the run and the old learning rate.
+    """Phrases that describe how the printed changes affect the number of remaining steps and the learning rate."""
+    # Put the old recipe into the current configuration, to compute the old end of the run and the old learning rate.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was

@@ -65,7 +65,7 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def make(self, folder: str) -> None:
-        """Make an empty folder. Leftovers of a killed save under the same name are deleted."""
+        """Make an empty folder, after deleting any folder of this name that a killed save has left."""
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
@@ -87,7 +87,7 @@ class Disk:
             yield file
 
     def sync(self, folder: str) -> None:
-        """Make the names of a folder's entries survive a power cut; "" stands for `root`."""
+        """Flush a folder to disk, so that the names of its entries survive a power cut; "" means `root`."""
         atomic.sync_folder(self.root / folder)
 
     def rename(self, folder: str, to: str) -> None:
@@ -185,7 +185,7 @@ class Remote:
         return None
 
     def _ls(self, folder: str) -> list[dict[str, Any]]:
-        # Drop fsspec's cached listings, which lack the files that other ranks have written since.
+        # Drop fsspec's cached listing, which lacks files that other ranks have written after it was made.
         self._fs.invalidate_cache()
         return self._fs.ls(self._at(folder), detail=True)
 

@@ -1,4 +1,4 @@
-"""The start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open these.
+"""Start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open the checkpoints.
 
 Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
 resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
@@ -59,7 +59,7 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 @contextlib.contextmanager
 def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: bool) -> Iterator[None]:
-    """Record an exception from the `with` block in `exit.json`. Meant for the time before the run directory is claimed.
+    """Record an exception from the `with` block in `exit.json`. Used until the run directory is claimed.
 
     Nothing is written if the directory has never held a run, or if another process has claimed the directory.
 
@@ -111,7 +111,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
         digest: digest of the model directory; '' if there is no model directory.
 
     Raises:
-        ValueError: for the reasons given in `resume.find_checkpoints`, or if the checkpoint folder is not writable.
+        ValueError: `resume.find_checkpoints` raises ValueError, or the checkpoint folder is not writable.
     """
     checkpoints, damage = resume.find_checkpoints(cfg, identity, digest)
     probe = _make_probe(open_root(resume.root_of(cfg)))
@@ -136,10 +136,10 @@ def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Check
 
 
 def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
-    """The dtype that [precision] params stands for.
+    """The dtype that [precision] params selects.
 
     With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if bfloat16 is fast on
-    the device, else float32.
+    the device, and float32 otherwise.
 
     Args:
         cfg: the run's configuration.
@@ -149,7 +149,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
     if cfg.precision.params != "auto":
         return cfg.precision.params
     began_with = resume.state_of(candidates[0]).config.get("precision", {}).get("params") if candidates else None
-    # A converted checkpoint may have no [precision].
+    # The configuration in a converted checkpoint may lack the section [precision].
     if began_with in ("float32", "bfloat16", "float16"):
         return began_with
     return "bfloat16" if fast_bfloat16 else "float32"

@@ -47,7 +47,7 @@ class Pieces:
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors, except that each tensor held as several boxes is replaced by a `Pieces` object."""
+    """Wrap each tensor that is held as several boxes in a `Pieces` object; other tensors stay as they are."""
     replaced: dict[str, Any] = {}
     for name, tensor in tensors.items():
         replaced[name] = Pieces(tensor) if isinstance(tensor, DTensor) and in_parts(tensor) else tensor

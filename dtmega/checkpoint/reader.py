@@ -47,7 +47,7 @@ class Checkpoint:
         self._held: dict[str, Any] = {}
 
     def hold(self) -> Checkpoint:
-        """Open every data file now, because a run that is still training may delete the checkpoint meanwhile.
+        """Open every data file now, so that the files stay readable if a run deletes the checkpoint while it trains.
 
         Does nothing if there are more data files than a process may open. Does nothing under a URL either: an open file
         there loses its content when the file is deleted.
@@ -145,7 +145,7 @@ class Checkpoint:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        """A data file to read: the file that `hold` has opened, or else a file opened for this `with` block only.
+        """Open a data file for a `with` block, or reuse the file that `hold` has opened.
 
         Raises:
             Damaged: the file is missing, perhaps because the run has deleted the whole checkpoint.

@@ -1,6 +1,7 @@
-"""The checkpoint that a run resumes from, and the check that the run may resume from it.
+"""Find the checkpoint that a run resumes from, and refuse a checkpoint that belongs to a different run.
 
-The checkpoint is the newest intact one, or the one that [checkpoint] resume names. A new run has no checkpoint.
+A run resumes from its newest intact checkpoint, or from the checkpoint that [checkpoint] resume names. A new run has no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Progress(NamedTuple):
     """Counts of a run's steps and samples. Batches, learning rate and dropout are functions of these counts.
 
     Attributes:
-        step: number of steps done, including skipped ones.
+        step: number of steps done, including skipped steps.
         samples: number of samples read.
         skipped: number of steps that changed no weight.
         overflowed: number of steps that were skipped because a gradient overflowed in float16. The learning rate did
@@ -53,8 +54,8 @@ class HealthState(NamedTuple):
 
     Attributes:
         losses_above: number of consecutive steps, up to the last step, with a loss above [train] stop_loss_above.
-        rises: number of validations since the best one.
-        best_loss: smallest validation loss; None if no losses have been compared for [train] stop_validation_rises.
+        rises: number of validations since the validation with the smallest loss.
+        best_loss: smallest validation loss; None if [train] stop_validation_rises has compared no finite loss.
         best_step: step of the validation with the smallest loss.
         stopped: reason why [train] stop_loss_above or stop_validation_rises ended the run; '' if neither did.
     """
@@ -68,7 +69,7 @@ class HealthState(NamedTuple):
 
 START = Progress()
 HEALTHY = HealthState()
-# Identity of a run that another program began: dtmega knows nothing about that run's data.
+# Identity of a run that another program began. dtmega has no description of the data of such a run.
 ELSEWHERE = {"origin": "another program"}
 
 
@@ -169,10 +170,10 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
 
     Args:
         path: folder or URL of a checkpoint, a run directory, or a folder of checkpoints.
-        step: step of the checkpoint to open; None for the newest intact one.
+        step: step of the checkpoint to open; None for the newest intact checkpoint.
 
     Raises:
-        ValueError: there is no checkpoint, or no checkpoint of this step.
+        ValueError: `path` has no checkpoint, or no checkpoint of this step.
         Damaged: none of the checkpoints is intact.
     """
     files, folder = split_path(path)
@@ -243,7 +244,7 @@ def _open_newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
         try:
             return Checkpoint(files, newest).hold()
         except Damaged as error:
-            # If the folder is gone, the run has deleted this checkpoint and saved a newer one.
+            # If the folder is gone, the run has deleted this checkpoint and saved a newer checkpoint.
             if newest in finished(files):
                 damaged.add(newest)
                 damage.append(f"{files.path(newest)}: {error}")
@@ -251,7 +252,7 @@ def _open_newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
 
 
 def _checkpoint_dir_of_run(run_dir: str) -> str:
-    """The value of `[checkpoint] dir` in a run's `config.toml`; '' if it is not set, or there is no run."""
+    """The value of `[checkpoint] dir` in a run's `config.toml`; '' if the key is not set, or if there is no run."""
     try:
         table = read_toml(Path(run_dir, "config.toml"))
     except ValueError:
@@ -268,7 +269,7 @@ def named_checkpoints(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
         (place that holds the checkpoint, folder name) pairs; [] if `resume` is "auto" or "none".
 
     Raises:
-        ValueError: there is no checkpoint at that path.
+        ValueError: the path in `[checkpoint] resume` has no checkpoint.
     """
     path = cfg.checkpoint.resume
     if path in ("auto", "none"):
@@ -315,15 +316,15 @@ def find_checkpoints(
         except Damaged as error:
             damage.append(f"damaged: {files.path(folder)}: {error}")
             continue
-        # Without "auto", the run's own folder is read only if torchrun has restarted the job. In that folder, the
-        # checkpoints of the previous attempt record the same [checkpoint] resume, and are candidates. Older checkpoints
-        # are still there if the previous attempt died before setting them aside, but the user asked not to resume from
-        # older checkpoints.
+        # Without "auto", the run's own folder is read only if torchrun has restarted the job. Checkpoints that the
+        # previous attempt saved there record the value of [checkpoint] resume that this attempt has, and are
+        # candidates. Older checkpoints may also be there, if the previous attempt died before it set them aside; they
+        # are not candidates, because the user asked not to resume from them.
         if requested == "auto" or files is not own_root or written_under == requested:
             candidates.append(checkpoint)
     if damage and not candidates:
         raise Damaged("\n".join(damage))
-    # Compare only the newest checkpoint: older ones may predate a change of the data that [checkpoint]
+    # Compare only the newest checkpoint: older checkpoints may predate a change of the data that [checkpoint]
     # allow_changed_data permitted.
     if candidates:
         check_same(candidates[0], cfg, identity, digest)

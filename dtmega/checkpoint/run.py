@@ -1,4 +1,4 @@
-"""The checkpoints that a run saves while it trains: complete or absent, readable in any layout, the newest few kept.
+"""Checkpoints saved during training. Each is complete or absent, and readable in any layout; the newest few are kept.
 
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
@@ -37,7 +37,7 @@ class SaveOutcome(NamedTuple):
 
     Attributes:
         step: number of the step that was saved.
-        stall_s: seconds that training stood still for the save.
+        stall_s: seconds that training waited for the save.
         error: reason why the save failed; '' if it succeeded.
         warning: reason why the new checkpoint might not survive a power cut; usually ''.
     """
@@ -51,7 +51,7 @@ class SaveOutcome(NamedTuple):
 class Checkpoints:
     """Saves the checkpoints of a run, one at a time, and loads them.
 
-    All ranks call each method at the same step. Only `purge_strays` is called on rank 0 alone.
+    All ranks call each method at the same step, except `purge_strays`, which only rank 0 calls.
 
     With [checkpoint] mode "async", `save` copies the tensors, a thread writes the copies while training continues, and
     `poll` publishes the checkpoint between two later steps.
@@ -61,7 +61,7 @@ class Checkpoints:
         device: device for tensors that are sent through the default process group.
 
     Attributes:
-        newest: path of the newest complete checkpoint that this object has loaded or saved; '' before the first.
+        newest: path of the newest complete checkpoint that this object has loaded or saved; '' before that.
         best: folder name of the checkpoint with the best validation loss, which is kept in addition to the newest
             checkpoints; '' if validations are not compared.
     """
@@ -84,7 +84,7 @@ class Checkpoints:
         """Save a checkpoint, or begin to save it if saving is asynchronous.
 
         Returns:
-            Outcomes of the saves that have ended: this save or, if saving is asynchronous, the previous one.
+            Outcomes of the saves that have ended: this save or, if saving is asynchronous, the previous save.
         """
         ended, step = self.wait(), state.progress.step
         self._best_step = state.health.best_step
@@ -136,7 +136,7 @@ class Checkpoints:
             # Only rank 0 has the manifest, so only rank 0 publishes.
             if written is not None:
                 warning = self._publish(written)
-                # Set `best` only now: the previous best checkpoint must stay until the new one is published.
+                # Set `best` only now: the previous best checkpoint must stay until its successor is published.
                 if step == self._best_step:
                     self.best = name(step)
                 if not warning:
@@ -146,7 +146,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 error += self._free()
                 self._remove_unfinished(step)
-        # Only rank 0 knows whether publishing worked.
+        # Only rank 0 publishes, so the other ranks receive the outcome from rank 0.
         messages = [error, warning]
         dist.broadcast_object_list(messages, src=0, group=self._group)
         error, warning = messages
@@ -155,7 +155,7 @@ class Checkpoints:
         return [SaveOutcome(step, stall_s + time.perf_counter() - started, error, warning)]
 
     def _remove_unfinished(self, step: int) -> None:
-        """Remove a failed save's files. Files that remain are removed by the next start or save of this step."""
+        """Remove a failed save's files. The next start, or the next save of this step, removes files that remain."""
         with contextlib.suppress(Exception):
             # Under a URL a save writes directly into the final folder, which may hold an older, complete checkpoint.
             if self._unpublished(step) not in finished(self._files):
@@ -172,17 +172,17 @@ class Checkpoints:
         """Fill parameters and optimizer from the first intact candidate.
 
         Args:
-            candidates: checkpoints to try, in order; the same on all ranks.
+            candidates: checkpoints to try, in order; all ranks pass the same list.
             parameters: names and parameters of this rank. If a name appears twice, both parameters are filled.
             optimizer: optimizer of these parameters; its state is replaced.
             damage: lines about the damaged checkpoints found so far. `load` appends a line for each damaged candidate.
-            pace: heartbeats for the ranks that wait for this one; None if no rank waits.
+            pace: heartbeats for the ranks that wait for this rank; None if no rank waits.
 
         Returns:
             The state recorded in the checkpoint; None if there are no candidates.
 
         Raises:
-            Damaged: there are candidates, but none is intact.
+            Damaged: none of the candidates is intact.
             ValueError: a rank needs a tensor that the checkpoint lacks or has in a different shape. All ranks raise
                 this error.
         """
@@ -239,7 +239,7 @@ class Checkpoints:
 
         Args:
             before: configuration recorded in the newest checkpoint. If [checkpoint] keep is larger there than in the
-                present configuration, the larger value applies.
+                current configuration, the larger value applies.
         """
         folders = finished(self._files)
         if folders:
@@ -262,7 +262,7 @@ class Checkpoints:
 
         Raises:
             Failed: the disk, or the library that serves a URL, raised an exception of any type. The caller catches only
-                `Failed`, and must then go on, because the other ranks wait for the outcome.
+                `Failed`, and must then continue, because the other ranks wait for the outcome.
         """
         files, unpublished = self._files, self._unpublished(written.step)
         try:
@@ -283,7 +283,7 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all checkpoints except the newest `keep` and the best one. A deletion that fails only costs space."""
+        """Delete all checkpoints except the newest `keep` and the best. A failed deletion only costs space."""
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
@@ -316,7 +316,7 @@ def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -
         optimizer: optimizer of the trained parameters.
     """
     trained = {n: p for n, p in stored.items() if p.requires_grad}
-    # If FSDP has left a module gathered, `stored` holds whole parameters, which the optimizer does not know.
+    # If FSDP has left a module gathered, `stored` holds whole parameters, which are not the optimizer's.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters have been updated {counts} times"
@@ -334,7 +334,7 @@ def _targets(
 ) -> dict[str, list[Tensor]]:
     """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
 
-    Replaces the optimizer's state with zeros. These zero tensors are part of the result.
+    Replaces the optimizer's state with zero tensors, and includes these tensors in the result.
 
     Args:
         checkpoint: the checkpoint to load.

@@ -2,8 +2,8 @@
 
 For a save, torch plans which rank writes which box of which tensor (a replicated tensor is written once). For a load,
 torch plans which saved boxes make up the part that a rank now holds. dtmega itself reads and writes the bytes: raw data
-with digests, and a JSON manifest. torch's own files are unpickled on load, and a flipped bit in those files goes
-unnoticed (docs/reliability.md).
+with digests, and a JSON manifest. torch's own file format is not used, because torch unpickles these files on load and
+does not detect flipped bits in them (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Failed(Exception):
 
 
 class DataFile:
-    """A data file that is being written: one box of a tensor after another, with a digest of every block.
+    """A writer of a data file: appends boxes of tensors, and computes a digest of every block.
 
     Attributes:
         name: name of the file.
@@ -114,7 +114,7 @@ def save(
         group: process group of all ranks; nothing else may use this group during the save.
 
     Returns:
-        On rank 0 the manifest, which the caller still has to write; None on the other ranks.
+        The manifest on rank 0, whose caller still has to write the manifest; None on the other ranks.
 
     Raises:
         Failed: at least one rank could not write. Every rank raises this error.
@@ -137,7 +137,7 @@ def load_tensors(
         checkpoint: the checkpoint to read.
         tensors: name in the checkpoint -> tensor to fill. The names differ between pipeline stages.
         group: process group of all ranks.
-        pace: heartbeats for the ranks that wait for this one; None if no rank waits.
+        pace: heartbeats for the ranks that wait for this rank; None if no rank waits.
 
     Raises:
         Damaged: a rank has read a block that does not match its digest. Every rank raises this error.

@@ -50,7 +50,7 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
         digest: digest of the directory that the model is read from; '' if there is no such directory.
 
     Raises:
-        ValueError: there is no checkpoint, or the checkpoint belongs to a different model.
+        ValueError: `[model] init_from` has no checkpoint, or the checkpoint belongs to a different model.
         Damaged: the checkpoint is not intact.
     """
     try:

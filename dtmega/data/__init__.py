@@ -23,8 +23,8 @@ from pathlib import Path
 def cache_dir() -> Path:
     """The cache directory, for files that can be rebuilt. The directory is created if it is missing.
 
-    The cache directory is the first writable one of `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's folder
-    in the temp directory.
+    The function takes the first writable directory of `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's
+    folder in the temp directory.
 
     Raises:
         ValueError: none of these three directories is writable.

@@ -29,8 +29,8 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# True if the system can tell a process who sent a signal. macOS cannot, so on macOS the signals end our workers, just
-# as these signals end torch's own workers.
+# True if a process can find out which process sent a signal. On macOS no process can, so on macOS the signals end our
+# workers, just as these signals end torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
 # The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
@@ -54,7 +54,7 @@ class StepBatch:
 
 
 class TrainBatches:
-    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues the first.
+    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first.
 
     The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
     a different number of workers or data ranks. StatefulDataLoader's own state is less flexible: with a different
@@ -124,7 +124,7 @@ class TrainBatches:
             self._consumed = state["samples"]
 
     def close(self) -> None:
-        """End the worker processes. The next iteration starts new ones."""
+        """End the worker processes. The next iteration starts new workers."""
         with contextlib.suppress(Exception):  # a failed start does not matter, because the workers are no longer needed
             self._wait()
         self._iterator = None
@@ -148,7 +148,7 @@ class TrainBatches:
             self._iterator = self._in_this_process()
 
     def _wait(self) -> None:
-        """If workers are starting, wait until all of them have answered."""
+        """Wait until all starting workers have answered. Does nothing if no workers are starting."""
         if self._startup is None:
             return
         startup, self._startup = self._startup, None
@@ -158,8 +158,9 @@ class TrainBatches:
     def _n_workers(self) -> int:
         """The number of worker processes, from [data] num_workers.
 
-        If num_workers is -1, the number is 0 if batches are made quickly, else 1. Two batches are timed and the shorter
-        time counts, because the first batch may be slow for a reason that does not recur.
+        With num_workers = -1, this method times two batches, and returns 0 if either of the batches takes less than
+        MOMENT_S, or 1 if both take longer. One batch is not enough, because the first batch may be slow for a reason
+        that does not recur.
         """
         if self._data.num_workers >= 0:
             return self._data.num_workers
@@ -193,8 +194,8 @@ class TrainBatches:
                 sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
                 num_workers=workers,
                 pin_memory=self._pin_memory,
-                # Without this generator, the loader would draw from the global generator and so change what that
-                # generator yields later.
+                # Without this generator, the loader would draw from the global generator, and all later draws from the
+                # global generator would change.
                 generator=torch.Generator(),
                 worker_init_fn=_hear_only_the_trainer,
                 # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn
@@ -335,7 +336,7 @@ def _hear_only_the_trainer(worker: int) -> None:
 
     if CAN_TELL_SENDER:
         threading.Thread(target=wait, daemon=True).start()
-    # While that thread or one of torch's threads is running, the interpreter's shutdown sometimes aborts ("terminate
+    # While this thread or one of torch's threads is running, the interpreter's shutdown sometimes aborts ("terminate
     # called ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers. These
     # finalizers have priorities of -5 or higher, and a finalizer with a lower priority runs later.
     util.Finalize(None, os._exit, args=(0,), exitpriority=-10)

@@ -63,8 +63,8 @@ class Text(NamedTuple):
     def compared(self) -> str:
         """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
 
-        The name is "valid" if that split has samples, else the alphabetically first name of a validation set with
-        samples.
+        The name is "valid" if that split has samples. If not, it is the alphabetically first name of a validation set
+        with samples.
         """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
         return "valid" if "valid" in with_samples else min(with_samples, default="")
@@ -178,7 +178,7 @@ class Corpora:
         self.without_record: list[str] = []
 
     def open(self, path: str) -> IndexedDataset:
-        """The corpus with this prefix, or the default corpus for 'stdlib'.
+        """Open the corpus with the prefix `path`, or the default corpus if `path` is 'stdlib'.
 
         Raises:
             ValueError: the corpus is missing or damaged, or does not fit the configuration.
@@ -234,7 +234,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """One line for the user if an evaluation repeats samples because a split has too few; otherwise no lines."""
+    """A list of one line for the user if a split has fewer samples than an evaluation reads; otherwise []."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):

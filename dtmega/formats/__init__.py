@@ -1,8 +1,8 @@
 """The storage formats of other programs, described as data: one `Format` per program and family of models.
 
     rules.py      rules that relate our tensors to theirs, and the row runs that follow from the rules
-    sources.py    named tensors, read by slice, and the same tensors renamed, cast or assembled
-    format.py     `Format`: one program's rules, and the keys of the configuration stored beside the weights
+    sources.py    named tensors, read by slice, and wrappers that rename, cast or assemble tensors
+    format.py     `Format`: one program's rules, and the keys of the configuration stored next to the weights
     whole.py      applies a `Format` to all tensors of a model, in both directions
 
 "Ours" means dtmega's tensors and keys, "theirs" the other program's. Nothing here opens a file; interop/ does that.

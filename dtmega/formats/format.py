@@ -52,9 +52,9 @@ class Format:
             configuration has one of these keys, the value must be equal, except for the class names (`architectures`).
         base: prefix of most of their names. The names in files of a bare base model lack this prefix.
         ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
-        older: name suffix in old files -> present name suffix.
+        older: name suffix in old files -> current name suffix.
         implied: [model] values shared by all models in this format. If a program stores a family in several formats,
-            these values tell which format applies.
+            these values determine which format applies.
         heads: function that returns the model's head counts, for rules with the word "heads".
         refuse: function that raises ValueError for a model that the format cannot express.
         to_section: function that returns keys of [model] that follow from several entries of their configuration, or
@@ -98,7 +98,7 @@ class Format:
         Args:
             theirs: the other program's configuration.
             file: path of the configuration, for messages.
-            stored: the tensors stored beside the configuration, under the other program's names; None if unknown.
+            stored: the tensors stored next to the configuration, under the other program's names; None if unknown.
 
         Raises:
             ValueError: the configuration describes another family or a variant that dtmega does not have, or lacks a
@@ -134,12 +134,12 @@ class Format:
         """Check that a [model] section agrees with the model that the other program's configuration describes.
 
         Args:
-            theirs, file, stored: the same as in `section`.
+            theirs, file, stored: arguments for `section`.
             model: the [model] section that the user asks for.
 
         Raises:
-            ValueError: for the reasons given in `section` and `to_config`, or if the models differ; the message then
-                names each differing key with both values.
+            ValueError: `section` or `to_config` refuses its model, or the two models differ; the message then names
+                each differing key with both values.
         """
         self.refuse(model)
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)

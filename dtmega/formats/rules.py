@@ -4,16 +4,16 @@
     Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")
     Rule("layers.{}.mlp.experts.down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "stack")
 
-A name that ends in a dot names a module, and stands for its weight and bias; any other name is one tensor. `{}` is a
-layer number. The form is one or more of these words:
+A name that ends in a dot names a module, and stands for the module's weight and bias; any other name names a tensor.
+`{}` is a layer number. The form is one or more of these words:
 
     same        both tensors are equal
     transpose   their matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
     concat      a tensor on one side concatenates, along the rows, several equally sized tensors of the other side
     heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
                 tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted by head, unless
-                the rule names several of our tensors. Two names on one side stand for k and v, without q.
-    stack       our tensor is [entries, rows of each, ...], and each of their tensors is one entry; their name has one
+                the rule names several of our tensors. Two names on one side are k and v, without q.
+    stack       our tensor is [entries, rows per entry, ...], and each of their tensors is one entry; their name has one
                 more `{}` for the entry's number. With concat, each of our entries concatenates, along the rows, several
                 of their tensors
 
@@ -219,7 +219,7 @@ def _cut(
         theirs: name -> number of rows, for their tensors in the rule, in order.
 
     Returns:
-        For each piece: (our name, first row in our tensor, their name, first row in their tensor, number of rows).
+        One tuple per piece: (our name, first row in our tensor, their name, first row in their tensor, number of rows).
     """
     pieces = []
     for our_row, their_row, rows in runs:

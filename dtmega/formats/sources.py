@@ -40,7 +40,7 @@ class Renamed:
     """Some of a source's tensors, under other names."""
 
     def __init__(self, source: Source, names: Mapping[str, str], on_read: Callable[[], object] = int) -> None:
-        """Rename tensors of a source, and hide all others.
+        """Rename tensors of a source, and hide all other tensors.
 
         Args:
             names: new name -> name in the source.

@@ -18,7 +18,7 @@ Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
 # Sizes up to this limit are not compared with the stored tensors, because a model on the meta device takes no memory.
 PLAUSIBLE_SIZE = 2**20
-# The same limit for sequence lengths. This limit is larger, because most models have no tensor as long as a sequence.
+# Limit for sequence lengths, larger than PLAUSIBLE_SIZE because most models have no tensor as long as a sequence.
 PLAUSIBLE_LENGTH = 2**31
 LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
@@ -41,7 +41,7 @@ class TensorNames(NamedTuple):
 
 
 def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter of a model once, with all its names; a tied parameter has several names."""
+    """List each parameter of a model once, with all its names; a tied parameter has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -205,7 +205,7 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
 
     Args:
         names: names of the tensors.
-        forms: key -> format; at least one format, all of the same program, in any order.
+        forms: key -> format; at least one format, all formats of one program, in any order.
     """
     stored_modules = {_module(name) for name in names}
 

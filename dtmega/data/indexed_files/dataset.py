@@ -1,4 +1,4 @@
-"""Megatron's token files: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence is.
+"""Megatron's token files: PREFIX.bin holds the tokens, PREFIX.idx the position of each sequence.
 
 The files are memory-mapped. Both layouts of the .idx can be read (`idx_file.py`). Only the MMIDIDX layout is written,
 byte for byte as Megatron writes it.
@@ -74,7 +74,7 @@ class IndexedDataset:
         self.tokens: NDArray[Any] = data.view(self.dtype)
 
     def _check_sequences(self, path: str) -> int:
-        """Check that the sequences follow each other without a gap from the first byte on; return their token count.
+        """Check that the sequences fill .bin from the first byte on, without gaps; return the total token count.
 
         Raises:
             ValueError: a size is negative, or a sequence does not start where the sequence before it ends.
@@ -138,16 +138,16 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
-        """Place of each document's first token in .bin, [d] -> [d].
+        """Position of each document's first token in .bin, in tokens, [d] -> [d].
 
-        For the number one past the last document, the result is the end of .bin.
+        An index one past the last document gives the end of .bin.
         """
         return self.tokens_before(self.document_index[documents])
 
     def tokens_before(self, sequences: NDArray[Any]) -> NDArray[np.int64]:
         """Number of tokens in .bin before each sequence; `sequences` may have any shape.
 
-        For the number one past the last sequence, the result is the number of all tokens.
+        An index one past the last sequence gives the total number of tokens.
         """
         starts = np.full(sequences.shape, self.n_tokens)
         inside = sequences < len(self)
@@ -155,7 +155,7 @@ class IndexedDataset:
         return starts
 
     def sequence_of(self, token: int) -> int:
-        """Number of the sequence that contains the token at this place in .bin."""
+        """Number of the sequence that contains token number `token` of .bin."""
         return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ def check_free(prefix: str, overwrite: bool) -> None:
     """Check that no token files would be replaced, unless `overwrite` is True.
 
     Raises:
-        ValueError: a file with that prefix exists, and `overwrite` is False.
+        ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False.
     """
     for path in (f"{prefix}.bin", f"{prefix}.idx"):
         if os.path.lexists(path) and not overwrite:
@@ -201,14 +201,14 @@ def check_free(prefix: str, overwrite: bool) -> None:
 
 
 class IndexedWriter:
-    """A writer of a `.bin/.idx` pair. A PREFIX.idx exists only next to the complete PREFIX.bin of the same write.
+    """A writer of a `.bin/.idx` pair. A PREFIX.idx exists only next to the complete PREFIX.bin from the same write.
 
         with IndexedWriter("data/mine", token_dtype(vocab_size)) as writer:
             writer.add([5, 7, 2])  # a document
             writer.add([8, 6, 4, 9, 2], sizes=[3, 2])  # a document of two sentences
 
     An exception inside the block leaves earlier files with that PREFIX unchanged. A crash may leave `PREFIX.*.tmp`
-    files behind. Two processes that write the same PREFIX at the same time have to use a lock.
+    files behind. Two processes that write the same PREFIX at the same time need a lock.
 
     Args:
         prefix: path of the two files without their suffixes.
@@ -216,7 +216,7 @@ class IndexedWriter:
 
     Attributes:
         about: content of PREFIX.meta.json (`record.py`), to be set before the block ends. If the content is empty, no
-            PREFIX.meta.json is written, and the one from an earlier write is deleted.
+            PREFIX.meta.json is written, and an existing PREFIX.meta.json is deleted.
         n_tokens: number of tokens added so far.
 
     Raises:
@@ -254,11 +254,11 @@ class IndexedWriter:
 
         Args:
             tokens: ids of the document, integers [length] with 0 <= length < 2**31.
-            sizes: number of tokens in each of the document's sequences; all numbers add up to length. None makes the
-                document one sequence.
+            sizes: number of tokens in each of the document's sequences; the sizes add up to length. None if the
+                document is a single sequence.
 
         Raises:
-            ValueError: the tokens are not integers, are too many, or do not fit the dtype.
+            ValueError: the tokens are not integers, there are too many tokens, or a token does not fit the dtype.
         """
         ids = np.asarray(tokens) if len(tokens) else np.zeros(0, self.dtype)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= 2**31:
@@ -277,7 +277,7 @@ class IndexedWriter:
         self.n_tokens += len(ids)
 
     def add_all(self, dataset: IndexedDataset) -> None:
-        """Append all documents of a data set with the same dtype; the data set's .idx may have either layout."""
+        """Append all documents of a data set with the writer's dtype; the data set's .idx may have either layout."""
         assert dataset.dtype == self.dtype, (dataset.dtype, self.dtype)
         for start in range(0, dataset.n_tokens, CHUNK):
             self._bin.write(dataset.tokens[start : start + CHUNK].tobytes())
@@ -325,8 +325,8 @@ class IndexedWriter:
         folder = Path(self.prefix).parent
         idx = Path(f"{self.prefix}.idx")
         about = Path(f"{self.prefix}.meta.json")
-        # Even after a crash in between, an .idx must never stand next to a .bin or .meta.json of another write. So the
-        # old index is deleted first, the new one is renamed last, and the folder is synced to disk between the steps.
+        # Even if a crash interrupts these steps, an .idx must never be next to a .bin or .meta.json from another write.
+        # So the old index is deleted first, the new index is renamed last, and the folder is synced between the steps.
         idx.unlink(missing_ok=True)
         sync_folder(folder)
         os.replace(self._temps["bin"], f"{self.prefix}.bin")

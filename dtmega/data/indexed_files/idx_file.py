@@ -2,13 +2,13 @@
 
     MMIDIDX  b"MMIDIDX" 0 0 · <Q version 1 · <B dtype code · <Q sequences n · <Q document index entries d (34 bytes)
              int32 [n] tokens per sequence
-             int64 [n] where each sequence starts in .bin, in bytes
+             int64 [n] start of each sequence in .bin, in bytes
              int64 [d] first sequence of each document, then n
 
-    TNTIDX   b"TNTIDX" 0 0 · <Q version 1 · <Q dtype code · <Q bytes of a token · <Q sequences n · <Q sizes s ·
+    TNTIDX   b"TNTIDX" 0 0 · <Q version 1 · <Q dtype code · <Q bytes per token · <Q sequences n · <Q sizes s ·
              <Q document index entries d (56 bytes)
-             int64 [n + 1] where the shape of each sequence starts among the sizes; 0, 1, ..., n for rows of tokens
-             int64 [n + 1] where each sequence starts in .bin, in tokens, then the number of all tokens
+             int64 [n + 1] index of each sequence's first size in the sizes below; 0, 1, ..., n for 1-dim sequences
+             int64 [n + 1] start of each sequence in .bin, in tokens, then the total number of tokens
              int64 [s] tokens per sequence
              int64 [d] first sequence of each document, then n
 
@@ -118,7 +118,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
         )
     if n_sizes != n:
         raise ValueError(f"{path}: expected one size for each of {n} sequences, as rows of tokens have, got {n_sizes}")
-    # Skip the first array, which says where each sequence's shape starts: each shape is a single size.
+    # Skip the first array, the index of each sequence's first size: each sequence has a single size.
     numbers = index[LEGACY_HEADER.size :].view("<i8")
     _, pointers, sizes, documents = np.split(numbers, np.cumsum([n + 1, n + 1, n]))
     end = pointers[n - 1] + sizes[n - 1] if n else 0
@@ -128,7 +128,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
 
 
 def _dtype(path: str, version: int, code: int, codes: dict[int, np.dtype[Any]]) -> np.dtype[Any]:
-    """Check a header's version, and return the dtype for its code."""
+    """Check a header's version, and return the dtype for the header's dtype code."""
     if version != 1:
         raise ValueError(f"{path}: expected version 1, got {version}")
     if code not in codes:

@@ -2,8 +2,8 @@
 
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
 
-The record exists because training on token ids of the wrong vocabulary shows no sign of trouble if the ids are small
-enough. Megatron writes no record of this kind.
+Without the record, training on token ids from the wrong vocabulary would raise no error if the ids are small enough.
+Megatron writes no such record.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Record(BaseModel):
         append_eod: True if each document ends with `eod_id`.
         sentences: True if each sequence is a sentence, and a document has any number of sentences; False if each
             sequence is a whole document.
-        documents, tokens: numbers of documents and tokens in the `.bin`, to check that this record belongs to the
-            `.bin` next to the record.
+        documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
+            this `.bin`.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -62,8 +62,8 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
     """Check that a data set was made with this tokenizer. Returns False if there is no record to check.
 
     Raises:
-        ValueError: the record is damaged, names another tokenizer, or says that documents have no end-of-document
-            ids although a key of `[data]` needs them.
+        ValueError: the record is damaged or names another tokenizer, or the documents lack end-of-document ids that
+            a key of `[data]` needs.
     """
     record = record_of(dataset)
     if record is None:

@@ -79,8 +79,8 @@ class SharedFile:
             yield
 
     def _is_intact(self) -> bool:
-        """True if the file is complete and undamaged, and was made from the same inputs."""
-        # The file is read, not mapped, because mapped pages that a process touches count as its memory.
+        """True if the file is complete and undamaged, and was made from the inputs in `made_from`."""
+        # The file is read, not mapped, because mapped pages that a process touches count towards its memory use.
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             n_bytes = os.fstat(file.fileno()).st_size - DIGEST_BYTES
             digest = xxhash.xxh3_128(self._made_from)

@@ -43,7 +43,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
-    """The smallest and the largest id of a data set, kept in the cache directory. The data set must have tokens."""
+    """The smallest and the largest id of a data set, cached in a file. The data set must have at least one token."""
     real, stat = os.path.realpath(path), os.stat(path)
     state = {"path": real, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "dtype": dataset.dtype.str}
     cache = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"

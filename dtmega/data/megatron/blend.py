@@ -6,13 +6,13 @@ Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, whe
 c_j the number of samples taken from corpus j so far (`build_blending_indices` in the compiled `helpers.cpp` of
 Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
-The rule works sample by sample, which is slow in numpy. So the run is cut into at most STRETCHES stretches, and all
-stretches are computed side by side, each from guessed counts at its beginning. If the previous stretch ends with other
-counts, the stretch is repaired: its samples are computed again, from those other counts, until the new counts equal the
-counts of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two sets
-of counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end, each stretch
-begins with the counts at the end of the previous stretch. So for any guess the result equals Megatron's, including
-rounding.
+The rule works sample by sample, which is slow in numpy. So the samples are cut into at most STRETCHES stretches, and
+all stretches are computed in parallel, each from a guess of the counts at its beginning. If the counts at the end of
+the previous stretch differ from the guess, the stretch is repaired: its samples are computed again from those end
+counts, until the new counts equal the counts of the last pass. A repair takes only a few samples, because the sum of
+the absolute differences between two sets of counts never grows: wherever the two sets choose different corpora, both
+differences shrink. In the end, each stretch begins with the counts at the end of the previous stretch. So for any guess
+the result equals Megatron's, including rounding.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MegatronBlend:
         return self.parts[corpus][sample]
 
     def locate(self, g: int) -> tuple[int, int]:
-        """The corpus that sample g comes from, and the number of earlier samples that come from the same corpus."""
+        """The corpus that sample g comes from, and the number of earlier samples that come from that corpus."""
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])
@@ -114,7 +114,7 @@ def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     """Memory-map the choices from the cache directory; make the file first if it is missing.
 
     Raises:
-        OSError, ValueError: there is no cache directory, or no room in it.
+        OSError, ValueError: no cache directory can be written, or the disk is full.
     """
     made_from = f"{weights.tolist()} {n} {FORMAT}"
     path = cache_dir() / f"megatron-blend-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.bin"
@@ -142,7 +142,7 @@ def greedy(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     ends = begins.copy()
     _compute(weights, firsts, ends, choices)
     # A repair may change the counts at the end of a stretch, and so the counts at the beginning of the next stretch.
-    # Repeat until all stretches fit together.
+    # Repeat until each stretch begins with the counts at the end of the previous stretch.
     while True:
         wrong = 1 + np.flatnonzero((begins[1:] != ends[:-1]).any(1))
         if not len(wrong):
@@ -191,7 +191,7 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
 def _compute(
     weights: NDArray[np.float64], firsts: NDArray[np.int64], counts: NDArray[np.float64], choices: NDArray[Any]
 ) -> None:
-    """Compute the choices of all stretches, side by side.
+    """Compute the choices of all stretches in parallel.
 
     Args:
         weights: share of each corpus, fp64 [corpora].

@@ -60,7 +60,7 @@ class OrderName(NamedTuple):
         """Look for the cached indices of this part.
 
         Raises:
-            ValueError: there is a cache, but it is damaged or belongs to other data.
+            ValueError: the cached indices are damaged, or belong to different data.
         """
         if self.is_described:
             return described_caches(settings, self.split, self.matrix)
@@ -71,7 +71,7 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
     """Find the cached indices of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
 
     Raises:
-        ValueError: there is a cache, but it is damaged or belongs to other data.
+        ValueError: the cached indices are damaged, or belong to different data.
     """
     stem = f"{settings.dataset.prefix}_{name}_indexmap_"
     wanted = f"{stem}{settings.samples}ns_{settings.seq_len}sl_{settings.seed}s"
@@ -79,8 +79,8 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
     missing = [path for path in paths if not Path(path).is_file()]
     if not missing:
         return FoundIndices(_load(paths, settings), f"the order of '{name}' is that of {wanted}_*.npy")
-    # The order will be computed. If there are caches with other settings, tell the user about one of these caches,
-    # because one of the run's settings may be a mistake.
+    # No cache has the right settings, so the order will be computed. If there is a cache with other settings, name this
+    # cache to the user, because one of the run's settings may be a mistake.
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return FoundIndices(None, "")
@@ -100,9 +100,9 @@ def described_caches(
         matrix: ranges of the splits, as in `OrderName`.
 
     Raises:
-        ValueError: there is a cache, but it is damaged or belongs to other data.
+        ValueError: the cached indices are damaged, or belong to different data.
     """
-    # megatron-core reads a range of a corpus only as a split, so it has no caches for any other range.
+    # If `matrix` is None, megatron-core reads whole corpora, so it never caches the order of a part of a corpus.
     if matrix is None and settings.sequences != (0, len(settings.dataset)):
         return FoundIndices(None, "")
     folder = Path(settings.dataset.prefix, "cache", "GPTDataset_indices")
@@ -136,7 +136,7 @@ def _load(paths: list[str], settings: OrderSettings) -> Indices:
         settings: settings of the corpus part that the indices must belong to.
 
     Raises:
-        ValueError: a file holds no index, or the three indices belong to different orders or to other data.
+        ValueError: a file holds no index, or the three indices belong to different orders or to different data.
     """
     indices = Indices(*(_array(path) for path in paths))
     documents, samples, shuffle = indices
@@ -158,7 +158,7 @@ def _array(path: str) -> NDArray[Any]:
     """Memory-map the array of integers in an .npy file.
 
     Raises:
-        ValueError: the file is damaged or holds something else.
+        ValueError: the file is damaged, or does not hold an array of integers.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -84,7 +84,7 @@ class Epochs(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """Megatron's three arrays.
+    """Megatron's three index arrays.
 
     Attributes:
         documents: numbers of the sequences in stream order, int32 [epochs x sequences] ("doc_idx").
@@ -148,7 +148,7 @@ def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indic
     The file holds the three arrays one after the other.
 
     Raises:
-        OSError, ValueError: there is no cache directory, or no room in it.
+        OSError, ValueError: no cache directory can be written, or the disk is full.
     """
     version = f"{settings[1:]} {FORMAT}"
     name = hashlib.sha256(f"{index_path(settings.dataset)}/{version}".encode()).hexdigest()[:16]
@@ -166,7 +166,7 @@ def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indic
 
 def _pieces(settings: OrderSettings, epochs: Epochs) -> Iterator[NDArray[Any]]:
     """Yield the doc index, the sample index in pieces, and the shuffle index, in the order of Megatron's draws."""
-    # Megatron uses the same generator. NEP 19 guarantees that the stream of RandomState never changes.
+    # Megatron also uses RandomState. NEP 19 guarantees that the stream of RandomState never changes.
     random = np.random.RandomState(settings.seed)
     documents = _document_index(settings, epochs, random)
     yield documents

@@ -5,8 +5,8 @@
 
 Training reads entry g of the order as its sample g, whatever the parallel layout. The three forks of Megatron differ in
 how they round the parts of a split, in how many samples they request from each corpus of a blend, and in when they
-shuffle the last epoch separately. Each order depends on the number of samples that the run was started for, so the run
-must be continued with the same number.
+shuffle the last epoch separately. Each order depends on the number of samples that the run was started for, so this
+number must not change when the run is continued.
 
 Only next-token models can follow Megatron's order, because Megatron draws their order from numpy's generator. For BERT
 and T5, Megatron draws from a generator in compiled code while it cuts documents.
@@ -59,7 +59,7 @@ class Fork(NamedTuple):
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum, added up from left to right.
+    """The weights divided by their sum, which is computed from left to right.
 
     Source: `get_datasets_weights_and_num_samples` in `megatron/data/dataset_utils.py`.
     """
@@ -167,7 +167,7 @@ class MegatronSamples:
         return tokens
 
     def __reduce__(self) -> tuple[type[MegatronSamples], tuple[OrderSettings, OrderName]]:
-        # Indices are not pickled: a worker process maps the same files, or computes the indices itself.
+        # Indices are not pickled: a worker process maps the files of the indices, or computes the indices itself.
         return MegatronSamples, (self.settings, self.order_name)
 
 
@@ -175,8 +175,8 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
     """The number of samples that Megatron requests for "train", "valid" and "test" (`megatron/training.py`).
 
     Raises:
-        ValueError: the configuration does not say how many samples the run was started for, or it reads more samples
-            than the run was started for.
+        ValueError: the configuration does not contain the number of samples that the run was started for, or reads more
+            samples than this number.
     """
     size = cfg.batch.global_batch_size
     train = cfg.data.order_samples or cfg.train.samples
@@ -297,7 +297,7 @@ class _Builder:
 
 
 def digest_of_order(samples: AnySamples) -> str:
-    """Hash an order to 16 hex digits. A resumed run compares digests to check that its order is the same."""
+    """Hash an order to 16 hex digits. A resumed run compares digests to check that its order has not changed."""
     parts = samples.parts if isinstance(samples, MegatronBlend) else [samples]
     digest = xxhash.xxh3_64()
     for part in parts:

@@ -45,8 +45,8 @@ class Objective(Protocol):
         reads: keys of [data] that this objective reads but some other objectives ignore; the samples depend on these
             keys.
         sentences: True if the objective reads texts that are split into sentences, one per sequence of the data set.
-        not_in_megatrons_order: reason why the objective cannot follow one of Megatron's orders ([data] order); '' if it
-            can.
+        not_in_megatrons_order: reason why the objective cannot follow Megatron's orders ([data] order); '' if the
+            objective can follow them.
         prompt_is_prefix: True if the tokens of a prompt all see each other, like the tokens of a prefix in training;
             False if each token sees only the tokens before it.
         order: version number of the samples. Raise this number if a change alters sample g for the same data, keys and
@@ -97,7 +97,7 @@ class Objective(Protocol):
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
     ) -> AnySamples:
-        """The samples made from documents (start, stop) of one corpus, for one split.
+        """The samples made from a range (start, stop) of the documents of one corpus, for one split.
 
         Raises:
             ValueError: the documents are too small for a single sample.

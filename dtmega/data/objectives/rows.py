@@ -39,10 +39,10 @@ class Rows(Protocol):
     """A mapping from a range of samples to their rows, pickled for worker processes."""
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        """The tensors listed above, with B = len(indices).
+        """The tensors listed at the top of this file, with B = len(indices).
 
         A range may cover several microbatches, because a few large tensors travel between processes faster than many
-        small ones.
+        small tensors.
         """
         ...
 
@@ -53,7 +53,7 @@ class NextTokenRows:
 
     `[data] reset_attention_mask` adds `document_ids`, and `[data] reset_position_ids` adds
 
-        position_ids  int64 [B, S]  0, 1, ..., restarting at 0 after each end-of-document
+        position_ids  int64 [B, S]  0, 1, ..., restarting at 0 after each end-of-document token
     """
 
     samples: AnySamples
@@ -91,7 +91,7 @@ class PrefixRows(NextTokenRows):
         rows = self.rows_of([sample.tokens for sample in samples], indices)
         tokens = rows["tokens"].numpy()
         n_tokens = tokens.shape[1]
-        # If attention stays inside documents, each document has a prefix. Else the whole sample counts as one document.
+        # If attention stays inside documents, each document has a prefix. If not, the whole sample is one document.
         if self.data.reset_attention_mask:
             ends = tokens == self.eod_id
         else:
@@ -109,9 +109,9 @@ class PrefixRows(NextTokenRows):
 class MaskedRows:
     """Rows of masked segment pairs, with the hidden tokens as labels. Additional tensors:
 
-    token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, else 0
-    swapped       int64 [B]     1 if the sample's first segment is the later one in the text
-    document_ids  int64 [B, S]  1 at padding, else 0
+    token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, 0 elsewhere
+    swapped       int64 [B]     1 if the sample's first segment is the later segment of the text
+    document_ids  int64 [B, S]  1 at padding, 0 elsewhere
     """
 
     samples: AnySamples
@@ -139,8 +139,8 @@ class SpanRows:
 
     decoder_tokens        int64 [B, T]  input of the decoder
     decoder_places        int64 [B, T]  0, 1, ...: index of each token in the decoder's sequence
-    document_ids          int64 [B, S]  1 at padding, else 0
-    decoder_document_ids  int64 [B, T]  1 at padding, else 0
+    document_ids          int64 [B, S]  1 at padding, 0 elsewhere
+    decoder_document_ids  int64 [B, T]  1 at padding, 0 elsewhere
     """
 
     samples: AnySamples
@@ -191,7 +191,7 @@ def blank_rows(n_rows: int, n_tokens: int) -> dict[str, Tensor]:
 
 
 def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
-    """The tensors that number samples and tokens, which are the same for all objectives."""
+    """The tensors `sample_ids` and `places`, which all objectives have."""
     return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}
 
 
@@ -212,8 +212,8 @@ def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
 def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
     """Position of each token in its document, [B, S] -> [B, S] (Megatron-LM `get_ltor_masks_and_position_ids`)."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    # `starts` holds a token's place in the sample if the token is the first of its document, else 0. The running
-    # maximum of `starts` is the place where a token's document starts.
+    # `starts` holds a token's place in the sample if the token is the first of its document, and 0 otherwise. The
+    # running maximum of `starts` is the place where a token's document starts.
     starts = torch.zeros_like(tokens)
     starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
     return positions - starts.cummax(1).values

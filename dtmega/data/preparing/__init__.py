@@ -1,1 +1,1 @@
-"""From text to token files: reading text files, tokenising, merging, and the default corpus."""
+"""Conversion of text to token files: reading text files, tokenising, merging, and the default corpus."""

@@ -27,8 +27,8 @@ from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.lock import Lock
 
-# Raise FORMAT when a change alters the tokens that the same Python and vocabulary give. Raise SENTENCES_FORMAT when a
-# change alters only the corpus of sentences. Files of an earlier format are no longer read.
+# Raise FORMAT when a code change alters the corpus of an unchanged Python and vocabulary. Raise SENTENCES_FORMAT when a
+# code change alters only the corpus of sentences. Files of an earlier format are no longer read.
 FORMAT = 2
 SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
@@ -44,8 +44,8 @@ SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 def documents() -> Iterator[tuple[str, str]]:
     """Yield the name (the path in the library) and the text of each document that is not blank.
 
-    Documents are sorted by the hash of their name. In alphabetical order, `[data] split`, which takes consecutive
-    documents, would validate on xml/ and zipfile alone.
+    Documents are sorted by the hash of their name. `[data] split` takes consecutive documents, so in alphabetical
+    order the validation set would consist of xml/ and zipfile alone.
     """
     sources = _sources(Path(sysconfig.get_paths()["stdlib"]))
     topics = {f"{TOPICS}{name}": text for name, text in _topics().items()}
@@ -71,7 +71,7 @@ def _sources(library: Path) -> dict[str, Path]:
 
 
 def _topics() -> dict[str, str]:
-    """The entries of the language reference, by name; empty if this Python comes without them."""
+    """The entries of the language reference, by name; empty if this Python lacks the reference."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions put the topics into a package of their own

@@ -53,7 +53,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
         key: key of a JSON object, or parquet column, that holds the text.
 
     Raises:
-        ValueError: the record is malformed; the message says how.
+        ValueError: the record is malformed; the message gives the reason.
     """
     if record is None:
         raise ValueError(f"expected a string in '{key}', got null")

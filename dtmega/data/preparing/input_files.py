@@ -38,8 +38,8 @@ class File(NamedTuple):
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
     """Find the files that glob patterns match, in pattern order, sorted within each pattern, without duplicates.
 
-    A folder stands for all files with a suffix in KINDS, in the folder and its subfolders; if a `kind` is given, for
-    all files there. Hidden files and folders are left out.
+    A folder selects all files with a suffix in KINDS, in the folder and its subfolders. If `kind` is given, a folder
+    selects files with any suffix. Hidden files and folders are left out.
 
     Args:
         patterns: paths, folders or glob patterns.
@@ -55,10 +55,10 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
 
 
 def _matching(pattern: str, *, of_any_kind: bool) -> list[str]:
-    """The paths that a pattern stands for.
+    """The paths that a pattern selects.
 
     Raises:
-        ValueError: the pattern stands for no file.
+        ValueError: the pattern selects no file.
     """
     if os.path.isdir(pattern):
         paths = _below(pattern, of_any_kind=of_any_kind)
@@ -102,7 +102,7 @@ def _file(path: str, kind: str | None) -> File:
 
 
 def _below(folder: str, *, of_any_kind: bool) -> list[str]:
-    """Sorted paths of the visible files below a folder: files of any kind if `of_any_kind`, else only of KINDS."""
+    """Sorted paths of the visible files below a folder; unless `of_any_kind`, only files with a suffix in KINDS."""
     paths: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden folders

@@ -20,7 +20,7 @@ from dtmega.files.console import counted
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the joined `.bin/.idx` pair. If writing fails, an earlier pair with the same name remains unchanged.
+    """Write the joined `.bin/.idx` pair. If writing fails, an existing pair of that name stays unchanged.
 
     Args:
         args: the options of `python -m dtmega merge`.
@@ -66,7 +66,7 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
     prefixes: list[str] = []
     for pattern in patterns:
         matches = sorted(path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx"))
-        # Pass on a plain prefix without files: `IndexedDataset` has a better message about missing files.
+        # Pass on a plain prefix that has no files: `IndexedDataset` has a better message about missing files.
         if not matches and not glob.has_magic(pattern):
             matches = [pattern]
         if not matches:
@@ -79,7 +79,7 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
 
 
 def _record(parts: Sequence[IndexedDataset]) -> Record | None:
-    """The record that all parts share; None if no part has one.
+    """The record that all parts share; None if no part has a record.
 
     Raises:
         ValueError: the parts' records differ, or only some parts have a record.

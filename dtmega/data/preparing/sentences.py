@@ -49,7 +49,10 @@ def prose(text: str) -> list[str]:
 
 
 def _portions(text: str) -> Iterator[str]:
-    """Cut a text into portions of at most PORTION_CHARS: at line ends if possible, else at blanks, else anywhere."""
+    """Cut a text into portions of at most PORTION_CHARS.
+
+    A portion ends at a line end if possible, at a blank if a line is too long, and inside a word if a word is too long.
+    """
     start = 0
     while len(text) - start > PORTION_CHARS:
         stop = start + PORTION_CHARS

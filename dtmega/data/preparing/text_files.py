@@ -63,7 +63,7 @@ def read_batches(
         encoding: name of the encoding of all text files; '' for UTF-8.
 
     Raises:
-        ValueError: a file is damaged or cut off, is not in the encoding, or has no column of strings with that name.
+        ValueError: a file is damaged or cut off, is not in the encoding, or has no string column of this name.
     """
     before_bytes = 0
     for file in files:
@@ -111,7 +111,7 @@ def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
     """Read batches of whole parts; blank lines end a part."""
     first, pending, position = 1, [], 0
-    # Blanks at the end of the text read so far. Only the next lines show whether a part ends here.
+    # Blanks at the end of the text read so far. Only the next lines show whether these blanks end a part.
     blanks = b""
     for _, lines, position in _read_lines(path, encoding):
         read = blanks + lines
@@ -187,7 +187,7 @@ def _decoded(
     try:
         return decoder.decode(chunk, is_last).encode()
     except UnicodeError as error:
-        # UTF-16 or UTF-32 without the byte order mark at its start raises a bare UnicodeError, without a position.
+        # Text in UTF-16 or UTF-32 without a byte order mark raises a bare UnicodeError, without a position.
         place, why = (error.start, error.reason) if isinstance(error, UnicodeDecodeError) else (0, str(error))
         at = before_bytes - kept_bytes + place
         raise ValueError(f"{path} is not in {encoding}: {why} at byte {at} (--encoding)") from None
@@ -254,7 +254,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
     """Read one column of strings in batches of rows.
 
     Raises:
-        ValueError: the file is damaged, or has no column of strings with that name.
+        ValueError: the file is damaged, or has no string column of this name.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -270,7 +270,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
                     values = values.dictionary_decode()
                 if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
                     raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # Read strings as bytes: then a row that is not UTF-8 is reported, and the other rows are still read.
+                # Read strings as bytes, so that a row that is not UTF-8 can be reported while all other rows are read.
                 data = values.cast(pa.large_binary()).to_pylist()
                 row += len(data)
                 # The position in the file is not known; estimate it from the share of rows read so far.

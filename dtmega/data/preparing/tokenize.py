@@ -42,7 +42,7 @@ Document = list[list[int]]  # token ids of each sequence: one sequence, or one f
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the `.bin/.idx` pair. If writing fails, an earlier pair with the same name remains unchanged.
+    """Write the `.bin/.idx` pair. If writing fails, an existing pair of that name stays unchanged.
 
     Args:
         args: the options of `python -m dtmega tokenize`.
@@ -167,7 +167,7 @@ class Result:
         ids: token ids of all documents, one after the other, [sum(sizes)] in the output's dtype.
         sizes: number of tokens in each sequence, as one list per document.
         n_empty: number of records whose text has no tokens.
-        malformed: "file:line: why" for each record that could not be read.
+        malformed: message "file:line: reason" for each record that could not be read.
         position_bytes: position in the input after this batch, as in `RecordBatch`.
     """
 
@@ -210,13 +210,13 @@ class Worker:
         )
 
     def _in_sentences(self, texts: Sequence[str]) -> list[list[Document]]:
-        """The documents of each text: one document with a sequence per sentence, or none if the text has no tokens."""
+        """The documents of each text: one document with a sequence per sentence, or [] if the text has no tokens."""
         assert self.job.sentences
         documents = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
-        """The documents of each text, each one sequence. A text that is cut has several, a text without tokens none."""
+        """The documents of each text, one sequence per document: several if the text is cut, [] if it has no tokens."""
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
@@ -260,7 +260,7 @@ def _receive(pipe: Connection) -> Result:
     """Receive the next result of a worker.
 
     Raises:
-        EOFError: the worker died, between two messages or while sending one.
+        EOFError: the worker died, between two messages or while it sent a message.
     """
     try:
         return pipe.recv()

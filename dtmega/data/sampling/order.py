@@ -38,7 +38,7 @@ class Order(NamedTuple):
 
 
 def permutation(n: int, key: str) -> NDArray[Any]:
-    """The numbers 0 to n - 1, shuffled by a function of (n, key); uint32 [n], or int64 if they do not fit."""
+    """The numbers 0 to n - 1, shuffled by a function of (n, key); uint32 [n], or int64 [n] if n is too large."""
     numbers = np.arange(n, dtype=_number_dtype(n))
     seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), "<u4")
     # NEP 19 guarantees that the stream of RandomState never changes; the stream of a Generator may change with numpy's
@@ -52,7 +52,7 @@ def _number_dtype(n: int) -> np.dtype[Any]:
 
 
 def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """The order of documents (start, stop) of a data set in an epoch, shuffled by a function of (stream, epoch).
+    """The order in which an epoch reads a range of a data set's documents; a function of (stream, epoch).
 
     Args:
         dataset: the data set.
@@ -100,7 +100,7 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
     The file holds `starts`, then `documents`.
 
     Raises:
-        OSError, ValueError: there is no cache directory, or no room in it.
+        OSError, ValueError: no cache directory can be written, or the disk is full.
     """
     n = documents[1] - documents[0]
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{stream}".encode()).hexdigest()[:16]

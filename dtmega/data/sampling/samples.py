@@ -29,7 +29,7 @@ class AnySamples(Protocol):
     Attributes:
         n_tokens: number of tokens in an epoch.
         n_samples: number of samples in an epoch; a fraction if samples cross from one epoch into the next.
-        note: a line to show to the user, or ''.
+        note: a line to show to the user; '' for no line.
     """
 
     @property

@@ -15,7 +15,7 @@ from dtmega.data.tokenizers.tokenizer_json import to_json
 
 
 class ExportedTokenizer(NamedTuple):
-    """A tokenizer as a transformers model directory stores it.
+    """A tokenizer in the format of a transformers model directory.
 
     Attributes:
         json: text of the tokenizer.json.
@@ -29,7 +29,7 @@ class ExportedTokenizer(NamedTuple):
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """The tokenizer for models trained on running text.
 
-    End-of-document serves as both BOS and EOS, because in training it stands both before and after each document.
+    End-of-document serves as both BOS and EOS, because in training this token comes before and after each document.
     """
     return ExportedTokenizer(
         to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
@@ -44,7 +44,7 @@ def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
 
     Raises:
         ValueError: the tokenizer has too few sentinels; or the tokenizer's ids have gaps, so that a tokenizer.json
-            cannot give the added marks the same ids as in training.
+            cannot give the added marks the ids that they had in training.
     """
     mark_ids = marks(tokenizer, data.sentinels)
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}

@@ -3,14 +3,14 @@
 A spec is a string that names a vocabulary. Every process loads its own tokenizer from the spec.
 
     stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
-    stdlib-wordpiece       shipped: 8,192 WordPieces, cased, trained on the same text by tools/train_wordpiece.py
+    stdlib-wordpiece       shipped: 8,192 WordPieces, cased, trained on Python's library by tools/train_wordpiece.py
     bytes                  the 256 bytes, then end-of-document
     bert:PATH              a local vocab.txt of WordPieces; text is lowercased and stripped of accents; [SEP] is
                            end-of-document
-    bert-cased:PATH        the same, but the text keeps its case and accents
+    bert-cased:PATH        like bert:PATH, but the text keeps its case and accents
     PATH.tiktoken          a local file of ranks (a base64 token and its rank per line), then end-of-document
-    PATH.json              a Hugging Face tokenizer.json; end-of-document is the `eos_token` of the
-                           tokenizer_config.json next to it, else the first of HF_EODS in the vocabulary
+    PATH.json              a Hugging Face tokenizer.json; end-of-document is the `eos_token` in the
+                           tokenizer_config.json next to this file, or the first token of HF_EODS in the vocabulary
     gpt2, cl100k_base ...  tiktoken's own vocabularies, which tiktoken downloads
 
 Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]".
@@ -35,7 +35,7 @@ from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download,
 
 # cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
 # words with at most one mark before them; up to three digits; punctuation with the newlines after it; blank lines;
-# indentation except its last blank, which goes to the word after it.
+# indentation except its last blank, which belongs to the next word.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -58,7 +58,7 @@ BLANKS = re.compile(r"\s{100000}")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded vocabulary. A `Tokenizer` cannot be pickled: send its spec (`name`) to the other process instead.
+    """A loaded vocabulary. A `Tokenizer` cannot be pickled: to use it in another process, send its spec (`name`).
 
     Attributes:
         name: spec that the tokenizer was loaded from.
@@ -66,9 +66,9 @@ class Tokenizer:
         eod_id: id of end-of-document, which `encode` never returns.
         fingerprint: digest in 12 hex digits, equal for equal vocabularies.
         encode: function from a text to its ids.
-        encode_all: function from several texts to the ids of each text; uses all cores if the library can.
+        encode_all: function from several texts to the ids of each text; Hugging Face vocabularies use all cores.
         decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
-        special_ids: ids that stand for no text; `encode` never returns them. [UNK] is not included.
+        special_ids: ids of special tokens, which `encode` never returns. The id of [UNK] is not included.
         continuing_ids: ids of tokens that continue a word ("##ing"); empty if the vocabulary does not mark them.
         cls_id, sep_id, mask_id: ids of [CLS], [SEP] and [MASK]; None if the vocabulary lacks the token.
         pad_id: id of [PAD] or <pad>; None if the vocabulary has neither.
@@ -185,7 +185,7 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
-    # The file does not say which pattern its ranks were trained with. GPT-2's ranks are recognised by their count.
+    # The file does not store the pattern that its ranks were trained with. GPT-2's ranks are recognised by their count.
     pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
     return _from_ranks(spec, ranks, pattern, content)
 

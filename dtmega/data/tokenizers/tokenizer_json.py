@@ -1,4 +1,4 @@
-"""Export a tokenizer spec as a Hugging Face `tokenizer.json` that gives the same ids for the same text.
+"""Export a tokenizer spec as a Hugging Face `tokenizer.json` that encodes text to the same ids as dtmega.
 
 Two differences remain. dtmega always reads a "<|endoftext|>" or "[MASK]" inside a document as text, but Hugging Face
 turns that text into the special id, unless called with `split_special_tokens=True`. And dtmega's byte-level BPE cuts
@@ -43,7 +43,7 @@ def to_json(spec: str) -> str:
         vocab={spelled(token): rank for token, rank in ranks.items()} | special,
         merges=[(spelled(a), spelled(b)) for a, b in pairs],
         # A token that no merge produces occurs only as a whole piece of text. tiktoken looks up whole pieces before it
-        # merges, and `ignore_merges` makes `tokenizers` do the same.
+        # merges, and `ignore_merges` makes `tokenizers` look them up first, too.
         ignore_merges=len(pairs) < len(merged),
     )
     tokenizer = Tokenizer(bpe)

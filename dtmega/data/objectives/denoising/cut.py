@@ -10,8 +10,9 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code computes, for every sentence at once, where a sample that begins there ends. Then it cuts all documents in
-parallel. The cut is the same in every epoch; epochs differ in the draws for each sample (`pairs.py`).
+So the code can compute, for all sentences at once, the end of a sample that begins with the sentence. Then the code
+cuts all documents in parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each
+sample (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ class Targets(NamedTuple):
 
 
 def cut_table(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> NDArray[Any]:
-    """Cut documents (start, stop) into samples. Each sentence of a usable document is in exactly one sample.
+    """Cut a range (start, stop) of documents into samples. Each sentence of a usable document is in exactly one sample.
 
     Returns:
-        The table, uint32 or int64 [n, 3]. Each sample has a row, in ascending order: the number of its first sentence
-        in the data set, the number one past its last sentence, and its target length.
+        One row per sample, in ascending order, uint32 or int64 [n, 3]: the number of the sample's first sentence in the
+        data set, the number one past the last sentence, and the target length.
     """
     dtype = np.dtype(np.uint32 if len(dataset) < 2**32 else np.int64)
 
@@ -93,7 +94,7 @@ def _from_file(
     """Memory-map the table from the cache directory; make the file first if it is missing.
 
     Raises:
-        OSError, ValueError: there is no cache directory, or no room in it.
+        OSError, ValueError: no cache directory can be written, or the disk is full.
     """
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{targets}".encode()).hexdigest()[:16]
     path = cache_dir() / f"pairs-{name}.bin"
@@ -130,8 +131,8 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     starts = dataset.tokens_before(np.arange(low, high))
     lengths = targets.lengths_at(np.arange(low, high))
 
-    # For each sentence, compute where a sample that begins there would end: at the first sentence that starts at least
-    # the target length after the sample's start.
+    # For each sentence, compute the end of a sample that begins with this sentence: the first sentence that starts at
+    # least the target length after the sample's start.
     ends = np.searchsorted(starts, starts + lengths)
     ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
     # If fewer than two sentences would remain in the document, the sample extends to the document's end.

@@ -38,7 +38,7 @@ class CutSamples(ABC):
         n_tokens: number of tokens that an epoch reads.
         n_samples: number of samples in an epoch.
         n_unread: number of the part's tokens that no epoch reads.
-        note: a line for the user about text that is not read, or ''.
+        note: a line for the user about text that is not read; '' if all text is read.
         stream: name of this part's random stream; all draws are functions of this name.
 
     Raises:
@@ -109,7 +109,7 @@ class CutSamples(ABC):
         return lengths
 
     def __reduce__(self) -> tuple[type[CutSamples], tuple[Any, ...]]:
-        # The table is not pickled: a worker process computes it again, or maps its file.
+        # The table is not pickled: a worker process computes the table again, or maps the table's file.
         return type(self), self._arguments
 
     def _count_tokens(self) -> int:

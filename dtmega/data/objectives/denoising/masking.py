@@ -52,7 +52,7 @@ class MaskedTokens(NamedTuple):
 
 
 def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
-    """Hide about the share `mask_prob` of each sample's tokens, or slightly less if no n-gram fits the rest.
+    """Hide a share `mask_prob` of each sample's tokens, or slightly less if no remaining word is short enough.
 
     Args:
         pairs: samples [B, S].

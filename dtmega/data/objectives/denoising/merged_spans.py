@@ -5,10 +5,10 @@
     hide(counts, [samples[g] for g in range(8)])  # hidden spans in texts [8, 568]
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
-`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into the same number of pieces; every
-cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have the same counts:
-every text has the greatest length at which the encoder's sequence still fits in S. The encoder's sequence consists of
-the text that is not hidden, a sentinel for each span, and the end mark.
+`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into as many pieces; every cut is
+equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have equal counts: every text
+has the greatest length for which the encoder's sequence still fits in S. The encoder's sequence consists of the text
+that is not hidden, a sentinel for each span, and the end mark.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanC
 
 
 class SpanSamples(Samples):
-    """Samples as in `Samples`, each with its own key and without its last token, which the next sample repeats."""
+    """Samples of running text, each with its own key and without its last token, which the next sample repeats."""
 
     def __getitem__(self, g: int) -> SpanSample:
         return SpanSample(self.tokens(g)[:-1], keyed.key64(f"{self._stream}/{g}/spans"))

@@ -84,9 +84,9 @@ class Pairs(NamedTuple):
     Attributes:
         tokens: ids of the text, special tokens and padding, int64 [B, S].
         segments: segment numbers, int64 [B, S]: 1 in the first segment, 2 in the second, 0 elsewhere.
-        types: token types, int64 [B, S]: 1 in the second segment and at the [SEP] that ends it, else 0.
+        types: token types, int64 [B, S]: 1 in the second segment and at the [SEP] that ends it, 0 elsewhere.
         padding: mask of padding, bool [B, S].
-        swapped: mask of the samples whose first segment is the later one in the text, bool [B].
+        swapped: mask of the samples whose first segment is the later segment of the text, bool [B].
         keys: keys of the samples, uint64 [B].
     """
 
@@ -127,7 +127,7 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
     n_first = n_first - less_first
     n_second = n_second - less_second
 
-    # The index of each place in the first and in the second segment. Outside the segment an index has no meaning.
+    # The index of each place within the first and within the second segment; meaningless outside the segment.
     places = np.arange(seq_len)
     in_first = places - 1
     in_second = in_first - (n_first + 1)[:, None]
@@ -159,7 +159,7 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """Number of tokens that each segment loses at its front, [B]; the other lost tokens are dropped at its end.
+    """Number of tokens that each segment loses at its front, [B]; the rest of the `lost` tokens are dropped at its end.
 
     Each of the `lost` tokens is taken from the front with probability 1/2.
     """

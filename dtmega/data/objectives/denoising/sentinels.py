@@ -20,12 +20,12 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class Marks(NamedTuple):
-    """The ids of all marks. Marks stand for no text.
+    """The ids of all marks. No mark encodes text.
 
     Attributes:
         sentinels: ids of the sentinels; number i stands for hidden span i of a sample.
-        start: id that a decoder reads first: [BOS], or else the padding id, as in T5.
-        end: id that ends a sequence: [EOS], or else the end-of-document id.
+        start: id that a decoder reads first: [BOS], or the padding id (as in T5) if the tokenizer has no [BOS].
+        end: id that ends a sequence: [EOS], or the end-of-document id if the tokenizer has no [EOS].
         pad: id that pads a sequence; the end-of-document id if the tokenizer has no padding id.
         n_added: number of new ids among the marks; new ids follow the tokenizer's last id.
     """

@@ -34,7 +34,8 @@ class HiddenSpans(NamedTuple):
         tokens: tokens of the texts, int64 [B, L].
         is_text: mask of the texts, bool [B, L]; false at the padding of shorter texts.
         hidden: mask of the hidden tokens, bool [B, L].
-        begins: mask of the first token of each hidden span, bool [B, L], which separates spans that touch.
+        begins: mask of the first token of each hidden span, bool [B, L]. Without this mask, two spans that touch would
+            look like a single span.
     """
 
     tokens: NDArray[np.int64]
@@ -114,7 +115,7 @@ def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: i
         n_read = n_read + 1
 
     # Among the targets, a hidden token comes after all earlier hidden tokens, and after the sentinels of its own span
-    # and of all earlier spans. A span's sentinel stands right before the span's first token.
+    # and of all earlier spans. A span's sentinel comes right before the span's first token.
     place = spans.hidden.cumsum(1) + number
     targets = np.full((n_rows, decoder_seq_len), marks.pad)
     targets[row[spans.begins], place[spans.begins] - 1] = sentinels[spans.begins]
