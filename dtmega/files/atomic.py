@@ -1,4 +1,4 @@
-"""Files and folders that a power cut cannot leave half-written: written under another name, synced, then renamed.
+"""Write files and folders that a power cut cannot leave half-written: write under a temporary name, sync, then rename.
 
 make_folder(Path("runs/bloom"))
 with replaced(Path("runs/bloom/config.toml")) as file:

@@ -112,7 +112,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     Args:
         run: the run to judge.
         now: current time.
-        who: name of the run, as HTML to put before the verdict; '' on a page of one run.
+        who: HTML with the name of the run, to put before the verdict; '' on a page of one run.
     """
     judged = verdict.judge(run, now)
     tone = TONES.get(judged.state, "unsure")

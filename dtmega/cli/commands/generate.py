@@ -113,7 +113,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Check that the options name one run, and a prompt or a conversation.
+    """Check that the options name exactly one run, and give a prompt or start a conversation.
 
     Raises:
         ValueError: no run or two runs are named, or there is no prompt.
@@ -208,5 +208,5 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
 
 
 def _numbers(first: int, batch: Sequence[str]) -> str:
-    """The start of an error message, such as "prompts 9 to 16: ", if the batch has several prompts, else ""."""
+    """The start of an error message about a batch, such as "prompts 9 to 16: "; "" if the batch has only one prompt."""
     return f"prompts {first + 1} to {first + len(batch)}: " if len(batch) > 1 else ""
