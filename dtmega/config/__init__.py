@@ -9,9 +9,9 @@ switches a feature off; dtypes have torch's names. This file combines the sectio
 
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
-    schema.py      declarations of keys, and their description in `--help`
-    mixtures.py    the notation for mixtures in [data]
-    reading.py     conversion of TOML and options into sections, with errors in plain words
+    schema.py       declarations of keys, and their description in `--help`
+    mixtures.py     the notation for mixtures in [data]
+    reading.py      conversion of TOML and options into sections, with errors in plain words
     suggestions.py  suggestions for unknown keys, from the table in synonyms.py
 """
 

@@ -104,7 +104,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names of a folder's entries survive a power cut. Does nothing if the file system cannot sync folders."""
+    """Make the names of a folder's entries survive a power cut, if the file system can sync folders."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -44,7 +44,7 @@ class Lock:
             False if another process still holds the lock after `patience_s` seconds.
 
         Raises:
-            OSError: the disk fails.
+            OSError: the file cannot be locked, for example because the disk fails.
         """
         deadline = time.monotonic() + patience_s
         while not self._try():
@@ -91,7 +91,7 @@ class Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock on this file, False if no process does, None if unknown.
+    """True if a process holds the lock on this file, False if no process does, None if the answer is unknown.
 
     If the lock is free, this check briefly takes the lock. A process that tries to take the lock at that moment has to
     try again.

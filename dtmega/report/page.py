@@ -1,7 +1,7 @@
 """The report's page: one HTML file that contains everything it needs and loads no other files.
 
-Names, configurations, reasons and samples may come from untrusted files, so `markup.text` escapes each of them. As a
-second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
+Names, configurations, exit reasons and samples may come from untrusted files, so `markup.text` escapes these texts. As
+a second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
 """
 
 from __future__ import annotations

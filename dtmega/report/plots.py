@@ -382,8 +382,8 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
         most_decades: largest number of decades for which the axis has room for three ticks per decade.
 
     Returns:
-        The tick distance, in decades, if the values span more than `most_decades`. Otherwise "D2", for
-        ticks at 1, 2 and 5 in each decade; or None, to let plotly choose, if the values are close together.
+        The tick distance in decades, if the values span more than `most_decades`; "D2", for ticks at 1, 2 and 5 in each
+        decade, if the values span more than 0.6 decades; otherwise None, to let plotly choose.
     """
     positive = np.concatenate([each[each > 0] for each in values])
     decades = float(np.log10(positive.max()) - np.log10(positive.min())) if positive.size else 0.0

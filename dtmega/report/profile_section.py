@@ -167,6 +167,6 @@ def _operators(summary: Summary) -> str:
 
 
 def _operator_name(name: str) -> str:
-    """Escape an operator's name, and let narrow windows break it after a colon, comma, bracket or underscore."""
+    """Escape an operator's name, and allow a line break after each colon, comma, bracket or underscore."""
     pieces = re.split(r"(?<=[:_,<(])(?=[^:_,<(])", plain(name, MAX_CHARACTERS))
     return "<wbr>".join(map(text, pieces))

@@ -26,7 +26,7 @@ from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
 # A configuration by section, as written. The configuration is not validated, so the report also shows an
-# incomplete configuration or one from another version of dtmega.
+# incomplete configuration, or a configuration from another version of dtmega.
 Config = Mapping[str, Mapping[str, Any]]
 
 
@@ -279,7 +279,7 @@ def numbers(run: Run) -> dict[str, str]:
 def best_validation(run: Run) -> Best | None:
     """The smallest loss on the validation split, or on the first set of [data] validation if the split has no losses.
 
-    None if the run has no validation losses at all.
+    The result is None if the run has no validation losses at all.
     """
     keys = sorted(filter(is_validation, run.record.series))
     if not keys:

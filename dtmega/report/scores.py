@@ -34,7 +34,7 @@ class Score(NamedTuple):
         task: name of the task in lm-evaluation-harness, or OF_LOSSES for a loss.
         metric: name of the metric, followed by the name of the answer filter in brackets if there is one.
         value: the score.
-        error: standard error of the score; None if it is not known.
+        error: standard error of the score; None if unknown.
         about: conditions of the evaluation in words: examples before each question, number of questions, date.
     """
 

@@ -2,7 +2,7 @@
 
     __doc__                 a line about the command, followed by the examples that `--help` shows
     add_arguments(parser)   adds the command's options
-    command(args) -> int    runs the command and returns the exit code; errors are raised
+    command(args) -> int    runs the command, and returns the exit code or raises an error
     TAKES_FLAGS             (optional) options whose value may begin with a dash
 
 `__main__.py` prints an error in one line. A command's module is imported only if the command line names that command.

@@ -116,7 +116,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     """Check that the options name exactly one run, and give a prompt or start a conversation.
 
     Raises:
-        ValueError: no run or two runs are named, or there is no prompt.
+        ValueError: the options name no run or two runs, or give no prompt.
     """
     if (args.path is None) == (args.run is None):
         raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
@@ -188,7 +188,7 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
     """Print a sample for each prompt, `batch_size` prompts at a time.
 
     Args:
-        sample: function that turns a batch of prompts into their samples.
+        sample: function that returns one sample per prompt of a batch.
         prompts: all prompts.
         batch_size: number of prompts to compute together.
 

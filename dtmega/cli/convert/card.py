@@ -205,7 +205,7 @@ def _losses(run_record: record.Record, last_step: int) -> list[Row]:
     """Rows with the last value of each loss up to the checkpoint's step.
 
     Args:
-        last_step: the checkpoint's step; the run may have gone on after this step.
+        last_step: the checkpoint's step; the run may have continued after this step.
     """
     rows: list[Row] = []
     for key, series in run_record.series.items():

@@ -150,8 +150,8 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
     kind, path = args.source
     target = args.target[0]
     source = None
-    # A run may save a newer checkpoint at any moment, so rank 0 alone looks for the newest one. The other ranks open
-    # the path that rank 0 has found.
+    # A run may save a newer checkpoint at any moment, so rank 0 alone looks for the newest checkpoint. All other
+    # ranks open the path that rank 0 found.
     with startup.step("search of the source") as search:
         if kind not in READERS or target not in TARGETS:
             raise ValueError(

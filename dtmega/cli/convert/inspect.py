@@ -26,7 +26,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
         verify: True to read the whole checkpoint and check all digests.
 
     Returns:
-        The exit code: 1 if the two checkpoints differ, else `exit_codes.DONE`.
+        The exit code: 1 if the two checkpoints differ, otherwise `exit_codes.DONE`.
 
     Raises:
         ValueError: a path does not name a checkpoint.
@@ -103,7 +103,7 @@ def _digests(entry: Entry) -> list[tuple[Any, ...]]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Flatten nested mappings: {"a": {"b": 1}} -> {"a.b": 1}."""
     flat = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

@@ -31,7 +31,7 @@ class ConversionSource(NamedTuple):
         digest: digest of the directory that the model was read from; '' if unknown.
         data: the training run's [data] section; the defaults if the weights do not come from a run.
         training: training state, from which a run can resume; None if the source has only weights.
-        toml: TOML text of a configuration to write beside a checkpoint; '' to write no configuration.
+        toml: TOML text of a configuration to write next to a checkpoint; '' to write no configuration.
         directory: Hugging Face directory that the weights come from; None if unknown. If the model has a directory of
             its own ([model] path), the conversion uses that directory instead.
         rows: facts about the training, for a model card; empty for weights that were only converted.

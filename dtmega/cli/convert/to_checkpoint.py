@@ -52,7 +52,7 @@ def write(
         model: the [model] section.
         digest: digest of the directory that the model is read from; '' if there is no directory.
         training: state that a run resumes from; None to write only weights.
-        toml: TOML text of a configuration to write beside the weights; '' to write no configuration.
+        toml: TOML text of a configuration to write next to the weights; '' to write no configuration.
 
     Raises:
         ValueError: the checkpoint already exists.
@@ -76,8 +76,8 @@ def write(
     files, folder = split_path(path)
     if folder in files.folders():
         raise ValueError(f"{path} exists already (--to)")
-    # A folder on a disk gets its final name when it is complete. Remote storage cannot rename, so there a folder counts
-    # as a checkpoint once it has a manifest, which is written after the tensors.
+    # A folder on a disk gets its final name when it is complete. Remote storage cannot rename, so a remote folder
+    # counts as a checkpoint once it has a manifest, which is written after the tensors.
     temporary = f".tmp-{folder}" if isinstance(files, Disk) else folder
     try:
         files.make(temporary)
