@@ -1,1 +1,1 @@
-"""The command line: program entry points, the commands of `dtmega`, and the implementation of `convert`."""
+"""The command line: program entry points, the commands of `dtmega`, and the code behind `convert` and `inspect`."""

@@ -1,4 +1,4 @@
-"""The start of a program: crash reports, and the imports, which take a third of the time until the first step."""
+"""Start a program: enable crash reports, and import quickly. Imports take a third of the time until the first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tell_of_faults() -> None:
 
 
 def train(argv: list[str]) -> NoReturn:
-    """Train with dtmega/train.py, then exit with its exit code."""
+    """Import and run dtmega/train.py, then exit with its exit code."""
     tell_of_faults()
     # The imports create half a million objects that stay alive. Searching these objects for garbage would take a sixth
     # of the import time.

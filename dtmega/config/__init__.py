@@ -3,15 +3,15 @@
     config = load(["--config", "bloom.toml", "--optim.lr", "1e-3"])
     config.optim.lr
 
-Every key is declared once, with its default and a line of help: in `keys.py`, or for [model] in `model_keys.py`.
-`--help` and docs/configuration.md print these declarations. An interval of 0 switches a feature off; dtypes have
-torch's names. This file combines the sections, and finds and reads the TOML file.
+Every key is declared once, with its default and a line of help. `model_keys.py` declares the keys of [model], and
+`keys.py` declares all other keys. `--help` and docs/configuration.md print these declarations. An interval of 0
+switches a feature off; dtypes have torch's names. This file combines the sections, and finds and reads the TOML file.
 
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
-    schema.py      declarations of keys, and their description in `--help`
-    mixtures.py    the notation for mixtures in [data]
-    reading.py     conversion of TOML and options into sections, with errors in plain words
+    schema.py       declarations of keys, and their description in `--help`
+    mixtures.py     the notation for mixtures in [data]
+    reading.py      conversion of TOML and options into sections, with errors in plain words
     suggestions.py  suggestions for unknown keys, from the table in synonyms.py
 """
 
@@ -69,14 +69,14 @@ section only."""
 
 
 class RunEnd(NamedTuple):
-    """The end of a run: the numbers of optimizer steps and samples that the run will have done."""
+    """The end of a run, as the total numbers of optimizer steps and samples."""
 
     steps: int
     samples: int
 
 
 class Config(Section):
-    """A whole configuration, with one field per section. Frozen: `model_copy(update=...)` makes a changed copy."""
+    """The configuration of a run, with one field per section. `model_copy(update=...)` makes a changed copy."""
 
     run: Run = Run()
     model: Annotated[Bloom | GPT | Bert | Llama | T5 | Transformers, Field(discriminator="name")] = Bloom()
@@ -113,7 +113,7 @@ class Config(Section):
                 f"there are no validations to compare: expected interval > 0, got 0 with stop_validation_rises="
                 f"{self.train.stop_validation_rises} ([eval] interval, [train] stop_validation_rises)"
             )
-        # wsd: the final decay must begin after the warm-up; otherwise the learning rate would jump where the two meet.
+        # wsd: the final decay must begin after the warm-up, or the learning rate would jump between the two phases.
         total = self.progress(*end)
         schedule_end = self.optim.decay or total
         warmup = self.optim.warmup_until(total)
@@ -128,9 +128,9 @@ class Config(Section):
     def end(self, steps: int, samples: int) -> RunEnd:
         """The end of a run that has done `steps` steps and read `samples` samples so far.
 
-        With [train] steps, the run ends after that step; with [train] samples or tokens, after the last step whose
-        whole batch still fits. The result is the same at every point of a run: the two arguments matter only
-        if a run resumes with a different batch size.
+        If [train] steps is set, the run ends after that many steps. If [train] samples or tokens is set, the run ends
+        after the last step whose whole batch still fits. The arguments `steps` and `samples` change the result only if
+        the run resumes with a different batch size.
         """
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
@@ -167,8 +167,8 @@ def load(argv: list[str]) -> Config:
     `--help` (or `-h`) prints every key and exits; `--help SECTION` prints the keys of one section.
 
     Args:
-        argv: `--config NAME` (a path, or the name of a file in configs/) and overrides `--section.key value`. If a key
-            is overridden twice, the later value wins.
+        argv: command-line arguments: `--config NAME` (a path, or the name of a file in configs/), and overrides
+            `--section.key value`. If a key is overridden twice, the later value wins.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, a value has a wrong type or is out of
@@ -184,7 +184,7 @@ def load(argv: list[str]) -> Config:
 
 
 def run_dir_of(argv: Sequence[str]) -> Path | None:
-    """The run directory (`[run] dir`) for these arguments, found even if the rest of the configuration is refused.
+    """The run directory (`[run] dir`) that these arguments name, even if the rest of the configuration is invalid.
 
     A refused start still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
 
@@ -215,7 +215,7 @@ def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
     """Read the configuration in the TOML file `path`, and apply `overrides` in order.
 
     Raises:
-        ConfigError: for the same reasons as in `load`.
+        ConfigError: the file is missing or is not TOML, or the configuration is invalid (see `load`).
     """
     return validate(reading.read_toml(path), str(path), overrides)
 
@@ -245,7 +245,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
         overrides: options on the command line, in order; later options win.
 
     Raises:
-        ConfigError: for the same reasons as in `load`.
+        ConfigError: the configuration is invalid (see `load`).
     """
     optim = values.get("optim")
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
@@ -260,10 +260,10 @@ def model_section(keys: Mapping[str, Any], source: str) -> Model:
 
     Args:
         keys: keys of [model] and their values.
-        source: name of the file or place that the keys come from, for messages.
+        source: name of the file or checkpoint that the keys come from, for messages.
 
     Raises:
-        ConfigError: for the same reasons as in `load`.
+        ConfigError: the section is invalid (see `load`).
     """
     return validate({"model": keys, "train": {"steps": 1}}, source).model
 

@@ -136,7 +136,7 @@ class Data(Section):
         return self
 
     def _check_mixtures(self) -> None:
-        """Refuse malformed mixtures, duplicate validation set names, and keys that [data] train makes useless."""
+        """Refuse malformed mixtures, duplicate names of validation sets, and keys that this run would not read."""
         fields = type(self).model_fields
         # A run has either a split of whole corpora, or mixtures. Keys for the unused form would be silently ignored.
         useless = ("path", "weights", "split") if self.train else ("test",)
@@ -165,17 +165,17 @@ class Data(Section):
 
     @property
     def train_mixture(self) -> Mixture | None:
-        """`train`, parsed; None if the run has a split instead."""
+        """`train` as a `Mixture`; None if the run has a split instead."""
         return mixtures.parse(self.train) if self.train else None
 
     @property
     def test_mixture(self) -> Mixture | None:
-        """`test`, parsed; None if it is empty."""
+        """`test` as a `Mixture`; None if `test` is empty."""
         return mixtures.parse(self.test) if self.test else None
 
     @property
     def validation_sets(self) -> list[Mixture]:
-        """`validation`, parsed."""
+        """`validation` as a list of mixtures."""
         return [mixtures.parse(written) for written in self.validation]
 
     @property
@@ -190,7 +190,7 @@ class Data(Section):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Key -> sequence length in tokens, for the encoder's key and the decoder's key."""
+        """The sequence lengths in tokens, keyed by `seq_len` (encoder) and `decoder_seq_len`."""
         return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
 
     @property
@@ -250,8 +250,8 @@ class Batch(Section):
         """The ramp-up's stairs (one batch size each), starting at `samples` consumed samples.
 
         Yields:
-            (size, until): steps that start before `until` consumed samples have global batch size `size`. The last
-            stair has no end (`sys.maxsize`).
+            Pairs (size, until): a step that starts before `until` consumed samples has the global batch size `size`.
+            `until` is sys.maxsize for the last stair, which has no end.
         """
         sizes = self.sizes
         ramps = len(sizes) - 1
@@ -346,7 +346,7 @@ class Optim(Section):
         return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The length of the warm-up in [optim] unit; `total` is the length of the whole run in the same unit."""
+        """The length of the warm-up in [optim] unit; `total` is the length of the whole run, also in [optim] unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 

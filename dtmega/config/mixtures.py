@@ -1,10 +1,10 @@
-"""The notation for mixtures in [data] train, test and validation: a name, then parts of corpora with weights.
+"""The notation for mixtures in [data] train, test and validation: a name, followed by weighted parts of corpora.
 
     validation = ["wiki=data/wiki", "mix: 0.3 0:0.95 data/a, 0.7 0.5:1 data/b"]
 
-The first form, with `=`, names one whole corpus. The second form, with `:`, is a list of WEIGHT START:END PREFIX, as in
-Megatron-DeepSpeed's --train-weighted-split-paths (`parse_data_paths` in its `megatron/arguments.py`); 0.5:1 is the
-second half of a corpus's documents.
+The first form, with `=`, names one whole corpus. The second form, with `:`, lists parts as WEIGHT START:END PREFIX;
+0.5:1 is the second half of a corpus's documents. Megatron-DeepSpeed uses the second form in
+--train-weighted-split-paths (`parse_data_paths` in its `megatron/arguments.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mixture(NamedTuple):
 
 
 def parse(written: str) -> Mixture:
-    """Parse a mixture in either of the two forms.
+    """Parse a mixture in either form, NAME=PREFIX or NAME: WEIGHT START:END PREFIX, ...
 
     Raises:
         ValueError: the text has neither form, or one of its parts is malformed.
@@ -72,7 +72,7 @@ def _share(written: str) -> Share:
     """Parse WEIGHT START:END PREFIX.
 
     Raises:
-        ValueError: the text does not have that form, or a number is out of range.
+        ValueError: the text has a different form, or a number is out of range.
     """
     try:
         weight_text, bounds, prefix = written.split()

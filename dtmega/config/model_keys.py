@@ -244,7 +244,8 @@ class T5(NativeModel):
 
     @model_validator(mode="after")
     def _check(self) -> T5:
-        # In a decoder, half of the buckets hold one distance each; the others share distances up to the maximum.
+        # In a decoder, half of the buckets hold one distance each. The other half shares the distances up to the
+        # maximum.
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "

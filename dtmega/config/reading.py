@@ -1,8 +1,8 @@
 """Convert TOML and `--section.key value` options into typed, frozen sections, or into errors in plain words.
 
 This file does not depend on dtmega's keys: `keys.py` and `model_keys.py` declare the keys, and `suggestions.py` guesses
-which key an unknown key was meant to be. Reading is strict: a string is never read as a number. Each error says where
-the value comes from: the file or the option.
+which key the user meant by an unknown key. Reading is strict: a string is never read as a number. Each error names the
+source of the value: the file or the option.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dtmega.config.schema import SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
 SHOWN = 200  # maximum number of characters of a wrong value that a message shows
-REFUSALS = 50  # maximum number of errors reported for a file: another program's file may have any number of them
+REFUSALS = 50  # maximum number of errors reported for a file; another program's file may have thousands of errors
 
 Sections = TypeVar("Sections", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """An invalid configuration. The message has one line per fault; `train.py` exits with code 2."""
+    """An error for an invalid configuration. The message has one line per fault; `train.py` exits with code 2."""
 
 
 class Suggester(Protocol):
-    """Suggestions for keys and sections that do not exist, used as the ends of messages (`suggestions.py`)."""
+    """Suggestions for unknown keys and sections, appended to error messages (implemented in `suggestions.py`)."""
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str: ...
 
@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _hint(text: str, error: str) -> str:
-    """A hint to append to the message about invalid TOML: the line's correct form for common mistakes, else ''."""
+    """A hint that corrects a common mistake, appended to the message about invalid TOML; '' for any other mistake."""
     if re.search(r"=\s*(True|False)\b", text):
         return "; TOML writes true and false in small letters"
     line_number = re.search(r"at line (\d+)", error)
@@ -145,7 +145,7 @@ class ChosenClass(NamedTuple):
         return self.kinds.classes[self.value].model_fields
 
 
-Chosen = Mapping[str, ChosenClass]  # by section
+Chosen = Mapping[str, ChosenClass]  # section -> chosen class
 
 
 def validate(
@@ -161,7 +161,7 @@ def validate(
         kind: class of the configuration, with one field per section.
         values: section -> key -> value, in TOML's types.
         source: name of the file that the values come from, for messages.
-        suggester: suggestions for keys that do not exist.
+        suggester: source of suggestions for keys that do not exist.
         overrides: options that replace values, in order; later options win.
 
     Raises:
@@ -193,7 +193,7 @@ def validate(
         return kind.model_validate(merged)
     except ValidationError as error:
         lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union has one error per type
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # pydantic reports one error per type of a union
 
 
 def _choose_class(
@@ -250,7 +250,7 @@ def _apply_overrides(
 
 
 def _parse_text(field: FieldInfo, text: str) -> Any:
-    """The value of an option: the text itself for a key of type str, else the text read as TOML (1e-3, [1, 2])."""
+    """The value of an option: the text itself for a key of type str, or the text parsed as TOML for any other key."""
     if field.annotation is str:
         return text
     try:

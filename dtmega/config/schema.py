@@ -42,7 +42,7 @@ class SectionClasses:
 
     Attributes:
         discriminator: name of the key whose value chooses the class; '' if there is only one class.
-        default: value of the discriminator if a configuration leaves it out.
+        default: value of the discriminator for a configuration that does not set the key.
         classes: value of the discriminator -> class.
     """
 
@@ -69,7 +69,7 @@ class SectionClasses:
 
 
 class Group(NamedTuple):
-    """Keys of one section that `--help` lists together: the same classes declare these keys in the same way.
+    """Keys of one section that `--help` lists under one heading. All classes with these keys declare them identically.
 
     Attributes:
         section: the section's name.
@@ -128,7 +128,7 @@ def describe_keys(kind: type[BaseModel], only: str = "") -> str:
 
     Args:
         kind: class of the configuration, with one field per section.
-        only: the section to describe; '' describes all.
+        only: name of the section to describe; '' for all sections.
     """
     lines: list[str] = []
     for section, title, fields in groups_of(kind):

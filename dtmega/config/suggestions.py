@@ -1,4 +1,4 @@
-"""Suggestions for keys that do not exist: another trainer's name, a key of another section, or a typo."""
+"""Suggestions for unknown keys: other trainers' names, keys of other sections, and typos."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from dtmega.config.schema import SectionClasses, condition
 from dtmega.config.synonyms import Synonym
 
-# A name counts as a typo of another if difflib's ratio for the two names is at least this number. At 0.4, the
+# A name counts as a typo of a second name if difflib's ratio for the two names is at least this number. At 0.4, the
 # suggestion for `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
 LIKENESS = 0.75
-LISTED = 25  # if no key resembles the unknown key, the section's keys are listed, unless there are more than this
+LISTED = 25  # maximum number of a section's keys to list when no key resembles the unknown key
 
 
 class SimilarKeys:
@@ -36,7 +36,8 @@ class SimilarKeys:
         """The last part of the message about an unknown key, starting at the semicolon.
 
         The most certain explanations are tried first: the key itself with different capitals or hyphens, another
-        trainer's name for a key, the same key in another section, a typo of a key, a typo of another trainer's name.
+        trainer's name for a key, a key of this name in another section, a typo of a key, a typo of another trainer's
+        name.
 
         Args:
             section: the section that the user wrote, which may not exist; '' if there was no section.
@@ -48,7 +49,7 @@ class SimilarKeys:
         name = key.lower().replace("-", "_")
         if here and name in self._keys(here, families):
             return self._did_you_mean([f"{here}.{name}"], "", families, option)
-        # A synonym with a section (`eval.freq`) is more specific than a synonym without.
+        # A synonym with a section (`eval.freq`) is more specific than a synonym without a section.
         if synonym := self._synonyms.get(f"{here}.{name}") or self._synonyms.get(name):
             if synonym.keys:
                 return self._did_you_mean(synonym.keys.split(), synonym.how, families, option)
@@ -87,7 +88,7 @@ class SimilarKeys:
         return list(chosen.model_fields)
 
     def _did_you_mean(self, targets: Sequence[str], how: str, families: Mapping[str, str], option: bool) -> str:
-        """A "did you mean" question that names these keys, with remarks on how their meaning differs.
+        """A "did you mean" question that names these keys, with remarks on differences in meaning.
 
         Targets that the chosen family does not have are left out. If the family has none of the targets, the question
         names all targets, with the families that have these keys.

@@ -13,11 +13,11 @@ class Synonym(NamedTuple):
     """Other trainers' names for one setting, and dtmega's keys for the same setting.
 
     Attributes:
-        keys: dtmega's keys (`section.key`), separated by spaces; '' if dtmega has no key for the setting. Several keys
-            if dtmega splits the setting into several keys, or if model families name the key differently.
+        keys: dtmega's keys (`section.key`), separated by spaces; '' if dtmega has no key for the setting. There are
+            several keys if dtmega splits the setting into several keys, or if model families name the key differently.
         names: other trainers' names, separated by spaces. A name with a section (`eval.freq`) counts only in that
             section.
-        how: remark for messages: how dtmega's keys differ, or why dtmega has no key; '' if the meaning is the same.
+        how: remark for messages: a difference in meaning, or the reason why dtmega has no key; '' for equal meanings.
     """
 
     keys: str

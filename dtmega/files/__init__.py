@@ -1,1 +1,1 @@
-"""Files, locks, terminals and child processes: tools for any Python program, unrelated to training."""
+"""Tools for files, locks, terminals and child processes. Nothing in this package is specific to training."""

@@ -1,4 +1,4 @@
-"""Files and folders that a power cut cannot leave half-written: written under another name, synced, then renamed.
+"""Write files and folders that a power cut cannot leave half-written: write under a temporary name, sync, then rename.
 
 make_folder(Path("runs/bloom"))
 with replaced(Path("runs/bloom/config.toml")) as file:
@@ -104,7 +104,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names of a folder's entries survive a power cut. Does nothing if the file system cannot sync folders."""
+    """Make the names of a folder's entries survive a power cut, if the file system can sync folders."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -5,9 +5,9 @@
     child.close()
 
 The child calls the named function with the arguments. This call returns a second function, which the child calls to
-answer each request. Requests and answers are JSON. If the child fails, hangs or takes too much memory, it is killed and
-the caller gets a one-line `ValueError`; the next request starts a new child. The child cannot import torch, because
-torch alone needs more memory than the limit allows.
+answer each request. Requests and answers are JSON. If a request fails, hangs or takes too much memory, the caller gets
+a one-line `ValueError`. A child that hangs is killed. After a child has died, the next request starts a new child. The
+child cannot import torch, because torch alone needs more memory than the limit allows.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Confined:
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """The child's next answer. If the child does not answer in time, or has ended, it is killed.
+        """The child's next answer. If the child does not answer in time, or has ended, the child is closed.
 
         Raises:
             ValueError: the child did not answer, or reported an error.
@@ -112,7 +112,7 @@ class Confined:
 
 
 def serve(function: str, arguments: str) -> None:
-    """Answer the requests on stdin until stdin ends. Runs in the child.
+    """Answer the requests on stdin until stdin ends. The child runs this function.
 
     Args:
         function: function to call, as module:name (see `Confined`).
@@ -162,9 +162,9 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message; unless the error is a ValueError, its class name comes first.
+    """The first line of an error's message, preceded by the class name unless the error is a ValueError.
 
-    For a MemoryError, the message names the memory limit.
+    For a MemoryError, the line names the memory limit instead.
     """
     if isinstance(error, MemoryError):
         return f"expected to need at most {MEMORY_BYTES // 2**20} MiB of memory"
@@ -176,8 +176,8 @@ def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
     """The next line of a stream.
 
     Returns:
-        The line with its newline, or without a newline if the stream ended in mid-line. None if the line did not come
-        in time, or is longer than ANSWER_BYTES.
+        The line with its newline, or without a newline if the stream ended in the middle of the line. None if the line
+        did not come in time, or is longer than ANSWER_BYTES.
     """
     deadline = time.monotonic() + within_s
     line = bytearray()
@@ -194,7 +194,7 @@ def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
 
 
 def _ended(code: int | None) -> str:
-    """A description of a child's exit code: the signal that killed it, or the code."""
+    """A description of a child's exit code: the signal that killed the child, or the code itself."""
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -1,4 +1,4 @@
-"""Output for people. A full disk, a closed pipe or a dead terminal must neither end a run nor change its exit code.
+"""Console output. A full disk, a closed pipe or a dead terminal must neither end a run nor change its exit code.
 
 with guarded():      # in this block, print, tqdm, warnings and tracebacks cannot fail
     with copied(log):    # and each line is also passed to a function: log("a line")
@@ -79,7 +79,7 @@ class Copied:
         # Write to the stream first, because `take` may hang, for example on a disk.
         written = self._stream.write(text)
         text = self._begun.pop(threading.get_ident(), "") + text
-        # tqdm moves the cursor up after drawing a bar below another bar.
+        # Drop the escape sequence with which tqdm moves the cursor up after drawing a nested progress bar.
         lines = text.replace("\x1b[A", "").replace("\r\n", "\n").split("\n")
         *complete, begun = ["" if "\r" in line else line for line in lines]
         if begun:

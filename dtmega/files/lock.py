@@ -3,8 +3,8 @@
 with Lock(Path("order.bin.lock")):   # waits until no other process holds the lock
     ...
 
-The locks are made with `flock`, and the holder's child processes do not inherit them. On a file system without locks
-every process gets the lock, and a line on stderr warns the user.
+The lock uses `flock`, and the holder's child processes do not inherit the lock. On a file system without locks, every
+process gets the lock, and a line on stderr warns the user.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Lock:
             False if another process still holds the lock after `patience_s` seconds.
 
         Raises:
-            OSError: the disk fails.
+            OSError: the file cannot be locked, for example because the disk fails.
         """
         deadline = time.monotonic() + patience_s
         while not self._try():
@@ -91,10 +91,10 @@ class Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock on this file, False if no process does, None if unknown.
+    """True if a process holds the lock on this file, False if no process does, None if the answer is unknown.
 
-    To find out, the function briefly takes a free lock. A process that tries to take the lock at that moment has to try
-    again.
+    If the lock is free, this check briefly takes the lock. A process that tries to take the lock at that moment has to
+    try again.
     """
     try:
         fd = os.open(path, os.O_RDONLY)

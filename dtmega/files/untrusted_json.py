@@ -1,4 +1,4 @@
-"""Read JSON and TOML from other people, with limits on size and depth, and with one message per fault."""
+"""Read untrusted JSON and TOML, with limits on size and depth. Malformed or oversized input raises a ValueError."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
 
 
 def dangling(path: str | Path) -> str:
-    """End of a message about a path that cannot be opened: the target of a broken link; '' for other paths."""
+    """End of a message about a path that cannot be opened: the target of a broken link; '' for any other path."""
     if os.path.islink(path) and not os.path.exists(path):
         return f" (it is a link to {os.readlink(path)}, which is not there)"
     return ""

@@ -4,8 +4,9 @@
     scores = evaluate(trained, tasks, find_tasks(tasks, None), batch_size=8)
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
-each batch together. The harness on each rank believes that it runs on a single process. Tokenization, truncation of
-long texts and the end of an answer follow the harness's `HFLM` class for transformers models, so scores are comparable.
+each batch together. The harness on each rank runs as in a single process. Tokenization, truncation of long texts and
+the end of an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of transformers
+models.
 
 Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
 """
@@ -48,7 +49,7 @@ def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
 
     Args:
         names: names of the tasks.
-        folder: folder with further definitions as YAML files; None to use only the harness's own.
+        folder: folder with further definitions as YAML files; None to use only the harness's own definitions.
 
     Raises:
         ValueError: a task has no definition.
@@ -137,7 +138,7 @@ class RunLM(TemplateLM):
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Score each continuation given its context, as in `_score`, in batches of similar length."""
+        """Score each continuation given its context (see `_score`), in batches of texts of similar length."""
         # Longest first: lengths within a batch are nearly equal, and a batch too large for memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
@@ -226,9 +227,9 @@ class RunLM(TemplateLM):
 
 
 def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
-    """A `Sampling.settle` for one answer.
+    """Make the function `Sampling.settle` for one answer.
 
-    The returned function ends the answer once the tokens before the latest one contain a stop sequence.
+    The function ends the answer once the tokens before the newest token contain a stop sequence.
     """
     agree = settle_as_rank_0 if mesh.world_size() > 1 else settle_alone
     answer: list[int] = []

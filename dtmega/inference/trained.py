@@ -1,11 +1,11 @@
-"""A trained model for inference: read from a checkpoint, on one process or split over several.
+"""A trained model for inference, read from a checkpoint, on one process or split over several processes.
 
     trained = open_trained(path, step, axes, startup)   # on every rank
     logits = trained.model(tokens)                      # [B, S, V], the same on every rank
 
 Use several processes for a model that is too large or too slow for one process. The processes use [mesh] as in
-training, except that they compute in fp32, and without sequence parallelism: generation computes one token at a time,
-so there is no sequence to split.
+training, except that they compute in fp32 and without sequence parallelism. Generation computes one token at a time,
+which leaves no sequence to split.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
     first: Checkpoint | None = None
     with startup.step("checkpoint") as search:
         if startup.rank == 0:
-            # The files stay open from now on, because a run that is still training may delete the checkpoint.
+            # From now on, the checkpoint's files stay open, because a run that is still training may delete them.
             first = open_checkpoint(path, step)
             search.send = first.path
     with startup.step("configuration") as comparison:
@@ -100,7 +100,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
 
 
 def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
-    """Adapt a run's configuration to inference: these mesh axes, fp32, and defaults for keys that only training needs.
+    """Adapt a run's configuration to inference: the given mesh, fp32, and defaults for keys that only training needs.
 
     Args:
         cfg: the run's configuration.
@@ -137,12 +137,16 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
 
 
 def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill this rank's parameters, (name in the whole model, tensor) pairs, from the checkpoint."""
+    """Fill this rank's parameters from the checkpoint.
+
+    Args:
+        parameters: pairs (name in the whole model, tensor).
+    """
     load_weights(weights, parameters, cfg.model.padded_vocab_size)
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """A `Sampling.settle` for several processes: replace the tokens, int64 [B], with rank 0's, and go on.
+    """Replace the drawn tokens, int64 [B], with rank 0's tokens, and continue: `Sampling.settle` for several processes.
 
     Logits may differ between ranks in the last bit, so ranks might draw different tokens.
     """
@@ -151,7 +155,7 @@ def settle_as_rank_0(tokens: Tensor) -> bool:
 
 
 def config_of_run(path: str, checkpoint: Checkpoint) -> config.Config:
-    """The configuration of a run: `config.toml` of a run directory, or else the checkpoint's copy.
+    """The configuration of a run, from the run directory's `config.toml` or, without that file, from the checkpoint.
 
     Raises:
         ValueError: the checkpoint holds weights only (as written by `convert`), so the run's tokenizer is unknown.

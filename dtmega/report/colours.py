@@ -43,6 +43,6 @@ def phase_colour(name: str, place: int) -> str:
 
     Args:
         name: name of the phase.
-        place: position of the phase among the drawn phases, which selects the colour if the phase is not known.
+        place: position of the phase among the drawn phases, which selects the colour of an unknown phase.
     """
     return PHASE_COLOURS.get(name, OTHER_COLOURS[place % len(OTHER_COLOURS)])

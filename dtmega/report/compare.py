@@ -51,7 +51,7 @@ def difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
     """The HTML of a table of the keys that differ between configurations, with all rows after SHOWN_ROWS folded away.
 
     Args:
-        configs: configurations to compare, each by section.
+        configs: configurations to compare, each as section -> key -> value.
         headings: column headings, one for each configuration.
     """
     rows = []

@@ -113,7 +113,7 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
     if not recorded:
         return [], {}
     steps = reduce(np.intersect1d, [each.steps for each in recorded.values()])
-    # A record may hold any number. Clip the times, so that none is negative and all sums stay finite.
+    # A damaged record may contain any number, so clip the times: no time is negative, and all sums are finite.
     times_s = np.stack([each.values[np.isin(each.steps, steps)] for each in recorded.values()]).clip(0, 1e9)
     steps, times_s = steps[times_s.sum(0) > 0], times_s[:, times_s.sum(0) > 0]
     if not steps.size:
@@ -142,7 +142,7 @@ class Panel(NamedTuple):
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
         log: True for a logarithmic vertical axis.
-        mean: True to draw a running mean on top of the individual steps, because noise hides the trend.
+        mean: True to draw a running mean on top of the individual steps, for a metric whose noise hides the trend.
     """
 
     key: str
@@ -204,7 +204,7 @@ def marked_steps(run: Run) -> list[int]:
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was restarted; only the last MAX_LINES steps if there are more."""
+    """The steps after which the run was restarted, at most the last MAX_LINES of these steps."""
     return sorted({start.step for start in run.starts[1:]})[-MAX_LINES:]
 
 

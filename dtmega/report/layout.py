@@ -15,7 +15,7 @@ from dtmega.training.parallelize import with_micro_batch_size
 
 MAX_RANKS = 256  # maximum number of ranks in a mesh; larger meshes are not drawn
 MAX_ACTIONS = 3000  # maximum number of actions in a schedule; larger schedules are not drawn
-MAX_SIMULATED = 100_000  # maximum stages × microbatches; larger schedules are not simulated to compute their bubble
+MAX_SIMULATED = 100_000  # maximum of stages × microbatches; the bubble of a larger schedule is not computed
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
 INK, FAINT = "#1d2733", "#5b6673"
@@ -32,7 +32,7 @@ def mesh_svg(sizes: dict[str, int]) -> str:
     """An SVG drawing of the ranks in a mesh.
 
     Each box holds the tp and cp ranks that work on the same samples. The boxes of a pipeline rank form a row, and the
-    boxes of a data rank form a column. The gaps between the replicas of dp_replicate are wider.
+    boxes of a data rank form a column. Wider gaps separate the replicas of dp_replicate.
 
     Args:
         sizes: size of each axis of the mesh.
@@ -65,7 +65,7 @@ def _rank_cells(ranks: NDArray[np.int64], left: int, top: int) -> list[str]:
 
     Args:
         ranks: ranks in the box, [cp, tp].
-        left, top: upper left corner of the first cell, in pixels.
+        left, top: coordinates of the upper left corner of the first cell, in pixels.
     """
     out = []
     for (row, column), rank in np.ndenumerate(ranks):
@@ -91,8 +91,8 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
         sizes: size of each axis of the mesh.
 
     Returns:
-        The SVG and its title. If nothing can be drawn, '' and the reason: there is no pipeline, the schedule has too
-        many actions, or the configuration cannot be read.
+        The SVG and its title. If nothing can be drawn, the SVG is '' and the title gives the reason: there is no
+        pipeline, the schedule has too many actions, or the configuration cannot be read.
     """
     if sizes["pp"] == 1:
         return "", "no pipeline"

@@ -25,7 +25,7 @@ def text(value: object, keep: str = "") -> str:
 
 
 def breakable(value: object) -> str:
-    """Escape a path or a key, and let narrow windows break it after a slash or a dot, but not within step-00000120."""
+    """Escape a path or a key, and allow a line break after each slash or dot, but not within step-00000120."""
     # Cut after each slash or dot, except before a digit (1.5), at the start of a path, and between two dots (../).
     pieces = re.split(r"(?<=[^\s/.][/.])(?=[^\s\d/.])", str(value))
     return "<wbr>".join(text(piece) if re.search(r"\s", piece) else unbroken(piece) for piece in pieces)
@@ -68,7 +68,7 @@ def json_in_html(json: str) -> str:
 
 
 def names(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The HTML of each run's name, after a square in the run's colour."""
+    """The HTML of each run's name, preceded by a square in the run's colour."""
     return [swatch(colour) + text(run.name) for run, colour in zip(runs, colours, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """The report's page: one HTML file that contains everything it needs and loads no other files.
 
-Names, configurations, reasons and samples may come from untrusted files, so `markup.text` escapes each of them. As a
-second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
+Names, configurations, exit reasons and samples may come from untrusted files, so `markup.text` escapes these texts. As
+a second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     Args:
         run: the run to judge.
         now: current time.
-        who: name of the run, as HTML to put before the verdict; '' on a page of one run.
+        who: HTML with the name of the run, to put before the verdict; '' on a page of one run.
     """
     judged = verdict.judge(run, now)
     tone = TONES.get(judged.state, "unsure")

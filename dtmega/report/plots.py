@@ -37,7 +37,7 @@ SYMBOLS = {
 }
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
 FEW_STEPS = 8  # below this many steps, a tick is set at each step; otherwise plotly would put ticks between steps
-NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, beside the longest lane name
+NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, next to the longest lane name
 LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, if the name is not simply the kind plus an s
 
 
@@ -62,7 +62,7 @@ def over_steps(runs: Sequence[Run]) -> str:
                 phase_plot.add(figure, run.record.series, row, column)
             else:
                 _add_curve(figure, run, number, panel, row=row, column=column)
-    # plotly numbers panels row by row. So a panel's axes have the same names in both layouts, and each trace fits
+    # plotly numbers panels row by row. A panel's axes therefore have equal names in both layouts, and each trace fits
     # both layouts.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
@@ -114,7 +114,8 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
         showgrid=False,
         fixedrange=True,
     )
-    # Match all step axes to the first one, so that they zoom together. The first axis itself must not match any axis.
+    # Match all step axes to the first step axis, so that all panels zoom together. The first axis itself must not match
+    # any axis.
     figure.update_xaxes(matches="x", title={"standoff": 6})
     figure.update_layout(xaxis={"matches": None})
     last_step = max(run.record.last_step for run in runs)
@@ -159,7 +160,7 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
             y=series.values,
             name=written(label if alone else f"{run.name}, {label}"),
             # The legend stacks the entries of one group. With a single run, each curve has a group of its own, so that
-            # the entries stand side by side.
+            # the entries are side by side.
             legendgroup=key if alone else str(number),
             showlegend=alone,
             mode="lines+markers" if few else "lines",
@@ -363,7 +364,7 @@ def _style_axis(figure: go.Figure, runs: Sequence[Run], panel: Panel, *, row: in
 
 
 def _ticks(unit: str) -> dict[str, Any]:
-    """plotly's options for tick labels in a unit: 12.5% (PERCENT), 400MB (BYTES), 12k (COUNT), else 0.05 and 5000."""
+    """plotly's options for tick labels in a unit: 12.5% (PERCENT), 400MB (BYTES), 12k (COUNT), 0.05 or 5000 ('')."""
     if unit == PERCENT:
         return {"tickformat": "~%"}
     if unit in (COUNT, BYTES):
@@ -381,8 +382,8 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
         most_decades: largest number of decades for which the axis has room for three ticks per decade.
 
     Returns:
-        The tick distance, in decades, if the values span more than `most_decades`. Otherwise "D2", for
-        ticks at 1, 2 and 5 in each decade; or None, to let plotly choose, if the values are close together.
+        The tick distance in decades, if the values span more than `most_decades`; "D2", for ticks at 1, 2 and 5 in each
+        decade, if the values span more than 0.6 decades; otherwise None, to let plotly choose.
     """
     positive = np.concatenate([each[each > 0] for each in values])
     decades = float(np.log10(positive.max()) - np.log10(positive.min())) if positive.size else 0.0

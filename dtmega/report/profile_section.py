@@ -52,11 +52,11 @@ def section(runs: Sequence[Run], colours: Sequence[str], page_folder: Path) -> l
 
 
 def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: Path, *, folded: bool) -> list[str]:
-    """The HTML of one window: the profile of the first rank, then the profiles of the other ranks, each folded away.
+    """The HTML of one window: the first rank's profile, then the profiles of all other ranks, each folded away.
 
     Args:
         profiles: profiles of the window, at least one.
-        who: name of the run, as HTML to put before the steps; '' on a page of one run.
+        who: HTML with the name of the run, to put before the steps; '' on a page of one run.
         last_step: last step that the run has completed.
         page_folder: folder that the page is written to. Links are relative to this folder.
         folded: True to fold the whole window away.
@@ -107,8 +107,8 @@ def _link(stem: Path, suffix: str, label: str, page_folder: Path) -> str:
         n_bytes = path.stat().st_size
     except OSError:
         return ""
-    # A browser resolves ".." in a path as text, without following symbolic links. `abspath` does the same, while
-    # `resolve` would follow symbolic links.
+    # A browser resolves ".." in a path as text, without following symbolic links. `os.path.abspath` works in this way
+    # too, but `Path.resolve` would follow symbolic links.
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(page_folder))
     return f'<a href="{text(quote(os.fsencode(relative)))}">{label}</a> ({unbroken(file_size(n_bytes))})'
 
@@ -167,6 +167,6 @@ def _operators(summary: Summary) -> str:
 
 
 def _operator_name(name: str) -> str:
-    """Escape an operator's name, and let narrow windows break it after a colon, comma, bracket or underscore."""
+    """Escape an operator's name, and allow a line break after each colon, comma, bracket or underscore."""
     pieces = re.split(r"(?<=[:_,<(])(?=[^:_,<(])", plain(name, MAX_CHARACTERS))
     return "<wbr>".join(map(text, pieces))

@@ -1,7 +1,7 @@
 """Read a run's profiles: the profiler's summaries of how long phases and operators took in each window of steps.
 
 A summary may be damaged, or may come from another program. Summaries that do not fit the class `Summary` are left out
-and counted. The trace beside a summary can be hundreds of MB large and is never opened.
+and counted. The trace next to a summary may have hundreds of MB and is never opened.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Operator(BaseModel):
 class Summary(BaseModel):
     """The content of a summary file, which describes one rank in one window of steps.
 
-    The file also names the trace. That name is not trusted: links use the summary's own file name with another suffix.
+    The file also names the trace. That name is not trusted: links use the summary's file name with a different suffix.
 
     Attributes:
         rank: number of the rank.

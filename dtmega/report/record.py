@@ -34,7 +34,7 @@ class Series(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened after a step.
+    """An event after a step, such as a saved checkpoint.
 
     Attributes:
         step: number of the step.
@@ -97,7 +97,7 @@ def read(path: Path) -> Record:
             except OverflowError:
                 continue
             steps.append(step)
-        # Most lines are ordinary steps without events. To save time, this test skips ordinary steps.
+        # Most lines are ordinary steps, which have no events. To save time, this test skips ordinary steps.
         if "checkpoint" in record or "skipped" in record or "loss" not in record:
             events += _events(record)
         if _is_not_finite(record):

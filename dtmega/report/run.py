@@ -26,7 +26,7 @@ from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
 # A configuration by section, as written. The configuration is not validated, so the report also shows an
-# incomplete configuration or one from another version of dtmega.
+# incomplete configuration, or a configuration from another version of dtmega.
 Config = Mapping[str, Mapping[str, Any]]
 
 
@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """The reason why the newest attempt was refused, as a sentence, or ''. A refusal leaves the run unchanged."""
+        """The reason why the newest attempt was refused, as a sentence; '' if it was not. A refusal changes nothing."""
         ended = self.ended
         if ended is None or ended.code not in exit_codes.NOT_STARTED:
             return ""
@@ -152,7 +152,7 @@ def read(directories: Sequence[str]) -> list[Run]:
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The names of the runs: each path's last component if all components differ, otherwise the whole paths."""
+    """The names of the runs: each path's last component if these components differ, otherwise the whole paths."""
     folder_names = [Path(directory).resolve().name for directory in directories]
     return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 
@@ -279,7 +279,7 @@ def numbers(run: Run) -> dict[str, str]:
 def best_validation(run: Run) -> Best | None:
     """The smallest loss on the validation split, or on the first set of [data] validation if the split has no losses.
 
-    None if the run has no validation losses at all.
+    The result is None if the run has no validation losses at all.
     """
     keys = sorted(filter(is_validation, run.record.series))
     if not keys:

@@ -20,7 +20,7 @@ from dtmega.report.record import Event, Series
 
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
 LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that were measured with [eval] only
-OF_LOSSES = "[eval] only"  # stands for the task name in scores read from that file
+OF_LOSSES = "[eval] only"  # task name of the scores that are read from LOSSES
 MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all of MMLU has 1 MB
 MAX_FILES = 500  # maximum number of files read: the last files in the order of their names, which begin with the step
 MAX_SCORES = 5000  # maximum number of scores kept
@@ -34,7 +34,7 @@ class Score(NamedTuple):
         task: name of the task in lm-evaluation-harness, or OF_LOSSES for a loss.
         metric: name of the metric, followed by the name of the answer filter in brackets if there is one.
         value: the score.
-        error: standard error of the score; None if it is not known.
+        error: standard error of the score; None if unknown.
         about: conditions of the evaluation in words: examples before each question, number of questions, date.
     """
 
@@ -67,7 +67,7 @@ class Scores(NamedTuple):
 
     @property
     def series(self) -> dict[str, Series]:
-        """Map each panel title to the scores in one metric, over the checkpoints' steps.
+        """The scores over the checkpoints' steps, one series per metric: panel title -> series.
 
         Losses are left out, and so are metrics with a score for only one checkpoint.
         """
@@ -113,7 +113,7 @@ def read(directory: Path, last_step: int) -> Scores:
 
 
 def written(score: Score) -> str:
-    """The score and its standard error in words: 0.5123 ± 0.011."""
+    """The score and its standard error as text, such as 0.5123 ± 0.011."""
     return f"{score.value:.4g}" + (f" ± {score.error:.2g}" if score.error is not None else "")
 
 

@@ -1,4 +1,4 @@
-"""Judge a run in one line: the state of the run, the steps it has done, and a warning if its loss diverges.
+"""Judge a run in one line: the run's state, the last completed step, and a warning if the loss diverges.
 
 docs/report.md explains the rules.
 """
@@ -26,7 +26,7 @@ STANDARD_ERRORS = 5
 MIN_WINDOW = 10  # minimum number of steps in the window of a mean
 NEWEST_STEPS = 10  # number of newest steps that are checked for non-finite losses
 MAX_NOT_FINITE = 4  # more non-finite losses than this mean divergence; float16 needs fewer to find its loss scale
-SILENT_STEPS = 20  # a silent run is stalled after this many median step times, or after its timeout if that is longer
+SILENT_STEPS = 20  # a silent run is stalled after this many median step times or its timeout, whichever is longer
 TIMEOUT_S = 600.0  # timeout of a run whose configuration has no [run] timeout_s
 MAX_CHARACTERS = 300  # maximum length of a quoted reason
 
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         state: "finished", "stopped", "killed", "stalled", "going on" or "not begun".
-        why: words that follow the state in a sentence: the step that the run has reached, and why the run ended.
+        why: words that follow the state in a sentence: the step that the run has reached, and the reason for its end.
         diverging: reason why the loss counts as diverging; '' if the loss is not diverging.
     """
 
@@ -77,7 +77,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
     last_step, ended = run.record.last_step, run.ended
     progress = f"step {last_step:,} of {run.end:,}" if run.end else f"step {last_step:,}"
     if run.refused:
-        # A refused start changes nothing, so the run is still finished or stopped, as it was before.
+        # A refused start changes nothing, so the run is still finished or stopped, as before the start.
         refused = plain(run.refused, MAX_CHARACTERS)
         return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
     if ended is not None:

@@ -1,18 +1,18 @@
 """The subcommands of `dtmega`, one module per subcommand: `commands/NAME.py`, with `_` for each `-`. A module has:
 
-    __doc__                 a line about the command; the lines below it are the examples that `--help` shows
+    __doc__                 a line about the command, followed by the examples that `--help` shows
     add_arguments(parser)   adds the command's options
-    command(args) -> int    runs the command and returns the exit code; errors are raised
+    command(args) -> int    runs the command, and returns the exit code or raises an error
     TAKES_FLAGS             (optional) options whose value may begin with a dash
 
 `__main__.py` prints an error in one line. A command's module is imported only if the command line names that command.
-At its top, a module imports only the code that its options need, so that `--help` and errors about options do not wait
-for torch.
+The top-level imports of a module are limited to the code that its options need, so that `--help` and errors about
+options do not wait for torch.
 
     arguments.py      option types, and one-line error messages
     conversation.py   conversations of `dtmega generate --interactive`
     endings.py        message and exit code of an error that ends a command
-    used.py           the trained model that a command uses: options, and a function that loads it
+    used.py           options that choose a trained model, and a function that loads the model
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dtmega.cli.commands.arguments import Parser, with_joined_values
 
 # Command name -> the command's line in `--help`.
 COMMANDS = {
-    # `train` is here only for the list of commands: config/ has its options, and __main__.py starts it.
+    # `train` is here only for the list of commands: config/ has the options of a run, and __main__.py starts the run.
     "train": "train a model; `dtmega train --help` lists every key of a run",
     "tokenize": "turn text files into a corpus for training (.bin/.idx)",
     "merge": "join several corpora (.bin/.idx) into one",
@@ -55,7 +55,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse a command line: `command` and its options. A wrong option ends the process with exit code 2."""
+    """Parse a command line into `command` and its options. A wrong option ends the process with exit code 2."""
     form = argparse.RawDescriptionHelpFormatter
     about = "Train BLOOM, GPT, Llama, BERT, T5 and Hugging Face models, on one CPU or many GPUs."
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)

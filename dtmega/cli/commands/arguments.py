@@ -23,9 +23,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]:
-    """The command line, with each `--option value` of these options joined into `--option=value`.
+    """Join `--option value` into `--option=value` on the command line, for the given options.
 
-    argparse would take a value that begins with a dash, as in `--allow-missing --swiglu`, for another option.
+    Otherwise argparse would treat a value that begins with a dash, as in `--allow-missing --swiglu`, as an option.
     """
     words: list[str] = []
     for word in argv:
@@ -53,7 +53,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature: 0, or 1e-6 to 1e6, so that dividing fp32 logits by the temperature cannot overflow."""
+    """Parse a temperature: 0, or a number from 1e-6 to 1e6, so that fp32 logits / temperature cannot overflow."""
     try:
         value = float(text)
     except ValueError:
@@ -79,7 +79,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def prefix(text: str) -> str:
-    """Parse the prefix of a corpus's files, `PREFIX.bin` and `PREFIX.idx`. Either file's name is also accepted.
+    """Parse the prefix of a corpus's files, `PREFIX.bin` and `PREFIX.idx`. The name of either file is also accepted.
 
     Raises:
         argparse.ArgumentTypeError: the text names a folder.
@@ -96,7 +96,7 @@ def encoding(text: str) -> str:
     """Parse the name of a text encoding into Python's name for that encoding; '' for UTF-8."""
     try:
         name = codecs.lookup(text).name
-        # Fails for codecs that do not encode text, such as base64.
+        # This line raises LookupError for codecs that do not encode text, such as base64.
         "".encode(name)
     except LookupError:
         raise argparse.ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""Conversations of `dtmega generate --interactive`: lines of stdin, each answered by the model.
+"""Conversations of `dtmega generate --interactive`: the model answers each line of stdin.
 
 The first process reads stdin, runs the chat template and prints. All processes compute the answer.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Conversation:
-    """A conversation with a model. To answer a message, the model reads all earlier messages and answers too.
+    """A conversation with a model. Before each answer, the model reads all messages and answers so far.
 
     Args:
         trained: the model.
@@ -42,7 +42,7 @@ class Conversation:
 
         messages = [*self._messages, {"role": "user", "content": text}]
         # Run the template on the first process only. If every process ran the template, some processes
-        # might exceed the time limit while others did not.
+        # might exceed the time limit while other processes stayed within it.
         ids = _from_first(lambda: self._chat.ids(messages))
         answer_ids = generate(self._trained.model, ids, self._n_tokens, self._sampling)
         answer = self._trained.tokenizer.decode(answer_ids)

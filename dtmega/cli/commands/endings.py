@@ -14,8 +14,8 @@ from dtmega.distributed import exit_codes
 
 BROKEN = 1
 INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
-# Errors about a path that does not exist, is a file instead of a folder (or vice versa), or belongs to somebody else.
-# All other operating system errors are machine failures.
+# Errors about a path that is missing, exists already, is a file instead of a folder (or vice versa), or may not be
+# accessed. All other operating system errors are machine failures.
 WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -35,7 +35,7 @@ class NothingWritten(Exception):
 
 
 def explained(error: BaseException) -> tuple[str, int]:
-    """A one-line message that explains an error, and the exit code."""
+    """The one-line message and the exit code for an error."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, OSError):

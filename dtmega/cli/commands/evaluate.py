@@ -79,7 +79,7 @@ def command(args: argparse.Namespace) -> int:
 def file_name(step: int, tasks: list[str]) -> str:
     """The file name for a step's scores on these tasks.
 
-    A second evaluation of the same step on the same tasks replaces the file.
+    A later evaluation of this step on these tasks replaces the file.
     """
     names = "+".join(task.replace("/", "-") for task in tasks)
     if len(names) > LONGEST_NAME:

@@ -113,10 +113,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Check that the options name one run, and a prompt or a conversation.
+    """Check that the options name exactly one run, and give a prompt or start a conversation.
 
     Raises:
-        ValueError: no run or two runs are named, or there is no prompt.
+        ValueError: the options name no run or two runs, or give no prompt.
     """
     if (args.path is None) == (args.run is None):
         raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
@@ -188,7 +188,7 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
     """Print a sample for each prompt, `batch_size` prompts at a time.
 
     Args:
-        sample: function that turns a batch of prompts into their samples.
+        sample: function that returns one sample per prompt of a batch.
         prompts: all prompts.
         batch_size: number of prompts to compute together.
 
@@ -208,5 +208,5 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
 
 
 def _numbers(first: int, batch: Sequence[str]) -> str:
-    """The start of an error message, such as "prompts 9 to 16: ", if the batch has several prompts, else ""."""
+    """The start of an error message about a batch, such as "prompts 9 to 16: "; "" if the batch has only one prompt."""
     return f"prompts {first + 1} to {first + len(batch)}: " if len(batch) > 1 else ""

@@ -1,4 +1,4 @@
-"""The trained model that a command uses: options to choose checkpoint and mesh, and a function to load the model."""
+"""Options that choose a checkpoint and a mesh, and a function that loads the trained model for a command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dtmega.distributed.agreement import Startup
     from dtmega.inference.trained import TrainedModel
 
-# Without cp: a model that generates has whole sequences.
+# All axes except cp (context parallel), because generation works on whole sequences.
 AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.annotation is int and axis != "cp")
 
 

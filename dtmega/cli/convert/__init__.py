@@ -3,10 +3,10 @@
     conversion.py     `python -m dtmega convert`: reads a source and writes a target
     sources.py        a reader for each format that `--from` takes: Hugging Face directories, dtmega's runs, DCP
                       folders, Megatron checkpoints
-    to_checkpoint.py  writes a dtmega checkpoint (for other targets: interop/hf/files/export.py and
-                      interop/megatron/write.py and write_core.py)
+    to_checkpoint.py  writes a dtmega checkpoint (interop/hf/files/export.py writes a Hugging Face folder;
+                      interop/megatron/write.py and write_core.py write Megatron checkpoints)
     card.py           an export's text files: a model card, the source's README and licence
-    inspect.py        `python -m dtmega inspect`: facts about a checkpoint, a check of its digests, a comparison of two
+    inspect.py        `python -m dtmega inspect`: describes and verifies a checkpoint, or compares two checkpoints
 
-Other programs' files are read by interop/.
+interop/ reads other programs' files.
 """

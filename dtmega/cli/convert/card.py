@@ -1,12 +1,12 @@
 """An export's text files: a model card, and files copied from the source directory of the weights.
 
     README.md           a model card with data, steps, losses and licence; for weights that were only converted, the
-                        README.md of the source directory
+                        source directory's README.md, if there is one
     README-source.md    the source directory's README.md, if README.md is a model card
     LICENSE, NOTICE     unchanged copies of the source directory's files
 
-A card is meant to be published. Names from outside are therefore shortened and shown as inert text, and only the last
-part of a path is shown.
+A card is meant to be published, so it shows only the last part of each path. Untrusted text is truncated and made
+inert.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CHARACTERS = 200  # a longer name or value is truncated
 MAX_ITEMS = 20  # the card lists at most this many corpora, and at most this many losses
 FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?)^---[ \t\r]*$", re.DOTALL | re.MULTILINE)
 LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,64})[\"']?[ \t\r]*$", re.MULTILINE)
-# Keys of metrics.jsonl: loss, val_loss, test_loss, and val_NAME_loss for a further validation set.
+# Keys of metrics.jsonl: loss, val_loss, test_loss, and val_NAME_loss for an additional validation set.
 LOSS = re.compile(r"loss|test_loss|val_(?:(.+)_)?loss")
 SPLITS = {"loss": "training", "val": "validation", "test": "test"}  # first part of a loss key -> split
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     Attributes:
         title: name of the fact, such as "tokenizer".
-        text: the fact in Markdown, with text from outside made inert by `code`.
+        text: the fact in Markdown, with untrusted text made inert by `code`.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def rows_of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple[Row, ...]:
-    """Rows about the training behind a dtmega checkpoint, including the run's losses.
+    """Rows about the training run that wrote a dtmega checkpoint, including the run's losses.
 
     Args:
         state: the checkpoint's state.
@@ -85,10 +85,10 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:
-    """File name -> content, for the text files that an export has beside the weights.
+    """The text files that an export has next to the weights: file name -> content.
 
-    The result includes `generation_config.json` and `tokenizer.json` of the directory, because the exporter compares
-    these two files to find out whether the export has the directory's own tokenizer.
+    The result also includes the directory's `tokenizer.json` and `generation_config.json`. The exporter keeps this
+    generation_config.json unless the export has a different tokenizer.json.
 
     Args:
         directory: Hugging Face directory that the weights came from; None if unknown.
@@ -142,18 +142,18 @@ def _card(name: str, licence: str, rows: Sequence[Row]) -> str:
 
 
 def code(written: Any) -> str:
-    """Format text from outside as Markdown code for a table cell: inert, on one line, and truncated."""
+    """Format untrusted text as Markdown code for a table cell: inert, on one line, and truncated."""
     shown = printable(str(written)[:MAX_CHARACTERS]).replace("`", "'").replace("|", "¦")
     return f"`{shown}`" if shown.strip() else "(empty)"
 
 
 def heading(written: str) -> str:
-    """Format text from outside as a heading, without characters that have a meaning in Markdown."""
+    """Format untrusted text as a heading, without characters that have a meaning in Markdown."""
     return re.sub(r"[^\w .,+-]", "_", printable(written[:MAX_CHARACTERS]))
 
 
 def _texts_of(directory: Path) -> dict[str, bytes]:
-    """File name -> content, for the files in a directory that an export copies or compares.
+    """Read a directory's files that an export copies or compares: file name -> content.
 
     READMEs and licences larger than MAX_TEXT_BYTES are left out.
     """
@@ -166,7 +166,7 @@ def _texts_of(directory: Path) -> dict[str, bytes]:
 
 
 def _licence(readme: bytes) -> str:
-    """The licence identifier in a model card's front matter; '' if missing, or if it is not a plain word."""
+    """The licence identifier in a model card's front matter; '' if the identifier is missing or is not a plain word."""
     front_matter = FRONT_MATTER.match(readme.decode("utf-8", "replace"))
     licence = LICENCE.search(front_matter[1]) if front_matter else None
     return licence[1] if licence else ""
@@ -191,7 +191,10 @@ def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record in the run directory that the user named or that contains the checkpoint; None if not found."""
+    """The record of the run that wrote the checkpoint; None if not found.
+
+    The record is in the directory that the user named, or in the run directory that contains the checkpoint.
+    """
     for directory in (Path(path), Path(checkpoint.path).parent.parent):
         if (directory / "metrics.jsonl").is_file():
             return record.read(directory / "metrics.jsonl")
@@ -202,7 +205,7 @@ def _losses(run_record: record.Record, last_step: int) -> list[Row]:
     """Rows with the last value of each loss up to the checkpoint's step.
 
     Args:
-        last_step: the checkpoint's step; the run may have gone on after this step.
+        last_step: the checkpoint's step; the run may have continued after this step.
     """
     rows: list[Row] = []
     for key, series in run_record.series.items():
@@ -218,7 +221,7 @@ def _losses(run_record: record.Record, last_step: int) -> list[Row]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Join the first MAX_ITEMS names, and add the number of further names."""
+    """Join the first MAX_ITEMS names, and append the number of names left out."""
     all_names = list(names)
     more = f" and {len(all_names) - MAX_ITEMS} more" if len(all_names) > MAX_ITEMS else ""
     return ", ".join(all_names[:MAX_ITEMS]) + more

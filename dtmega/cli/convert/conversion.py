@@ -5,16 +5,16 @@
     --from dcp DIR        a folder written by plain torch.distributed.checkpoint, read without running its pickles
     --from megatron DIR   a checkpoint of Megatron-LM, Megatron-DeepSpeed or megatron-core, also read
                           without running its pickles
-    --to dtmega DIR       a checkpoint that holds only weights, for [model] init_from. When converting from Megatron,
-                          also writes a config.toml and, if Adam's moments are complete, a checkpoint that a run can
-                          resume from
-    --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
-    --to megatron DIR     weights for Megatron-LM: for its current models on any number of ranks (--format core), or
-                          for its earlier models on --tp times --pp ranks (--format legacy)
+    --to dtmega DIR       a checkpoint that holds only weights, for [model] init_from. A checkpoint converted from
+                          Megatron also contains a config.toml and, if Adam's moments are complete, the training state
+                          from which a run can resume
+    --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun, all ranks write the folder
+    --to megatron DIR     weights for Megatron-LM. With --format core, Megatron's current models load the weights on
+                          any number of ranks. With --format legacy, the weights are for earlier models of Megatron,
+                          on --tp times --pp ranks
 
-With --to hf, a run of a Hugging Face model is written in the layout of the model's original directory. If this
-directory has moved, --original names its new place. Tensors are converted one by one, so the model need not fit in
-memory.
+If a run trained a Hugging Face model, --to hf writes the layout of the model's original directory. If this directory
+has moved, --original names its new path. Tensors are converted one by one, so the model need not fit in memory.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
         for note in source.notes:
             print(note)
     with startup.step("output"):
-        # A rank that has nothing to write waits at the end of this step. A heartbeat before each tensor tells the
-        # waiting rank that this rank is still writing.
+        # Ranks that have nothing to write wait at the end of this step. Each writing rank sends a heartbeat before
+        # each tensor, to show the waiting ranks that the writing continues.
         stored = Renamed(source.weights, {name: name for name in expected}, startup.heartbeat)
         unchanged = families.stored_buffers(model)
         weights = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
@@ -120,10 +120,10 @@ def _write(
 def _write_for_megatron(
     args: argparse.Namespace, family: Family, model: config.Model, weights: Cast, tokenizer: str
 ) -> None:
-    """Write a checkpoint in the format that `--format` names, or else in the family's first format.
+    """Write a Megatron checkpoint in the format that `--format` names, by default in the family's first format.
 
     Raises:
-        ValueError: the family does not have the format, or the format has no ranks and `--tp` or `--pp` is given.
+        ValueError: the family does not support the format, or `--tp` or `--pp` is given for a format without ranks.
     """
     path = Path(args.target[1])
     possible = [name for name, program in MEGATRON_FORMATS.items() if program in family.formats]
@@ -150,8 +150,8 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
     kind, path = args.source
     target = args.target[0]
     source = None
-    # A run may save a newer checkpoint at any moment, so rank 0 alone looks for the newest one. The other ranks open
-    # the path that rank 0 has found.
+    # A run may save a newer checkpoint at any moment, so rank 0 alone looks for the newest checkpoint. All other
+    # ranks open the path that rank 0 found.
     with startup.step("search of the source") as search:
         if kind not in READERS or target not in TARGETS:
             raise ValueError(
@@ -176,11 +176,11 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
 
 
 def _model_section(args: argparse.Namespace, source: ConversionSource, family: Family) -> config.Model:
-    """The source's [model] section. If `--original` is given, that directory replaces the section's directory.
+    """The source's [model] section. If `--original` names a directory, that directory replaces the section's own.
 
     Raises:
-        ValueError: `--original` is given for a model without a directory, the run was trained with a different
-            directory, or the model's sizes do not fit the weights.
+        ValueError: `--original` is given for a model without a directory, the directory has changed since the
+            training, or the model's sizes do not fit the weights.
     """
     if args.original and not family.directory:
         raise ValueError(
@@ -214,7 +214,7 @@ def _left_out(
                 f"{', '.join(left_out[:5])}, ... (--config, --prefix)"
             )
         stored = source.weights.tensors[name][1]
-        # A Hugging Face folder has no padding rows.
+        # A Hugging Face folder stores the embedding without padding rows.
         is_unpadded = stored[:1] == (model.vocab_size,)
         if stored[1:] != shape[1:] or (stored != shape and not is_unpadded):
             raise ValueError(f"{args.source[1]}: '{name}' is {list(stored)}, the model's is {list(shape)} (--config)")
@@ -237,7 +237,10 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state. Reading a moment with NaN or infinity raises an error, unless the user has allowed it."""
+    """The training state, with a check of Adam's moments.
+
+    Reading a moment that contains NaN or infinity raises an error, unless `--allow-nonfinite` names the tensor.
+    """
     if training is None:
         return None
     moments = {

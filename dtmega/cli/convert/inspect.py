@@ -1,4 +1,4 @@
-"""`python -m dtmega inspect CKPT [OTHER]`: facts about a checkpoint, a check of its digests, a comparison of two."""
+"""`python -m dtmega inspect CKPT [OTHER]`: describe and verify a checkpoint, or compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def show(path: str, other: str | None, verify: bool) -> int:
     """Print facts about a checkpoint, or the differences between two checkpoints.
 
     Args:
-        path: path of a checkpoint or of a run directory (its newest checkpoint).
+        path: path of a checkpoint, or of a run directory, whose newest checkpoint is used.
         other: path of a second checkpoint to compare with; None to describe only the first checkpoint.
-        verify: True to read the whole checkpoint and compare all digests.
+        verify: True to read the whole checkpoint and check all digests.
 
     Returns:
-        The exit code: 1 if the two checkpoints differ, else `exit_codes.DONE`.
+        The exit code: 1 if the two checkpoints differ, otherwise `exit_codes.DONE`.
 
     Raises:
         ValueError: a path does not name a checkpoint.
@@ -68,7 +68,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """The differences in `State` and in the tensors, as lines. Tensors are compared by value, not by layout."""
+    """The differences between the `State` and tensors of two checkpoints, as lines. Tensors are compared by value."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):
@@ -81,12 +81,12 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:
-    """A line about a tensor that differs between two checkpoints; '' if the tensor is the same in both."""
+    """A line about a tensor that differs between two checkpoints; '' if the tensor is equal in both checkpoints."""
     entry_a, entry_b = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
     if entry_a is None or entry_b is None or entry_a.shape != entry_b.shape or entry_a.dtype != entry_b.dtype:
         return f"{name}: {_kind(entry_a)} | {_kind(entry_b)}"
-    # If chunks and digests are equal, nothing has to be read. If chunks or digests differ, the values may still be
-    # equal, because a different layout stores a tensor in different chunks.
+    # If all chunks and digests are equal, the tensors need not be read. Otherwise the values may still be equal,
+    # because layouts may divide a tensor into different chunks.
     if _digests(entry_a) == _digests(entry_b):
         return ""
     tensor_a, tensor_b = a.read(name), b.read(name)
@@ -103,7 +103,7 @@ def _digests(entry: Entry) -> list[tuple[Any, ...]]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Flatten nested mappings: {"a": {"b": 1}} -> {"a.b": 1}."""
     flat = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

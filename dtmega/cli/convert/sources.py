@@ -23,17 +23,17 @@ class ConversionSource(NamedTuple):
     """The weights that `--from` names, and everything known about these weights.
 
     Attributes:
-        path: path of the checkpoint or directory that was found; the other ranks open the same path.
+        path: path of the checkpoint or directory that rank 0 found; all other ranks open this path.
         weights: the tensors, under dtmega's names.
         model: the [model] section.
-        tokenizer: path of a tokenizer.json, or a tokenizer spec; '' if there is no tokenizer, or only the tokenizer in
-            the directory that the model was read from.
+        tokenizer: path of a tokenizer.json, or a tokenizer spec; '' if there is no tokenizer, or if a run used the
+            tokenizer.json in its [model] path.
         digest: digest of the directory that the model was read from; '' if unknown.
-        data: the training run's [data] section; all defaults if unknown.
-        training: training state, so that a run can resume from the written checkpoint; None if there are only weights.
-        toml: TOML text of a configuration to write beside a checkpoint; '' to write no configuration.
-        directory: Hugging Face directory that the weights come from; None if unknown, or if the model was read from
-            that directory.
+        data: the training run's [data] section; the defaults if the weights do not come from a run.
+        training: training state, from which a run can resume; None if the source has only weights.
+        toml: TOML text of a configuration to write next to a checkpoint; '' to write no configuration.
+        directory: Hugging Face directory that the weights come from; None if unknown. If the model has a directory of
+            its own ([model] path), the conversion uses that directory instead.
         rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines to print for the user.
     """
@@ -92,7 +92,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     configured = _model(args.config) if args.config else None
     contents = folder.open_folder(Path(name), configured, average=args.average_copies)
     where = str(contents.path)
-    # The stored tensors include padding rows, so read the tensors with a model that counts padding rows as ids.
+    # The stored embedding includes padding rows, so the [model] section for reading counts these rows as ids.
     padded = vocabulary.with_padded_vocabulary(contents, configured)
     their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:

@@ -1,4 +1,4 @@
-"""Write a dtmega checkpoint from converted weights, with another program's training state if there is one."""
+"""Write a dtmega checkpoint from converted weights and, if available, another program's training state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Training(NamedTuple):
 
     Attributes:
         moments: kind of Adam's moments ("exp_avg" or "exp_avg_sq") -> source of the moments, under dtmega's names.
-        progress: counts of steps and samples that the run had done.
+        progress: numbers of steps and samples that the run had completed.
         updates: number of updates that Adam has made.
         loss_scale: state of float16's loss scale; None if the run had no loss scale.
         sections: known sections of the run's configuration, keyed by section name.
@@ -52,7 +52,7 @@ def write(
         model: the [model] section.
         digest: digest of the directory that the model is read from; '' if there is no directory.
         training: state that a run resumes from; None to write only weights.
-        toml: TOML text of a configuration to write beside the weights; '' to write no configuration.
+        toml: TOML text of a configuration to write next to the weights; '' to write no configuration.
 
     Raises:
         ValueError: the checkpoint already exists.
@@ -76,8 +76,8 @@ def write(
     files, folder = split_path(path)
     if folder in files.folders():
         raise ValueError(f"{path} exists already (--to)")
-    # A folder on a disk gets its final name when it is complete. Remote storage cannot rename, so there a folder counts
-    # as a checkpoint once it has a manifest, which is written after the tensors.
+    # A folder on a disk gets its final name when it is complete. Remote storage cannot rename, so a remote folder
+    # counts as a checkpoint once it has a manifest, which is written after the tensors.
     temporary = f".tmp-{folder}" if isinstance(files, Disk) else folder
     try:
         files.make(temporary)
@@ -90,7 +90,7 @@ def write(
             files.rename(temporary, folder)
             files.sync("")
     except BaseException:
-        # If deleting fails as well, the leftovers only take up space. The first error is the one to report.
+        # If this deletion fails as well, the leftover files only take up space. The first error is reported.
         with contextlib.suppress(Exception):
             files.remove(temporary)
         raise
