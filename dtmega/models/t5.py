@@ -105,7 +105,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: self-attention, cross-attention (only in the decoder), feed-forward. Each f is h + drop(f(norm h))."""
+    """One layer: self-attention, cross-attention in the decoder, and feed-forward, each as h + drop(f(norm h))."""
 
     def __init__(self, cfg: config.T5, decodes: bool) -> None:
         super().__init__()

@@ -14,9 +14,10 @@ BLOCK = 128  # number of queries, and of keys, in a block of FlexAttention's mas
 def block_mask(rule: Any) -> BlockMask:
     """Build FlexAttention's mask from the bounds of places and document numbers in each block of queries or keys.
 
-    A block of pairs is marked as full (all pairs allowed) or empty if the bounds prove it, and as partial otherwise. In
-    a partial block the kernel checks each pair, so marking a full block as partial costs time but is not wrong.
-    `create_block_mask` would check all B S^2 pairs and take 12 bytes for each (torch 2.13).
+    If the bounds prove that all pairs of a block are allowed, or that all pairs are forbidden, the block is marked as
+    full or empty. All other blocks are marked as partial. In a partial block the kernel checks each pair, so marking a
+    full block as partial costs time but is not wrong. `create_block_mask` would check all B S^2 pairs, and would need
+    12 bytes of memory per pair (torch 2.13).
     """
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """A mask [blocks] that is False only for a shorter last block, where the kernel has to check the end."""
+    """A mask [blocks] that is False only for a last block shorter than BLOCK, whose end the kernel has to check."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 
