@@ -23,7 +23,7 @@ class Contention:
     """Measurement, over a few steps, of the time that a run's threads wait for a core.
 
     Args:
-        device: device that the run computes on; only waiting for CPU cores is measured, so a GPU run measures nothing.
+        device: device that the run computes on; the class measures only runs on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
