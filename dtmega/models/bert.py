@@ -100,7 +100,7 @@ class OrderHead(nn.Module):
 
 
 class Bert(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
@@ -157,7 +157,7 @@ class Bert(Model):
             token_types: segment of each token, 0 or 1, [B, S] int64; None: all tokens are in segment 0.
             swapped: 1 for a sample with swapped segments, 0 for any other sample, [B] int64; needed with labels.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-                Padding is a document of its own.
+                Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
                 part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64, below `longest`.

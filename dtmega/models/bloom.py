@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Bloom(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         slopes: ALiBi's slope of each head (arXiv:2108.12409); a buffer, so that a plan can cut the slopes along with

@@ -97,8 +97,8 @@ class Family(Protocol):
         """Refuse a mesh or settings that the model cannot run with.
 
         Raises:
-            ValueError: the model cannot run with this combination. The message states the equation that does not hold
-                and the keys to change.
+            ValueError: the model cannot run with the mesh or the settings. The message states the equation that does
+                not hold and the keys to change.
         """
         ...
 
@@ -127,7 +127,7 @@ class Family(Protocol):
         ...
 
     def weights(self, model: config.Model) -> Source | None:
-        """The weights that a new run starts with, keyed by our names; None if initial values come from the seed.
+        """The weights that a new run starts with, keyed by dtmega's names; None if initial values come from the seed.
 
         Raises:
             ValueError: the folder that [model] init_from or path names has no usable weights, or has the weights of a
@@ -137,7 +137,7 @@ class Family(Protocol):
         ...
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights from a directory saved by transformers, keyed by our names.
+        """The weights from a directory saved by transformers, keyed by dtmega's names.
 
         Raises:
             ValueError: config.json does not agree with the [model] section, or the tensors belong to a different model.
@@ -145,7 +145,7 @@ class Family(Protocol):
         ...
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights stored by another program, keyed by our names.
+        """The weights stored by another program, keyed by dtmega's names.
 
         Args:
             program: a key of `formats`.
@@ -174,7 +174,7 @@ class Family(Protocol):
 
         Args:
             program: a key of `formats`.
-            source: the whole model's tensors, keyed by our names.
+            source: the whole model's tensors, keyed by dtmega's names.
 
         Returns:
             The program's configuration, and the tensors keyed by the program's names: without vocabulary padding, and
@@ -189,7 +189,7 @@ class Family(Protocol):
         """Write weights as a directory that transformers can load. All ranks call this method together.
 
         Args:
-            source: the whole model's tensors, keyed by our names.
+            source: the whole model's tensors, keyed by dtmega's names.
             folder: directory to write.
             tokenizer: content of tokenizer.json; None to export the tokenizer in the model's own directory, if that
                 directory has a tokenizer.

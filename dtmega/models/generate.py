@@ -5,8 +5,8 @@ tp cuts a model along the sequence, the model cannot keep keys and values, becau
 ranks. The model then recomputes all tokens for every new token, which does not change the result.
 
 Prompts of different lengths are padded to a common length. If keys and values are kept, the padding is on the left, so
-that the next tokens of all prompts form one column; the padding is a document of its own, at negative places. If keys
-and values are not kept, the padding is on the right, where a causal model ignores it.
+that the next tokens of all prompts form one column; the padding is a separate document, at negative places. If keys and
+values are not kept, the padding is on the right, where a causal model ignores it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         if sampling.prompt_is_prefix and cache.length == 0:
             rows["prefix"] = torch.ones_like(new, dtype=torch.bool)
         if not same_length:
-            # Padding is a document of its own, so no text attends to padding.
+            # Padding is a separate document, so no text attends to padding.
             rows["document_ids"] = (places < 0).long()
             # Clamp places to valid positions. Padding has no valid position. A sample that has used all positions has
             # none either, but stays in the batch until all samples have ended.
@@ -157,7 +157,7 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
         pad_id: token that pads the encoder's text; no other token attends to the padding.
 
     Raises:
-        ValueError: the list of tokens is empty, or is longer than the model has positions for.
+        ValueError: the list of tokens is empty, or has more tokens than the model has positions for.
     """
     longest = _longest(model, tokens, sampling.multiple, answer_is_separate=True)
     device = next(model.parameters()).device

@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the

@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class Llama(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         frequencies: rotation angle per position, for each pair of channels. All heads use the same frequencies, so no

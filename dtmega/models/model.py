@@ -17,7 +17,7 @@ Per = Literal["token", "label", "decoder", "sequence"]
 
 
 class Model(nn.Module):
-    """A whole model, or the part of it that one pipeline stage holds. Every model that dtmega trains is a subclass.
+    """A whole model, or one pipeline stage of a model. Every model that dtmega trains is a subclass.
 
     A model is called as `model(**tensors of a microbatch, **tensors from the previous stage)` and returns tensors by
     name: tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32 scalars
@@ -172,10 +172,10 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Set the gradient that backward will pass to each sum. Call this method before each forward pass in training.
+        """Announce to the heads the gradient that backward will pass to each sum.
 
-        A head computes its gradient during the forward pass. In float16 the head must multiply the gradient by the
-        sum's factor before rounding, or small gradients become 0.
+        Call this method before each forward pass in training. A head computes its gradient during the forward pass. In
+        float16 the head must multiply the gradient by the sum's factor before rounding, or small gradients become 0.
 
         Args:
             factors: factor of each sum, loss scale x weight / count, by the sum's name.

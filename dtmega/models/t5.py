@@ -146,7 +146,7 @@ class _Text(NamedTuple):
         tokens: token ids, [B, S] int64.
         places: global index of each token in its sample, [B, S] int64.
         document_ids: number of each token's document, [B, S] int64. A token attends only to tokens of its own
-            document, and padding is a document of its own. None: all tokens belong to one document.
+            document, and padding counts as a separate document. None: all tokens belong to one document.
     """
 
     tokens: Tensor
@@ -155,7 +155,7 @@ class _Text(NamedTuple):
 
 
 class T5(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         encoder, decoder: the blocks of each stack by number.
@@ -231,7 +231,7 @@ class T5(Model):
         return [*self.encoder.values(), *self.decoder.values()]
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """Pieces of both stacks, encoder first. A layer's piece includes the modules that the whole stack shares."""
+        """The pieces of both stacks, encoder first. A layer's piece includes the modules that all layers share."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
             """These modules and all nested modules. A module that this variant of T5 lacks is None."""
@@ -290,7 +290,7 @@ class T5(Model):
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
             document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; pass both
                 arguments or none. A token attends only to tokens of its own document, in cross-attention too. Padding
-                is a document of its own.
+                counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D] or [B, T, D], for stages that begin inside a stack;
                 only this rank's part of the sequence if a plan cuts the sequence.
             encoded: encoder's output, [B, S, D], for stages after the encoder; cut like `hidden`. A whole model that

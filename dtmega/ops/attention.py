@@ -3,11 +3,12 @@
     rule = attention_rule(places, causal=True, slopes=slopes)    # once per forward pass, shared by all layers
     out = attention(q, k, v, rule)                               # [B, H, S, K]
 
-- CUDA: FlexAttention. The bias is computed inside the kernel and never stored.
-- CPU: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a chunk reads only the keys
-  that it may see, and the bias depends only on the distance. A single strip of biases then serves every chunk as a
-  view: [H, C, S] floats instead of [H, S, S] per layer. If places are not consecutive, or if there are documents, each
-  chunk's bias is computed when the chunk is processed, and again in the backward pass.
+- CUDA, for rules with `fused=True`: FlexAttention. The bias is computed inside the kernel and never stored.
+- CPU, and CUDA with `fused=False`: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a
+  chunk reads only the keys that its queries may see, and the bias depends only on the distance. A single strip of
+  biases then serves every chunk as a view: [H, C, S] floats instead of [H, S, S] per layer. If places are not
+  consecutive, or if there are documents, each chunk's bias is computed when the chunk is processed. On a CPU, the
+  backward pass computes the bias again.
 - CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16 tensors: batched matrix products over chunks of
   queries (`cpu/attention.py`).
 - Attention dropout without these batched products, and a learned bias without FlexAttention: the plain formula over
@@ -68,7 +69,7 @@ def attention(
             the products q k^T in the dtype of q.
 
     Returns:
-        Output [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
+        Output [B, H, S, K] in the dtype of v; 0 for a query that sees no key.
     """
     if rule.shared is not None:
         return _over_ranks(q, k, v, rule.shared, dropout, scale)

@@ -175,7 +175,7 @@ class AttentionRule(NamedTuple):
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # Index `zero` is for distance 0, `at` for the distance from the chunk's last query to the chunk's first key.
+        # Index `zero` belongs to distance 0, index `at` to the distance from the chunk's last query to its first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
@@ -184,7 +184,7 @@ class AttentionRule(NamedTuple):
 
     @property
     def _strip_start(self) -> int:
-        """The column in which the strip's first row has distance 0. That row is for the last chunk's first query."""
+        """The column in which the strip's first row (the last chunk's first query) has distance 0."""
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
         return n_cached + _last_start(self.query_places.shape[1], self.query_places.device)
 
@@ -246,8 +246,8 @@ def attention_rule(
         places: global places of the query tokens in their samples, [B, S] int.
         causal: True if a query sees only the keys up to its own place.
         window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
-        document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding is a
-            document of its own.
+        document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding counts
+            as a separate document.
         prefix: mask of the keys that all queries of their document see, even earlier queries, [B, T] bool. With a
             cache, a prefix is allowed only while the cache is empty.
         slopes: ALiBi's slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the

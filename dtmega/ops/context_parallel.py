@@ -39,16 +39,16 @@ class ContextParallel(NamedTuple):
     by_heads: bool = False
 
     def slice(self, row: Tensor, balanced: bool) -> Tensor:
-        """This rank's part [B, S / cp, ...] of a row tensor [B, S, ...].
+        """This rank's part, [B, S / cp, ...], of a tensor with one entry per token, [B, S, ...].
 
         Args:
-            row: tensor with the numbers of all tokens.
+            row: tensor of the whole sequences, [B, S, ...].
             balanced: True for two slices, one from each half of the sequence; False for one slice.
         """
         return _part(row, self.group.rank(), self.group.size(), dim=1, balanced=balanced).contiguous()
 
     def whole(self, part: Tensor, balanced: bool) -> Tensor:
-        """Join the ranks' parts into the row tensor [B, S, ...], without a gradient."""
+        """Join the ranks' parts into the tensor of the whole sequences, [B, S, ...], without a gradient."""
         # gloo cannot gather bools.
         numbers = part.to(torch.uint8) if part.dtype == torch.bool else part
         return _in_order(_all_gather(numbers, self.group), dim=1, balanced=balanced).to(part.dtype)
@@ -97,7 +97,7 @@ class Run(NamedTuple):
 
 
 def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
-    """Join the ranks' parts [cp, ...] along `dim` of a part, in the order of the sequence."""
+    """Join the ranks' parts [cp, ...] in the order of the sequence. `dim` counts the dims of a single part."""
     pieces = list(parts.unbind())
     if balanced:
         halves = [part.chunk(2, dim) for part in pieces]

@@ -230,7 +230,7 @@ def token_losses(
     logits = logits[:, :n_local] if n_local else logits.new_full((n_tokens, 1), torch.finfo(logits.dtype).min)
     is_counted, is_local, column = _find_labels(labels, columns, n_local)
 
-    # From here on, tensors have one fp32 number per row, [N, 1]. Names with `local_` stand for numbers from this rank's
+    # From here on, tensors have one fp32 number per row, [N, 1]. Names with `local_` denote numbers from this rank's
     # columns only. The labels' logits are read now, because the derivatives may overwrite the logits below.
     dtype = wide(logits.dtype)
     local_label = logits.gather(1, column).to(dtype)

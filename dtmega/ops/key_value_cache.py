@@ -1,4 +1,4 @@
-"""A key/value cache, so that a decoder that generates token by token computes each token only once.
+"""A key/value cache for decoders that generate token by token, so that each token is computed only once.
 
     cache = KeyValueCache()
     model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values

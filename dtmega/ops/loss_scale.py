@@ -58,7 +58,7 @@ class LossScale:
     def update(self, overflowed: bool) -> None:
         """Update the scale after a step.
 
-        Only a doubling restores the hysteresis; a series of steps without an overflow does not.
+        Only a doubling restores the hysteresis; a shorter series of steps without an overflow does not.
 
         Args:
             overflowed: True if a gradient was not finite in this step.

@@ -1,4 +1,4 @@
-"""The two passes of cross-entropy over the logits: one for each row's peak and sum, and one for the derivatives.
+"""The two passes of cross-entropy over the logits, which compute the rows' peaks and sums, and then the derivatives.
 
 On a CPU, both passes process a few rows at a time. These rows and an fp32 scratch buffer stay in the core's cache from
 one pass to the next, so passes of plain operations are faster than torch's softmax and Inductor's kernels

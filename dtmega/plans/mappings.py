@@ -4,11 +4,11 @@
 
     forward                                          backward
     copy     [B, S, D] -> [B, S, D]                  all-reduce
-    add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing, because each rank has the whole gradient
+    add_up   [B, S, D] {U_tp} -> [B, S, D]           no communication: each rank has the whole gradient
     gather   [B, S/tp, D] -> [B, S, D]               reduce-scatter
     scatter  [B, S, D] {U_tp} -> [B, S/tp, D]        all-gather
     split    [B, S, D] -> [B, S/tp, D]               all-gather
-    join     [B, S/tp, D] -> [B, S, D]               nothing sent: each rank takes its part of the gradient
+    join     [B, S/tp, D] -> [B, S, D]               no communication: each rank takes its part of the gradient
 
 `copy` begins a region, in which each rank computes its own features from an input that all ranks share, and `add_up`
 ends the region. With sequence parallelism, regions begin with `gather` and end with `scatter`, and between regions each

@@ -1,12 +1,12 @@
-"""The matrix product that all styles use, which keeps no gathered input, and computes while gradients are summed.
+"""The matrix product of all styles, which keeps no gathered input, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
 So no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
 1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
-2. `again`, called where the region ends, consumes the tickets. Autograd therefore runs the backward of `again` before
-   the backward of any product, and the backward of `again` starts the gather.
+2. `again`, which is called at the end of the region, consumes the tickets. Autograd therefore runs the backward of
+   `again` before the backward of any product, and the backward of `again` starts the gather.
 3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can
    carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
@@ -54,7 +54,7 @@ class Region:
     """The state that the products of one region share.
 
     Attributes:
-        part: this rank's part of the input before the region, [B, S/tp, D] if `cut`, else the whole input [B, S, D].
+        part: this rank's part of the region's input, [B, S/tp, D] if `cut`; otherwise the whole input, [B, S, D].
         group: the ranks of tp.
         cut: True if the input is cut along the sequence before the region.
         has_one_product: True if only one product reads the input.

@@ -40,7 +40,7 @@ from dtmega.plans.products import product
 
 
 class Enter(ParallelStyle):
-    """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linears inside the module.
+    """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linear layers inside the module.
 
     The gathered input is not kept, but gathered again in backward (products.py). Without sequence parallelism, the
     input is already whole, and only its gradient is summed. The input is the first positional argument or, if there is
@@ -267,7 +267,7 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site whose input is this rank's part of the sequence. The site gets the places of that part.
+    """A dropout site whose input is this rank's part of the sequence. The style passes on only the places of that part.
 
     Dropout masks are keyed by place, so each rank draws its part of the mask that a single device would draw. The style
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).

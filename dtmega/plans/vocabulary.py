@@ -1,6 +1,6 @@
 """Styles for both ends of a model: embeddings, a head cut over the vocabulary, and heads that are not cut.
 
-The V rows of a vocabulary are cut as in DTensor: each rank has ceil(V / tp) rows, and the last rank may have fewer.
+The V rows of a vocabulary are cut as in DTensor: ceil(V / tp) rows on each rank, but perhaps fewer on the last rank.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
 class Contention:
-    """Measurement, over a few steps, of the time that a run's threads wait for a core.
+    """Measures, over a few steps, how long a run's threads wait for a core.
 
     Args:
         device: device that the run computes on; the class measures only runs on a CPU.
