@@ -1,8 +1,8 @@
 """BERT (Devlin et al., arXiv:1810.04805), by default in Megatron's order (arXiv:1909.08053): LayerNorm first.
 
-An encoder: every token attends to all tokens of its sample except padding. BERT is trained to fill in masked tokens and
-to tell whether the two segments of a sample were swapped. bloom.py explains how a model written for one device also
-runs in pieces.
+BERT is an encoder: every token attends to all tokens of its sample except padding. BERT is trained to fill in masked
+tokens, and to detect whether the two segments of a sample were swapped. bloom.py explains how a model written for one
+device also runs in pieces.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ IGNORED_SAMPLE = -100  # label of a sample whose first token is on another rank
 class Block(nn.Module):
     """One layer: attention, then a feed-forward. `[model] norm` selects the place of the LayerNorms.
 
-    Here f is the attention or the feed-forward:
+    Attention and feed-forward are applied as functions f:
 
-    `pre` is h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
-    `post` is LN(h + drop(f(h))).
+    - `pre`: h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`
+    - `post`: LN(h + drop(f(h)))
     """
 
     def __init__(self, cfg: config.Bert, number: int) -> None:
@@ -77,9 +77,10 @@ class WordHead(nn.Module):
         self.output = LMHead(cfg, bias=True)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute logits [B, S, V] from hidden [B, S, D], or with labels [B, S] the fp32 sum of token losses."""
+        """Compute logits [B, S, V] from hidden [B, S, D] or, given labels [B, S], the fp32 sum of token losses."""
         if labels is not None:
-            # Only about 15 % of the tokens are masked and have a label: drop all others before the large products.
+            # Only about 15 % of the tokens are masked and have a label. Remove all other tokens before the large
+            # products.
             labelled = host.true_indices(labels.flatten() != IGNORED)  # [N]
             hidden = hidden.flatten(0, 1)[labelled]  # [N, D]
             labels = labels.flatten()[labelled]
@@ -100,7 +101,7 @@ class OrderHead(nn.Module):
 
 
 class Bert(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
@@ -152,24 +153,25 @@ class Bert(Model):
 
         Args:
             tokens: token ids, [B, S] int64, some replaced by [MASK].
-            labels: original token at each masked place, [B, S] int64; a label of -100 takes no part in the loss.
+            labels: original token at each masked place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
-            token_types: segment of each token, 0 or 1, [B, S] int64; None: all are 0.
-            swapped: 1 for each sample whose segments were swapped, else 0, [B] int64; needed with labels.
+            token_types: segment of each token, 0 or 1, [B, S] int64; None: all tokens are in segment 0.
+            swapped: 1 for a sample with swapped segments, 0 for any other sample, [B] int64; needed with labels.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-                Padding is a document of its own.
+                Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
                 part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
-            With labels, fp32 sums over the microbatch: "lm", the token losses; "order", the segment order losses;
-            "order_right", the number of samples whose order is predicted correctly, without a gradient. Without labels,
-            "logits", the token logits [B, S, V], and "order", the segment order logits [B, 2]. Earlier stages return
-            {"hidden": hidden state}.
+            - On the last stage with labels, fp32 sums over the microbatch: "lm" (token losses), "order" (segment order
+              losses), and "order_right" (number of samples whose order is predicted correctly, without a gradient).
+            - On the last stage without labels: "logits", the token logits [B, S, V], and "order", the segment order
+              logits [B, 2].
+            - On earlier stages: {"hidden": hidden state}.
 
         Raises:
-            ValueError: dropout in training without sample_ids, or labels without swapped.
+            ValueError: sample_ids is None in training with dropout, or swapped is None although there are labels.
         """
         fused = self.may_fuse(labels, self.cfg.attention_dropout)
         rule = attention_rule(places, document_ids=document_ids, fused=fused, context=self.context)
@@ -191,7 +193,7 @@ class Bert(Model):
         if swapped is None:
             raise ValueError("labels need swapped [B] with them, 1 where the segments of a sample were swapped")
         order = self.order(hidden).float()
-        # The head reads the first token of a sample. If ranks share the sample, only one of them has this token.
+        # OrderHead reads the first token of a sample. If ranks share the sample, only one of the ranks has this token.
         swapped = swapped.masked_fill(places[:, 0] != 0, IGNORED_SAMPLE)
         return {
             "lm": self.head(hidden, labels),
@@ -204,5 +206,8 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops`, twice a decoder's: tokens attend in both directions. Padding counts like text."""
+        """`Piece.attention_flops` of the named piece. Padding counts like text.
+
+        Tokens attend in both directions, which takes twice the FLOPs of a causal decoder.
+        """
         return 2 * super().attention_flops(piece)

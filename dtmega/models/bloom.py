@@ -1,6 +1,6 @@
 """BLOOM (arXiv:2211.05100): Megatron's GPT with ALiBi, a LayerNorm after the embedding, and a tied head.
 
-The model is written as if for one device, like every model here. Two conventions let the same code run in pieces:
+Like every model in this package, BLOOM is written as if for one device. Two conventions let this code run in pieces:
 
 - The first and last modules may be None, so that one `forward` serves every stage of a pipeline.
 - The number of heads is taken from tensor shapes, so that weights cut by tensor parallelism need no special case.
@@ -55,12 +55,13 @@ class Block(nn.Module):
 
 
 class Bloom(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        slopes: ALiBi's slope of each head (arXiv:2108.12409). The slopes are a buffer, so that a plan can cut the
-            slopes along with the heads.
-        head_ids: global number of each head, used to key attention dropout; a buffer for the same reason.
+        slopes: ALiBi's slope of each head (arXiv:2108.12409); a buffer, so that a plan can cut the slopes along with
+            the heads.
+        head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
+            numbers along with the heads.
     """
 
     cfg: config.Bloom
@@ -101,12 +102,13 @@ class Bloom(Model):
 
         Args:
             tokens: token ids, [B, S] int64.
-            labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
+            labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
-            position_ids: ignored position ids, [B, S] int64: ALiBi measures distances by `places`, as in Megatron.
+            position_ids: positions, [B, S] int64, ignored because ALiBi uses the distances between `places`, as in
+                Megatron.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-            prefix: mask of the tokens visible to all tokens of the same document, even to earlier tokens, [B, S] bool.
-            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
+            prefix: mask of the tokens that all tokens of their document attend to, even earlier tokens, [B, S] bool.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
                 part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64.
@@ -117,7 +119,7 @@ class Bloom(Model):
             {"hidden": hidden state} on earlier stages.
 
         Raises:
-            ValueError: dropout in training without sample_ids.
+            ValueError: sample_ids is None in training with dropout.
         """
         fused = self.may_fuse(labels, self.cfg.attention_dropout)
         rule = attention_rule(

@@ -47,7 +47,7 @@ def pieces(whole: Model) -> list[Piece]:
 
 
 def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int | None) -> int:
-    """The number of weight elements multiplied with each row of activations; a row usually belongs to one token."""
+    """The number of weight elements that each row of activations is multiplied by. A row usually holds one token."""
     # Look-ups, biases and scales are not matrix products.
     if isinstance(module, nn.Embedding) or weight.ndim < 2:
         return 0

@@ -1,6 +1,6 @@
 """The interface of a model family, and the checks that all families share.
 
-families.py has one record for each family; no other file knows a family by name.
+families.py has one record for each family, and is the only file that contains the families' names.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Family(Protocol):
     Attributes:
         libraries: libraries besides torch whose versions must be the same on all ranks.
         directory: True if the model is read from the directory that [model] path names.
-        formats: program name in `convert` -> formats in which that program stores the family's models. A program with
-            several classes for these models has several formats.
-        objectives: value of [data] objective -> objective that the family can be trained for; "auto" is the default.
-        show: the kind of sample shown at the end of training.
-        dtypes: values of [precision] params that the family can be trained with. float16 needs heads that know the loss
-            scale.
+        formats: formats in which other programs store the family's models, by the program's name in `convert`. A
+            program with several classes for these models has several formats.
+        objectives: objectives that the family can be trained for, by the value of [data] objective; the default value
+            is "auto".
+        show: kind of sample that is shown at the end of training.
+        dtypes: values of [precision] params that the family can be trained with. float16 requires heads that multiply
+            their gradients by the loss scale (`Model.expect`).
     """
 
     @property
@@ -60,7 +61,7 @@ class Family(Protocol):
         """Complete the configuration with the values that only the family knows.
 
         Raises:
-            ValueError: keys that the family would ignore or does not support.
+            ValueError: the configuration sets keys that the family would ignore or does not support.
         """
         ...
 
@@ -72,11 +73,11 @@ class Family(Protocol):
         """Complete a checkpoint's [model] section again, from the current content of the model's directory.
 
         Args:
-            model: the section that the checkpoint stores.
-            trained: `digest` of the directory during training; '' if the digest is not known.
+            model: the [model] section that the checkpoint stores.
+            trained: result of `digest` when the model was trained; '' if the digest is not known.
 
         Raises:
-            ValueError: a directory that no longer exists, or whose configuration has changed since training.
+            ValueError: the directory no longer exists, or its configuration has changed since training.
         """
         ...
 
@@ -85,7 +86,7 @@ class Family(Protocol):
         ...
 
     def build(self, model: config.Model) -> Model:
-        """The whole model on the default device, which may be meta, with uninitialised parameters."""
+        """Build the whole model on the default device, which may be meta. The parameters have no values yet."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
@@ -96,8 +97,8 @@ class Family(Protocol):
         """Refuse a mesh or settings that the model cannot run with.
 
         Raises:
-            ValueError: a combination that cannot run. The message states the equation that does not hold and the keys
-                to change.
+            ValueError: the model cannot run with the mesh or the settings. The message states the equation that does
+                not hold and the keys to change.
         """
         ...
 
@@ -114,32 +115,37 @@ class Family(Protocol):
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        """Allocate a stage that was cut on meta, and set up ties and buffers again. Parameters have no values yet."""
+        """Allocate a stage that was cut on meta, and set up its ties and buffers. The parameters have no values yet."""
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage ending with the piece `after` hands on: name -> meta tensor in this rank's shape."""
+        """The tensors that a stage passes on if it ends with `after`: name -> meta tensor in this rank's shape.
+
+        Args:
+            after: name of the stage's last piece.
+        """
         ...
 
     def weights(self, model: config.Model) -> Source | None:
-        """The weights that a new run starts with, keyed by our names; None if initial values come from the seed.
+        """The weights that a new run starts with, keyed by dtmega's names; None if initial values come from the seed.
 
         Raises:
-            ValueError: the folder of [model] init_from or path has no usable weights, or those of a different model.
-            Damaged: a checkpoint that is not intact.
+            ValueError: the folder that [model] init_from or path names has no usable weights, or has the weights of a
+                different model.
+            Damaged: the checkpoint is not intact.
         """
         ...
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights from a directory saved by transformers, keyed by our names.
+        """The weights from a directory saved by transformers, keyed by dtmega's names.
 
         Raises:
-            ValueError: a config.json that does not agree with the [model] section, or tensors of a different model.
+            ValueError: config.json does not agree with the [model] section, or the tensors belong to a different model.
         """
         ...
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights stored by another program, keyed by our names.
+        """The weights stored by another program, keyed by dtmega's names.
 
         Args:
             program: a key of `formats`.
@@ -147,8 +153,8 @@ class Family(Protocol):
             where: path of the source, for messages.
 
         Raises:
-            ValueError: a tensor that is missing, is unknown, or has the wrong shape. Reading from the returned source
-                also raises a ValueError, if several copies of one parameter differ.
+            ValueError: a tensor is missing, is unknown, or has the wrong shape. Reading from the returned source also
+                raises a ValueError if several copies of one parameter differ.
         """
         ...
 
@@ -159,7 +165,7 @@ class Family(Protocol):
             data: the [data] section that the model was trained with.
 
         Raises:
-            ValueError: a tokenizer that tokenizer.json cannot express.
+            ValueError: tokenizer.json cannot express the tokenizer.
         """
         ...
 
@@ -168,14 +174,14 @@ class Family(Protocol):
 
         Args:
             program: a key of `formats`.
-            source: the whole model's tensors, keyed by our names.
+            source: the whole model's tensors, keyed by dtmega's names.
 
         Returns:
             The program's configuration, and the tensors keyed by the program's names: without vocabulary padding, and
             with each tied tensor only once.
 
         Raises:
-            ValueError: a model that the program does not support, or a source of a different model.
+            ValueError: the program does not support the model, or the source holds a different model.
         """
         ...
 
@@ -183,14 +189,16 @@ class Family(Protocol):
         """Write weights as a directory that transformers can load. All ranks call this method together.
 
         Args:
-            source: the whole model's tensors, keyed by our names.
+            source: the whole model's tensors, keyed by dtmega's names.
             folder: directory to write.
-            tokenizer: text of tokenizer.json; None: the tokenizer in the model's own directory, if there is one.
+            tokenizer: content of tokenizer.json; None to export the tokenizer in the model's own directory, if that
+                directory has a tokenizer.
             options: options of `hf.files.export.export`.
 
         Raises:
-            ValueError: a model that the format cannot express, or weights of a different model. Nothing is written.
-            OSError: a failure to write.
+            ValueError: the format cannot express the model, or the weights belong to a different model. Nothing is
+                written.
+            OSError: a file cannot be written.
         """
         ...
 

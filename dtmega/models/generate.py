@@ -2,11 +2,11 @@
 
 Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. If
 tp cuts a model along the sequence, the model cannot keep keys and values, because a single token cannot be cut over
-ranks. The model then computes all tokens again for every new token, with the same result.
+ranks. The model then recomputes all tokens for every new token, which does not change the result.
 
-Prompts of different lengths are padded to a common length. If keys and values are kept, padding goes on the left, so
-that every prompt's next token is in the same column; the padding is a document of its own, at negative places.
-Otherwise padding goes on the right, where a causal model does not see it.
+Prompts of different lengths are padded to a common length. If keys and values are kept, the padding is on the left, so
+that the next tokens of all prompts form one column; the padding is a separate document, at negative places. If keys and
+values are not kept, the padding is on the right, where a causal model ignores it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Sampling:
         top_k: number of most probable tokens to draw from; 0 = all.
         top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set
             of most probable tokens with a total probability of at least top_p; 1 = all.
-        multiple: number that must divide the sequence length: the size of tp. If the number is above 1, all tokens are
-            computed again for every new token.
-        settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on these tokens. The
-            function may overwrite the tokens. If it returns False, all samples end.
-        uses_cache: True to keep keys and values; False to compute all tokens again for every new token.
+        multiple: size of tp, which must divide the sequence length. With a size above 1, all tokens are recomputed for
+            every new token.
+        settle: function that is called with the tokens just drawn, int64 [B], and may overwrite the tokens, so that
+            all ranks use the same tokens. If the function returns False, all samples end.
+        uses_cache: True to keep keys and values; False to recompute all tokens for every new token.
         prompt_is_prefix: True if each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
     """
 
@@ -74,7 +74,7 @@ class Sampling:
         probabilities = (logits / self.temperature).softmax(-1)
         if self.top_p < 1:
             ordered, ids = probabilities.sort(descending=True, stable=True)
-            # The sum before each token leaves out the token itself, so the token that reaches top_p is kept.
+            # `before` excludes each token's own probability, so the token that reaches top_p is kept.
             before = ordered.cumsum(-1) - ordered
             probabilities = probabilities.index_fill(0, ids[before >= self.top_p], 0.0)
         return torch.multinomial(probabilities, 1, generator=generator)
@@ -83,10 +83,10 @@ class Sampling:
 def generate(model: Model, tokens: list[int], n: int, sampling: Sampling) -> list[int]:
     """Sample up to `n` tokens that follow `tokens`.
 
-    The result is shorter if a token of `sampling.end_ids` is drawn or the model has no more positions.
+    Sampling ends early if a token of `sampling.end_ids` is drawn, or if the model has no more positions.
 
     Raises:
-        ValueError: a prompt that is empty, or so long that the model has no position for a new token.
+        ValueError: the prompt is empty, or so long that the model has no position for a new token.
     """
     (new_tokens,) = generate_together(model, [tokens], n, sampling)
     return new_tokens
@@ -96,11 +96,12 @@ def generate(model: Model, tokens: list[int], n: int, sampling: Sampling) -> lis
 def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampling: Sampling) -> list[list[int]]:
     """Sample up to `n` tokens that follow each prompt, with all prompts in one batch.
 
-    Each prompt gets the same tokens as from `generate`, with one exception: products of larger matrices may add their
-    terms in a different order. Logits may then differ in their last bits, and very rarely a sampled token may differ.
+    Each prompt gets the tokens that `generate` would return, with one exception: products of larger matrices may add
+    their terms in a different order. The logits may then differ in their last bits, and very rarely a sampled token
+    may differ.
 
     Raises:
-        ValueError: a prompt that is empty, or so long that the model has no position for a new token.
+        ValueError: a prompt is empty, or so long that the model has no position for a new token.
     """
     longest = 0
     for prompt in prompts:
@@ -128,10 +129,10 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         if sampling.prompt_is_prefix and cache.length == 0:
             rows["prefix"] = torch.ones_like(new, dtype=torch.bool)
         if not same_length:
-            # Padding is a document of its own, so no text sees it.
+            # Padding is a separate document, so no text attends to padding.
             rows["document_ids"] = (places < 0).long()
-            # Clamp places to valid positions: padding has no position, nor does a sample that has used all positions
-            # but stays in the batch while other samples go on.
+            # Clamp places to valid positions. Padding has no valid position. A sample that has used all positions has
+            # none either, but stays in the batch until all samples have ended.
             rows["position_ids"] = places.clamp(0, longest - 1)
         return model(new, cache=cache, **rows)[:, -1]
 
@@ -153,10 +154,10 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
         n: maximum number of tokens in the answer.
         sampling: sampling settings.
         start_id: token that the decoder starts from.
-        pad_id: token that pads the encoder's text; nothing attends to it.
+        pad_id: token that pads the encoder's text; no other token attends to the padding.
 
     Raises:
-        ValueError: an empty list of tokens, or more tokens than the model has positions for.
+        ValueError: the list of tokens is empty, or has more tokens than the model has positions for.
     """
     longest = _longest(model, tokens, sampling.multiple, answer_is_separate=True)
     device = next(model.parameters()).device
@@ -193,7 +194,7 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_se
         answer_is_separate: True if the answer is a sequence of its own, so that the prompt may take all positions.
 
     Raises:
-        ValueError: a prompt that is empty or too long.
+        ValueError: the prompt is empty or too long.
     """
     longest = (model.longest or sys.maxsize) // multiple * multiple
     if not tokens:
@@ -239,7 +240,8 @@ def _draw_tokens(
     Args:
         model: the model that `next_logits` calls.
         next_logits: function (texts so far, key/value cache) -> logits [B, V] of each text's next token. The cache is
-            None if nothing is kept. Texts that have ended stay in the batch, unchanged, and their logits are ignored.
+            None if keys and values are not kept. Texts that have ended stay in the batch unchanged, and their logits
+            are ignored.
         prompts: tokens of each prompt.
         limits: maximum number of new tokens for each prompt.
         sampling: sampling settings.

@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
@@ -91,12 +91,13 @@ class GPT(Model):
 
         Args:
             tokens: token ids, [B, S] int64.
-            labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
+            labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
-            position_ids: each token's row in the position embedding, [B, S] int64, below `longest`; None: `places`.
+            position_ids: row of each token in the position embedding, [B, S] int64, below `longest`; None to use
+                `places`.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-            prefix: mask of the tokens visible to all tokens of the same document, even to earlier tokens, [B, S] bool.
-            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
+            prefix: mask of the tokens that all tokens of their document attend to, even earlier tokens, [B, S] bool.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
                 part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64.
@@ -107,7 +108,7 @@ class GPT(Model):
             {"hidden": hidden state} on earlier stages.
 
         Raises:
-            ValueError: dropout in training without sample_ids.
+            ValueError: sample_ids is None in training with dropout.
         """
         fused = self.may_fuse(labels, self.cfg.attention_dropout)
         rule = attention_rule(

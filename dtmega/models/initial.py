@@ -1,4 +1,4 @@
-"""Initial values as a function of (seed, parameter name, global index): the same bits on every layout."""
+"""Initial values as a function of (seed, parameter name, global index), so that every layout gets the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from dtmega.ops.shards import boxes
 
 @torch.no_grad()
 def init_weights(model: Model, seed: int) -> None:
-    """Fill this rank's parts of the parameters: N(0, std) if `Model.init_std` gives an std, else `init_constant`."""
+    """Set the initial values of this rank's part of each parameter.
+
+    The values are drawn from N(0, `Model.init_std`). If `init_std` is None, all values are `Model.init_constant`.
+    """
     for name, parameter in model.named_parameters():
         name = model.full_name(name)
         std = model.init_std(name)
@@ -31,7 +34,7 @@ def init_weights(model: Model, seed: int) -> None:
 
 
 def _values_per_draw(device: torch.device) -> int:
-    """The number of values to draw at a time: on a CPU, few enough for the caches; on a GPU, many, to save launches."""
+    """The number of values to draw at a time: few on a CPU, to fit into the caches; many on a GPU, to save launches."""
     return 2**16 * torch.get_num_threads() if device.type == "cpu" else 2**22
 
 

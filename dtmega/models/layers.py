@@ -1,4 +1,4 @@
-"""Modules that the models share: keyed dropout, Megatron's attention and feed-forward, the head that owns the loss."""
+"""Modules that the models share: keyed dropout, Megatron's attention and feed-forward, and the head with the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Gelu = Literal["erf", "tanh"]
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of (site key, sample id, global place, channel) instead of a generator's state.
 
-    So every layout drops the same elements, and recomputation needs no saved generator state.
+    The dropped elements therefore do not depend on the layout, and recomputation needs no saved generator state.
 
     Attributes:
         key: key of this site, an int32 scalar buffer; `init_buffers` sets the key from the seed and the site's name.
@@ -38,7 +38,7 @@ class KeyedDropout(nn.Module):
     def forward(
         self, x: Tensor, sample_ids: Tensor | None, places: Tensor, channel_ids: Tensor | None = None
     ) -> Tensor:
-        """Drop elements of x, [B, S, D], and scale up the rest by 1 / (1 - p).
+        """Drop elements of x, [B, S, D], and multiply the remaining elements by 1 / (1 - p).
 
         Args:
             x: activations, [B, S, D], or this rank's part along S or D.
@@ -58,7 +58,7 @@ class KeyedDropout(nn.Module):
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
     def of_probabilities(self, head_ids: Tensor, sample_ids: Tensor | None) -> Dropout | None:
-        """This site's dropout in the form that `attention` takes, without places; None if nothing is dropped.
+        """This site's dropout as an argument for `attention`; None if nothing is dropped.
 
         Args:
             head_ids: global numbers of this rank's heads, [H] int32.
@@ -100,7 +100,7 @@ class MixedLayerNorm(nn.LayerNorm):
 
 
 def stream_norm(cfg: config.DropoutModel, eps: float) -> nn.LayerNorm:
-    """A LayerNorm for the residual stream: mixed-precision if the stream is kept in fp32, else torch's."""
+    """A LayerNorm for the residual stream: `MixedLayerNorm` if the stream is in fp32, otherwise `nn.LayerNorm`."""
     kind = MixedLayerNorm if cfg.fp32_residual else nn.LayerNorm
     return kind(cfg.hidden_size, eps)
 
@@ -109,12 +109,12 @@ class FusedAttention(nn.Module):
     """Self-attention with one fused projection, whose rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
 
     With query-key layer scaling, queries are divided by `number` x sqrt(K), and scores are multiplied by `number` in
-    fp32. Mathematically nothing changes, but the products q k^T stay below the largest float16 number. This limit only
-    matters with attention dropout, because the plain formula stores the products in float16; all other kernels keep the
-    products in fp32.
+    fp32. The scores do not change mathematically, but the products q k^T stay below the largest float16 number. The
+    scaling matters only with attention dropout, where the plain formula stores the products in float16; all other
+    kernels keep the products in fp32.
 
     Args:
-        cfg: sizes and dropout rate.
+        cfg: the model's sizes and dropout rate.
         number: number of the layer, from 1.
     """
 
@@ -127,7 +127,7 @@ class FusedAttention(nn.Module):
         self.dropout = KeyedDropout(cfg.attention_dropout)
 
     def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
-        # -1 is the number of heads, inferred from the tensor: under tp the projection has only this rank's heads.
+        # The -1 stands for the number of heads, because under tp the projection has only this rank's heads.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
         dropout = self.dropout.of_probabilities(head_ids, sample_ids)
         if self.coefficient is not None:
@@ -144,15 +144,14 @@ class FusedAttention(nn.Module):
 def gelu(x: Tensor, form: Gelu) -> Tensor:
     """GELU (arXiv:1606.08415): `erf` is x times the normal cdf, and `tanh` is the approximation from the paper."""
     if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
-        # The same function, by 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel takes half the time for this form.
+        # Replace the tanh by a sigmoid, 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel then takes half the time.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         twice_u = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide)
         return (wide * torch.sigmoid(twice_u)).to(x.dtype)
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
-# Activation functions of the gate; the activated gate multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's
-# glu_activations).
+# Activation functions for the gate of a gated feed-forward (arXiv:2002.05202; Megatron-DeepSpeed's glu_activations).
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "swiglu": F.silu,
@@ -162,12 +161,12 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """The feed-forward down(gelu(up x)), or with `[model] glu` the gated down(value * activation(gate)).
+    """The feed-forward layers: down(gelu(up x)), or down(value * activation(gate)) if `[model] glu` is set.
 
-    Rows of a gated `up` are ordered [F, (value, gate)], so that tp cuts between pairs.
+    With a gate, the rows of `up` are ordered [F, (value, gate)], so that tp never separates a value from its gate.
 
     Args:
-        cfg: sizes and the kind of gate.
+        cfg: the model's sizes and kind of gate.
         form: form of the GELU; Megatron, BLOOM and GPT-2 use the tanh approximation.
     """
 
@@ -187,15 +186,15 @@ class MLP(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The output layer: logits from the last hidden state, or with labels the sum of token losses.
+    """The output layer: computes logits from the last hidden state, or the sum of token losses if it gets labels.
 
-    The head owns the loss, so that matrix product and cross-entropy run chunk by chunk, never with all logits at once.
-    Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the extra rows give no
-    logits.
+    The head also computes the loss, so that the matrix product and the cross-entropy run chunk by chunk, and all logits
+    never exist at once. Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the
+    extra rows produce no logits.
 
     Args:
-        cfg: sizes and the terms of the loss.
-        bias: True to add a bias to the logits, as BERT does; BLOOM and GPT have none.
+        cfg: the model's sizes and the terms of its loss.
+        bias: True to add a bias to the logits, as in BERT; False for no bias, as in BLOOM and GPT.
 
     Attributes:
         loss_name: name of the head's loss among the sums that the model returns.
@@ -217,12 +216,12 @@ class LMHead(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(cfg.padded_vocab_size)) if bias else None)
 
     def forward(self, h: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None) -> Tensor:
-        """Compute logits [..., V] from h, or with labels the fp32 scalar sum of token losses.
+        """Compute logits [..., V] from h or, if labels are given, the sum of token losses as an fp32 scalar.
 
         Args:
             h: hidden states, [..., D].
-            labels: tokens to predict, [...] int64; a label of -100 takes no part in the sum.
-            label_weights: weight of each token's loss in the sum, [...] fp32; None: all 1.
+            labels: tokens to predict, [...] int64; the loss ignores labels of -100.
+            label_weights: weight of each token's loss in the sum, [...] fp32; None: all weights are 1.
         """
         if labels is None:
             bias = None if self.bias is None else self.bias[: self.vocab_size]
@@ -251,8 +250,8 @@ def finish(
     """The result of one stage of a decoder.
 
     Returns:
-        {"hidden": hidden} on a stage without the head. On the stage with the head, the logits [B, S, V], or with labels
-        {"lm": fp32 sum of token losses}.
+        {"hidden": hidden} on a stage without the head. On the stage with the head: {"lm": fp32 sum of token losses} if
+        there are labels, otherwise the logits [B, S, V].
     """
     if norm is None or head is None:
         return {"hidden": hidden}

@@ -12,7 +12,7 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
     """Refuse lengths that cp, or tp with sequence parallelism, does not divide.
 
     Raises:
-        ValueError: a length that is not divisible.
+        ValueError: a length is not divisible.
     """
     cp, tp = sizes["cp"], sizes["tp"]
     for key, length in lengths.items():
@@ -30,9 +30,10 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
 def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: Mapping[str, int]) -> bool:
     """True if attention under cp exchanges heads, False if it gathers keys and values ([mesh] cp_form).
 
-    Per token of a rank, gathering receives (cp - 1) 2 G K numbers. Exchanging heads receives 2 (H + G) K (cp - 1) / cp
-    numbers. Here H and G are the numbers of this rank's query heads and key/value heads. So 'auto' exchanges heads if
-    cp divides the heads and cp > H / G + 1. The memory for attention has the same ratio.
+    For each of its tokens, a rank receives (cp - 1) 2 G K numbers if it gathers keys and values, and
+    2 (H + G) K (cp - 1) / cp numbers if it exchanges heads. Here H and G are the numbers of the rank's query heads and
+    key/value heads. So 'auto' exchanges heads if cp divides the heads and cp > H / G + 1. The memory that the two
+    forms need for attention is proportional to these numbers.
 
     Raises:
         ValueError: cp_form is 'heads', and cp does not divide the heads.

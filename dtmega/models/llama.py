@@ -53,8 +53,8 @@ class Attention(nn.Module):
         q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
         k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        # Transpose only after the rotation. The tensors then keep the memory order [B, S, H, K], which the linear
-        # layers write and read in forward and backward, and nothing is copied.
+        # Transpose only after the rotation. The tensors then keep the memory order [B, S, H, K], in which the linear
+        # layers write and read tensors in forward and backward, so nothing is copied.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
         return self.out(out.transpose(1, 2).flatten(2))
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class Llama(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         frequencies: rotation angle per position, for each pair of channels. All heads use the same frequencies, so no
@@ -130,12 +130,12 @@ class Llama(Model):
 
         Args:
             tokens: token ids, [B, S] int64.
-            labels: token to predict at each place, [B, S] int64; a label of -100 takes no part in the loss.
+            labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, ignored because Llama has no dropout.
-            position_ids: positions for the rotation of queries and keys, [B, S] int64; None: `places`.
+            position_ids: positions for the rotation of queries and keys, [B, S] int64; None to use `places`.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-            prefix: mask of the tokens visible to all tokens of the same document, even to earlier tokens, [B, S] bool.
-            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all 1.
+            prefix: mask of the tokens that all tokens of their document attend to, even earlier tokens, [B, S] bool.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
                 part of S if a plan cuts the sequence.
             places: global index of each token in its sample, [B, S] int64.
@@ -170,14 +170,14 @@ class Llama(Model):
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
     """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low frequencies reduced.
 
-    Llama 3.1 extends its context by reducing the low frequencies. A frequency that turns fewer than
-    `rope_low_freq_factor` times within `rope_original_length` is divided by `rope_factor`. A frequency that turns more
-    than `rope_high_freq_factor` times stays, and frequencies between these two bounds are interpolated
+    Llama 3.1 extends its context by reducing the low frequencies. A frequency with fewer than `rope_low_freq_factor`
+    turns within `rope_original_length` positions is divided by `rope_factor`. A frequency with more than
+    `rope_high_freq_factor` turns does not change. Frequencies between these two bounds are interpolated
     (github.com/meta-llama/llama-models, models/llama3/model.py `apply_scaling`).
     """
     frequencies = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     turns = cfg.rope_original_length * frequencies / (2 * math.pi)
     width = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
-    # 1 for a frequency that stays, 0 for a frequency that is divided by the full factor.
+    # 1 for a frequency that does not change, 0 for a frequency that is divided by the full factor.
     stays = ((turns - cfg.rope_low_freq_factor) / width).clamp(0, 1)
     return frequencies * (stays + (1 - stays) / cfg.rope_factor)

@@ -17,40 +17,41 @@ Per = Literal["token", "label", "decoder", "sequence"]
 
 
 class Model(nn.Module):
-    """A whole model, or the part of it that one pipeline stage holds. Every model that dtmega trains is a subclass.
+    """A whole model, or one pipeline stage of a model. Every model that dtmega trains is a subclass.
 
-    A model is called as `model(**rows of a microbatch, **tensors from the stage before)` and returns tensors by name:
-    tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32 scalars (listed
-    by the family's objective). Without labels the last stage returns predictions instead of a loss; a language
+    A model is called as `model(**tensors of a microbatch, **tensors from the previous stage)` and returns tensors by
+    name: tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32 scalars
+    (listed by the family's objective). Without labels the last stage returns predictions instead of a loss; a language
     model's predictions are the logits [B, S, V].
 
-    A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. If a
-    stage receives a tensor and does not return it, the tensor goes on to the next stage unchanged, provided that the
-    boundary lists the tensor.
+    A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. If the
+    boundary lists a tensor that a stage receives but does not return, the tensor is passed to the next stage unchanged.
 
-    The place of a token is its global index in its sample. Places come with the batch, because a rank's tokens may be
-    any part of a sequence, and a model cannot count places itself. Without places, as in a notebook, the tokens are
-    treated as a whole sequence that starts at 0.
+    The place of a token is its global index in its sample. The batch contains the places, because a rank may hold any
+    part of a sequence, and a model cannot compute the places itself. If the caller passes no places (for example, in a
+    notebook), the tokens are treated as a whole sequence that starts at place 0.
 
     Attributes:
         cfg: the [model] section of the configuration.
         layers: the blocks by number, in a model with a single stack.
-        ties: groups of names that share one parameter in the whole model; checkpoints use the first name.
-        longest: length of the longest sequence that the model has positions for; None: any length.
+        ties: groups of parameter names in the whole model. All names in a group share one parameter, and checkpoints
+            use the first name.
+        longest: length of the longest sequence that the model has positions for; None: there is no limit.
         runs_layers: True if the model calls `run_layers` for all layers of a stack. Recomputing several layers as a
             unit needs `run_layers`.
         has_cache: True if forward takes a `cache`, so that generation computes each token once.
-        experts_per_token: number of experts that each token uses, if a weight [experts, rows, columns] stacks experts;
-            None: no weight stacks experts.
-        works_per: module name -> unit of work, for modules that do not run on every token: the module runs once per
-            labelled token, per decoder token, or per sequence. A name also covers all nested modules; later names
-            override earlier names.
+        experts_per_token: number of experts that each token uses, for models whose weights [experts, rows, columns]
+            stack experts; None for all other models.
+        works_per: unit of work, by module name, of the modules that do not run on every token. Such a module runs once
+            per labelled token, per decoder token, or per sequence. An entry also applies to all nested modules, and
+            later entries override earlier entries.
         lengths: keys of [data] that hold the lengths of the model's sequences.
-        both_ways: keys of [data] that hold the lengths of texts with attention in both directions.
-        decoder_rows: names of the batch rows that are as long as the decoder's text.
+        both_ways: keys of [data] that hold the lengths of sequences with attention in both directions.
+        decoder_rows: names of the batch's tensors that have the length of the decoder's sequence.
         context: ranks that share the sequences of the current batch; None: this process has whole sequences.
-        decoder_begins: name of the first piece of a decoder that follows an encoder; '' if there is none.
-        one_backward: reason why backward cannot run in two parts; '' if it can.
+        decoder_begins: name of the first piece of a decoder that follows an encoder; '' for models without such a
+            decoder.
+        one_backward: reason why backward cannot run in two parts; '' if backward can run in two parts.
     """
 
     cfg: Any
@@ -74,14 +75,14 @@ class Model(nn.Module):
         return super().__call__(tokens, *args, places=places, **kwargs)
 
     def part_of(self, rows: Mapping[str, Tensor], context: ContextParallel) -> dict[str, Tensor]:
-        """This rank's part of a batch's rows, including the places of the tokens in this part."""
+        """This rank's part of a batch, including the places of the tokens in that part."""
         whole = {"places": consecutive(rows["tokens"]), **rows}
         if "decoder_tokens" in rows:
             whole.setdefault("decoder_places", consecutive(rows["decoder_tokens"]))
         parts: dict[str, Tensor] = {}
         for name, row in whole.items():
             length = "decoder_seq_len" if name in self.decoder_rows else "seq_len"
-            # A row [B] has one number per sample, which every rank needs.
+            # A tensor [B] has one number per sample, and every rank needs all of these numbers.
             parts[name] = row if row.ndim < 2 else context.slice(row, balanced=length not in self.both_ways)
         return parts
 
@@ -104,15 +105,15 @@ class Model(nn.Module):
     def may_fuse(self, labels: Tensor | None, attention_dropout: float = 0.0) -> bool:
         """True if attention may use a fused kernel in this forward.
 
-        A fused kernel is compiled anew for each length and takes no keyed dropout mask. Passes without labels are
-        mostly for generation, where each new token changes the length. So only passes with labels and without attention
-        dropout use a fused kernel.
+        A fused kernel is compiled again for each length, and does not support keyed dropout masks. Forward passes
+        without labels mostly generate text, where each new token changes the length. So only passes with labels and
+        without attention dropout use a fused kernel.
         """
         drops = self.training and attention_dropout > 0
         return labels is not None and not drops
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
-        """Run `hidden` through these layers in turn. Every layer also gets the `shared` arguments.
+        """Apply the layers to `hidden`, one after the other. Every layer also gets the `shared` arguments.
 
         A model calls this method once for all layers of a stack, so that `recompute.py` can recompute several layers as
         a unit.
@@ -122,7 +123,7 @@ class Model(nn.Module):
         return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of a whole model, in the pipeline's order: name -> the piece's modules, including nested ones.
+        """The pieces of a whole model, in the pipeline's order: name -> modules of the piece, with all nested modules.
 
         By default, modules registered before the blocks belong to the embedding, and modules registered after the
         blocks belong to the head.
@@ -143,15 +144,19 @@ class Model(nn.Module):
         return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece, for a causal decoder with heads x head size = D."""
+        """`Piece.attention_flops` of the named piece, for a causal decoder with number of heads x head size = D."""
         return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the named piece; both 0 by default."""
+        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the named piece. By default, both are 0."""
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """The tensors [B, length, D] handed on by a stage that ends with piece `after`: name -> key of the length."""
+        """The tensors [B, length, D] that a stage passes on if it ends with `after`: name -> [data] key of the length.
+
+        Args:
+            after: name of the stage's last piece.
+        """
         return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
@@ -167,20 +172,23 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Tell the heads which gradient backward will pass to each sum. Call this method before a forward in training.
+        """Announce to the heads the gradient that backward will pass to each sum.
 
-        A head computes its gradient during the forward pass. In float16 the head must multiply the gradient by the
-        sum's factor before rounding, or small gradients become 0.
+        Call this method before each forward pass in training. A head computes its gradient during the forward pass. In
+        float16 the head must multiply the gradient by the sum's factor before rounding, or small gradients become 0.
 
         Args:
-            factors: name of a sum -> the sum's factor, which is loss scale x weight / count.
+            factors: factor of each sum, loss scale x weight / count, by the sum's name.
         """
         for module in self.modules():
             if hasattr(module, "expected"):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Let the heads that sum a loss over tokens use compiled kernels, for runs that also compile the blocks."""
+        """Make the heads that sum a loss over tokens use compiled kernels.
+
+        Runs that compile the blocks call this method.
+        """
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
@@ -188,7 +196,7 @@ class Model(nn.Module):
     def tie(self) -> None:
         """Make tied names share one parameter. Call this method again after parameters are replaced (`to_empty`).
 
-        If a stage holds only some of the tied names, those names share one parameter; `pipelining/tied.py` ties the
+        On a pipeline stage, only the tied names that the stage holds share one parameter; `pipelining/tied.py` ties the
         parameters of different stages.
         """
         here = dict(self.named_parameters(remove_duplicate=False))
@@ -215,10 +223,10 @@ class Model(nn.Module):
     def unseen(self) -> dict[str, Tensor]:
         """Masks of the parameter elements that no output depends on: name -> bool mask in the whole parameter's shape.
 
-        The bias of unrotated keys adds the same number to all scores of a query, and softmax cancels that number. The
-        gradient of this bias is 0, but computing the gradient leaves rounding noise, which Adam would turn into full
-        steps. So training sets these gradients to 0, and the bias keeps its initial value. The bias exists only because
-        the weights of other programs have this bias.
+        The bias of unrotated keys adds one number to all scores of a query, and softmax cancels that number. The
+        gradient of the bias is therefore 0, but computing the gradient leaves rounding noise, which Adam would turn
+        into full steps. So training sets the gradient to 0, and the bias keeps its initial value. The models have this
+        bias only because the checkpoints of other programs contain it.
 
         A module with unseen elements has its own method `unseen`, which returns masks by the module's parameter names.
         """

@@ -1,6 +1,6 @@
 """Samples for people to read: a model continues a prompt, or fills in the prompt's masks or hidden spans.
 
-Each family has one of these kinds of sample. `dtmega generate` prints samples of that kind, as does a run at its end.
+Each family has one kind of sample, which `dtmega generate` prints, and which a run prints at its end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class Show(NamedTuple):
     """The kind of sample that a family shows.
 
     Attributes:
-        options: options of `dtmega generate` that `text` takes. Each option has a default; no other options are passed.
+        options: options of `dtmega generate` that `text` takes. Each option has a default. `text` gets no other option
+            of the command.
         text: function (model, tokenizer, prompt, **options) -> text to print. The options also include `multiple` and
             `settle` of `Sampling`, and the options that `families.sample_options` derives from the run. The function
-            raises a ValueError for a prompt that it cannot use.
-        reads: [data] keys; `text` gets the values that these keys have in the run.
+            raises a ValueError if it cannot use the prompt.
+        reads: [data] keys whose values in the run are also passed to `text` as options.
         together: function like `text`, but for several prompts that share each forward pass; None: prompts are
             processed one by one.
     """
@@ -57,7 +58,7 @@ def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 
         options: fields of `Sampling`.
 
     Raises:
-        ValueError: a prompt that `generate` refuses.
+        ValueError: `generate` refuses the prompt.
     """
     (text,) = all_continued(model, tokenizer, [prompt], tokens=tokens, **options)
     return text
@@ -83,19 +84,19 @@ def filled(
     multiple: int = 1,
     settle: Settle = settle_alone,
 ) -> str:
-    """The prompt, then one line per [MASK] with the most probable tokens at that place.
+    """The prompt, followed by one line per [MASK] with the most probable tokens for that mask.
 
     Args:
-        model: an encoder that returns logits [B, S, V] by name.
+        model: an encoder that returns the logits [B, S, V] as "logits".
         tokenizer: the model's tokenizer, which has [CLS], [MASK] and [SEP].
         prompt: text with at least one [MASK].
         top_k: number of tokens to list per mask; 0 = all.
-        multiple: number that must divide the sequence length: the size of tp.
-        settle: function called with the ids of the listed tokens, int64 [masks, top_k]. The function may overwrite the
+        multiple: size of tp, which must divide the sequence length.
+        settle: function that is called with the ids of the listed tokens, int64 [masks, top_k], and may overwrite the
             ids (`Sampling.settle`).
 
     Raises:
-        ValueError: a prompt without a mask, or a prompt with more tokens than the model has positions for.
+        ValueError: the prompt has no mask, or has more tokens than the model has positions for.
     """
     tokens, masks = masked(tokenizer, prompt)
     longest = (model.longest or sys.maxsize) // multiple * multiple
@@ -120,10 +121,10 @@ def filled(
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """The ids of a prompt, enclosed in [CLS] and [SEP], and the indices of the mask ids.
+    """The token ids of a prompt, enclosed in [CLS] and [SEP], and the indices of the masks among these ids.
 
     Raises:
-        ValueError: a prompt without a mask.
+        ValueError: the prompt has no mask.
     """
     before, *after = prompt.split(MASK)
     if not after:
@@ -152,20 +153,20 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """The prompt, then one line per <extra_id_0>, <extra_id_1>, ... with the text that the decoder puts there.
+    """The prompt, followed by one line per <extra_id_0>, <extra_id_1>, ... with the decoder's text for that span.
 
     A prompt without any <extra_id_...> gets <extra_id_0> at its end.
 
     Args:
         model: a model with an encoder and a decoder.
         tokenizer: the model's tokenizer.
-        prompt: text in which <extra_id_0> and so on stand for hidden spans.
-        tokens: maximum number of tokens in the answer, all spans together.
+        prompt: text in which <extra_id_0> and so on mark the hidden spans.
+        tokens: maximum number of tokens in the answer, for all spans together.
         objective, sentinels: values of these [data] keys in training.
         options: fields of `Sampling`.
 
     Raises:
-        ValueError: a prompt with a sentinel number that the model does not have, or a prompt that `answer` refuses.
+        ValueError: the prompt has a sentinel number that the model does not have, or `answer` refuses the prompt.
     """
     if not SENTINEL.search(prompt):
         prompt += "<extra_id_0>"
@@ -189,7 +190,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
     """The ids of a prompt, with the sentinels in place of <extra_id_0> and so on.
 
     Raises:
-        ValueError: a number beyond the last sentinel.
+        ValueError: a number in the prompt is beyond the last sentinel.
     """
     text, *others = SENTINEL.split(prompt)  # text, number, text, number, ..., text
     ids = tokenizer.encode(text)
@@ -206,7 +207,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
     """The ids that follow each sentinel in a decoder's answer, by the sentinel's number.
 
-    A model that has learnt little may begin with other tokens. These tokens count as part of span number `first`.
+    Tokens before the first sentinel, which a barely trained model may produce, count as part of span number `first`.
     """
     numbers = {sentinel: number for number, sentinel in enumerate(known.sentinels)}
     spans: dict[int, list[int]] = {}

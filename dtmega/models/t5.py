@@ -1,9 +1,9 @@
 """T5 (Raffel et al., arXiv:1910.10683) and T5 v1.1: an encoder, and a decoder that reads the encoder's output.
 
 Positions are relative: each stack learns one number per head and distance bucket, and all layers of the stack add these
-numbers to their attention scores. With other values of the [model] keys the same classes form Megatron's T5, which has
-learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for one device
-also runs in pieces: as pipeline stages, or cut by tensor parallelism.
+numbers to their attention scores. With other values of the [model] keys, the classes in this file form Megatron's T5,
+which has learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for
+one device also runs in pieces: as pipeline stages, or cut by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Attention(nn.Module):
 
         Args:
             x: source of the queries, [B, T, D].
-            rule: attention rule: which queries attend to which keys, and which bias each score gets.
+            rule: attention rule, which defines the mask and the bias of the scores.
             head_ids: global numbers of this rank's heads, [H] int32.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks.
-            encoded: encoder's output as the source of keys and values, [B, S, D]; None: x is that source.
+            encoded: encoder's output as the source of keys and values, [B, S, D]; None to compute both from x.
         """
         source = x if encoded is None else encoded
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
@@ -72,7 +72,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward down(drop(act(up x))), or with a gate down(drop(act(gate x) * up x)) (arXiv:2002.05202)."""
+    """The feed-forward layers, which may be gated (arXiv:2002.05202).
+
+    Without a gate, the result is down(drop(act(up x))). With a gate, the result is down(drop(act(gate x) * up x)).
+    """
 
     def __init__(self, cfg: config.T5) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size, bias=cfg.bias)
 
     def forward(self, x: Tensor, channel_ids: Tensor, sample_ids: Tensor | None, places: Tensor) -> Tensor:
-        """Compute the feed-forward of x.
+        """Apply the feed-forward layers to x.
 
         Args:
             x: input, [B, T, D].
@@ -102,7 +105,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: self-attention, cross-attention (only in the decoder), feed-forward; each is h + drop(f(norm h))."""
+    """One layer: self-attention, cross-attention in the decoder, and feed-forward, each as h + drop(f(norm h))."""
 
     def __init__(self, cfg: config.T5, decodes: bool) -> None:
         super().__init__()
@@ -143,7 +146,7 @@ class _Text(NamedTuple):
         tokens: token ids, [B, S] int64.
         places: global index of each token in its sample, [B, S] int64.
         document_ids: number of each token's document, [B, S] int64. A token attends only to tokens of its own
-            document, and padding is a document of its own. None: all tokens belong to one document.
+            document, and padding counts as a separate document. None: all tokens belong to one document.
     """
 
     tokens: Tensor
@@ -152,7 +155,7 @@ class _Text(NamedTuple):
 
 
 class T5(Model):
-    """The model, or the part of it that one pipeline stage holds.
+    """The whole model, or one pipeline stage of the model.
 
     Attributes:
         encoder, decoder: the blocks of each stack by number.
@@ -162,8 +165,8 @@ class T5(Model):
             plan gathers the output here, once for all layers.
         head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
             numbers along with the heads.
-        channel_ids: global number of each inner channel of the feed-forward, used in the keys of dropout there; a
-            buffer, so that a plan can cut the numbers along with the channels.
+        channel_ids: global number of each inner channel of the feed-forward, used to key the dropout of these channels;
+            a buffer, so that a plan can cut the numbers along with the channels.
     """
 
     cfg: config.T5
@@ -181,10 +184,9 @@ class T5(Model):
         self.cfg = cfg
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
-        # Some schedules run backward in two parts. torch finds the weights for the second part by following the graph
-        # from a stage's inputs, and walks through that graph once for each input. This search gives wrong gradients for
-        # the decoder's embedding, which depends on no input of its stage, and for the table of relative positions,
-        # which all layers share.
+        # Some schedules run backward in two parts. To find the weights for the second part, torch follows the graph
+        # from each input of the stage. This search gives wrong gradients for the decoder's embedding, which depends on
+        # no input of its stage, and for the table of relative positions, which all layers share.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -217,7 +219,7 @@ class T5(Model):
             self.ties = (*self.ties, ("positions.weight", "decoder_positions.weight"))
         self.tie()
         # For the FLOP counter: the decoder's modules run once per decoder token, but cross-attention computes its keys
-        # and values from the encoder's tokens. Later names override earlier ones.
+        # and values from the encoder's tokens. Later entries override earlier entries.
         works_per: dict[str, Per] = {"decoder": "decoder", "head": "decoder"}
         for i in range(cfg.decoder_layers):
             works_per |= {f"decoder.{i}.cross.k": "token", f"decoder.{i}.cross.v": "token"}
@@ -229,10 +231,10 @@ class T5(Model):
         return [*self.encoder.values(), *self.decoder.values()]
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """Pieces of both stacks, encoder first. A layer's piece includes the modules that the whole stack shares."""
+        """The pieces of both stacks, encoder first. A layer's piece includes the modules that all layers share."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
-            """These modules and all nested modules. None stands for a module that this variant of T5 lacks."""
+            """These modules and all nested modules. A module that this variant of T5 lacks is None."""
             nested: list[nn.Module] = []
             for module in modules:
                 if module is not None:
@@ -249,7 +251,11 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The tensors handed on: the hidden state inside a stack, and the encoder's output after the encoder."""
+        """The tensors that a stage passes on.
+
+        A stage that ends inside a stack passes on the hidden state. From the end of the encoder on, each stage passes
+        on the encoder's output.
+        """
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
         encoded = {"encoded": "seq_len"}
@@ -278,17 +284,17 @@ class T5(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: text that the encoder reads, [B, S] int64.
-            decoder_tokens: decoder's text so far, [B, T] int64; None: run the encoder only.
-            labels: token to predict at each place, [B, T] int64; a label of -100 takes no part in the loss.
+            tokens: tokens of the encoder's text, [B, S] int64.
+            decoder_tokens: tokens of the decoder's text so far, [B, T] int64; None to run only the encoder.
+            labels: token to predict at each place, [B, T] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
-            document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; both or
-                neither. A token attends only to tokens of its own document, in cross-attention too. Padding is a
-                document of its own.
-            hidden: hidden state from the stage before, [B, S, D] or [B, T, D], on stages that begin inside a stack. If
-                a plan cuts the sequence, only this rank's part of the sequence.
-            encoded: encoder's output, [B, S, D], on stages after the encoder; cut like `hidden`. A whole model with
-                `encoded` runs only the decoder, so that generation runs the encoder once.
+            document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; pass both
+                arguments or none. A token attends only to tokens of its own document, in cross-attention too. Padding
+                counts as a separate document.
+            hidden: hidden state from the previous stage, [B, S, D] or [B, T, D], for stages that begin inside a stack;
+                only this rank's part of the sequence if a plan cuts the sequence.
+            encoded: encoder's output, [B, S, D], for stages after the encoder; cut like `hidden`. A whole model that
+                gets `encoded` runs only the decoder, so that generation runs the encoder once.
             places, decoder_places: global index of each token in its sample, [B, S] and [B, T] int64.
             cache: key/value cache of the decoder's earlier tokens; this call adds `decoder_tokens` to the cache.
 
@@ -298,7 +304,7 @@ class T5(Model):
             decoder_tokens, return {"encoded": the encoder's output}.
 
         Raises:
-            ValueError: dropout in training without sample_ids.
+            ValueError: sample_ids is None in training with dropout.
         """
         fused = self.may_fuse(labels, self.cfg.attention_dropout)
         source = _Text(tokens, places, document_ids)
@@ -318,7 +324,7 @@ class T5(Model):
             return handed_on
         hidden = self.decoder_dropout(self.decoder_norm(hidden), sample_ids, decoder_places)
         if self.cfg.scale_head:
-            # The first T5 ties the head to the embedding, and the embedding's std of 1 would make the logits too large.
+            # The original T5 ties the head to the embedding, whose std of 1 would make the logits too large.
             hidden = hidden * self.cfg.hidden_size**-0.5
         logits_or_loss = self.head(hidden, labels)
         return logits_or_loss if labels is None else {"lm": logits_or_loss}
@@ -329,7 +335,7 @@ class T5(Model):
         """Run the modules of the encoder that this stage holds.
 
         Returns:
-            (encoder's hidden state, None) if the encoder goes on after this stage; (None, encoder's output) if the
+            (encoder's hidden state, None) if the encoder continues on the next stage; (None, encoder's output) if the
             encoder ends on this stage.
         """
         if self.embed is not None and self.embed_dropout is not None:
@@ -357,15 +363,15 @@ class T5(Model):
         cache: KeyValueCache | None,
         fused: bool,
     ) -> Tensor | None:
-        """Run the decoder's embedding and layers, as far as this stage holds them, without the norm before the head.
+        """Run the decoder's embedding and layers that this stage holds, but not the norm before the head.
 
         Args:
             target: the decoder's text.
-            hidden: decoder's hidden state from the stage before, [B, T, D]; None if the decoder begins here.
+            hidden: decoder's hidden state from the previous stage, [B, T, D]; None if the decoder begins on this stage.
             source: the encoder's text.
             encoded: encoder's output, [B, S, D].
-            sample_ids, cache: as in `forward`.
-            fused: True if attention may use a fused kernel, which is compiled for this length.
+            sample_ids, cache: arguments of `forward`.
+            fused: True if attention may use a fused kernel (`Model.may_fuse`).
 
         Returns:
             The decoder's hidden state [B, T, D]. A stage without any part of the decoder returns `hidden` unchanged.
@@ -386,7 +392,7 @@ class T5(Model):
             fused=fused,
             context=self.context,
         )
-        # Cross-attention ignores positions: it adds no table, and only documents restrict it.
+        # Cross-attention ignores positions: scores get no bias from the table, and only documents forbid pairs.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,
@@ -412,7 +418,7 @@ class T5(Model):
         """The std of N(0, std) for the parameter with this full name; None if `init_constant` fills the parameter.
 
         With `init = "normal"` the values are Megatron's. Otherwise the values are the same as in mesh_tensorflow and
-        transformers: 1 / sqrt(inputs) for all weights but the embedding. Query weights have the extra factor
+        transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the extra factor
         1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x uses.
         """
         cfg = self.cfg
@@ -437,7 +443,10 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops`. In the encoder every token attends to all tokens, and padding counts like text."""
+        """`Piece.attention_flops` of the named piece. Every token of the encoder attends to all tokens.
+
+        Padding counts like text.
+        """
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:

@@ -1,21 +1,22 @@
-"""Attention under a rule (`dtmega/ops/attention_rule.py`), as one function over four kernels.
+"""Attention under a rule (`dtmega/ops/attention_rule.py`): one function that chooses between four kernels.
 
     rule = attention_rule(places, causal=True, slopes=slopes)    # once per forward pass, shared by all layers
     out = attention(q, k, v, rule)                               # [B, H, S, K]
 
-- CUDA: FlexAttention. The bias is computed inside the kernel and never stored.
-- CPU: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a chunk reads only the keys
-  that it may see, and the bias depends only on the distance. A single strip of biases then serves every chunk as a
-  view: [H, C, S] floats instead of [H, S, S] per layer. Otherwise, and for documents, each chunk's bias is computed
-  when the chunk is processed, and again in the backward pass.
-- CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16: batched matrix products over the same chunks
-  (`cpu/attention.py`).
-- Attention dropout on other devices, and a learned bias without FlexAttention: the plain formula over the same chunks.
-  No fused kernel takes a dropout mask that is keyed by global indices.
+- CUDA, for rules with `fused=True`: FlexAttention. The bias is computed inside the kernel and never stored.
+- CPU, and CUDA with `fused=False`: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a
+  chunk reads only the keys that its queries may see, and the bias depends only on the distance. A single strip of
+  biases then serves every chunk as a view: [H, C, S] floats instead of [H, S, S] per layer. If places are not
+  consecutive, or if there are documents, each chunk's bias is computed when the chunk is processed. On a CPU, the
+  backward pass computes the bias again.
+- CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16 tensors: batched matrix products over chunks of
+  queries (`cpu/attention.py`).
+- Attention dropout without these batched products, and a learned bias without FlexAttention: the plain formula over
+  chunks of queries. No fused kernel supports a dropout mask that is keyed by global indices.
 
-The bias stays in fp32 whatever the compute dtype is. If `slope * place` were rounded to bf16, as in the original BLOOM,
-the bias would become a staircase. Distances are measured between places in the sequence, even if position ids restart
-in each document, because Megatron's ALiBi ignores those ids.
+The bias is in fp32 for every compute dtype. If `slope * place` were rounded to bf16, as in the original BLOOM, the bias
+would become a staircase. Distances are measured between places in the sequence, even if position ids restart in each
+document, because Megatron's ALiBi ignores those ids.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ def attention(
     Args:
         q: queries, [B, H, S, K].
         k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
-            k, and so on. With a cache, keys and values of the new tokens only, [B, G, S, K].
-        rule: result of `attention_rule`, which must be built with `fused=False` if `dropout` is given.
+            k, and so on. With a cache, only the keys and values of the new tokens, [B, G, S, K].
+        rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None: nothing is dropped.
         scale: factor of the scores; None: 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
             the products q k^T in the dtype of q.
 
     Returns:
-        Output [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
+        Output [B, H, S, K] in the dtype of v; 0 for a query that sees no key.
     """
     if rule.shared is not None:
         return _over_ranks(q, k, v, rule.shared, dropout, scale)
@@ -172,7 +173,7 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 
 
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Convert the bias to fp64 if q is fp64: torch's CPU kernel would return wrong numbers otherwise (torch 2.13)."""
+    """Convert the bias to fp64 if q is fp64, because torch's CPU kernel would return wrong numbers (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 
@@ -180,8 +181,8 @@ class _ByChunks(torch.autograd.Function):
     """torch's fused kernel for CPUs, chunk by chunk, with a backward pass that saves memory.
 
     torch would keep each chunk's mask for the backward pass; here the backward pass computes each mask again. Many
-    chunks read the same keys and values, so the gradients of keys and values are summed in place; autograd would
-    instead create a full-length gradient, mostly zeros, for each chunk.
+    chunks read each key and value, so the gradients of keys and values are summed in place; autograd would instead
+    create a full-length gradient, mostly zeros, for each chunk.
     """
 
     @staticmethod
@@ -211,7 +212,7 @@ class _ByChunks(torch.autograd.Function):
         dk = torch.zeros_like(k)
         dv = torch.zeros_like(v)
         chunks = list(zip(rule.chunks(), sums, strict=True))
-        # Go from the last chunk to the first, as autograd would, so that the sums get the same bits as autograd's.
+        # Go from the last chunk to the first, as autograd would, so that the sums have the bits of autograd's sums.
         for chunk, log_sum_exp in reversed(chunks):
             queries = slice(chunk.start, chunk.stop)
             keys = slice(chunk.first, chunk.last)
@@ -275,8 +276,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | N
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
     """FlexAttention for a device type: compiled on CUDA, because the uncompiled function stores all S x S scores.
 
-    A block that is itself being compiled gets the plain function: Inductor compiles that function as part of the block,
-    and Dynamo would warn about the cached function.
+    A block that is being compiled itself gets the plain function, because Inductor compiles the plain function as part
+    of the block, and Dynamo would warn about the cached function.
     """
     if device_type != "cuda" or torch.compiler.is_compiling():
         return flex_attention

@@ -1,16 +1,16 @@
-"""A batch's attention rule, used by every kernel: which queries see which keys, and which bias each score gets.
+"""The attention rule of a batch, which defines the mask and the bias of the scores for every kernel.
 
     rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=slopes)    # once per forward
     out = attention(q, k, v, rule, dropout)                                                 # in each layer
 
 A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
-its sample. Places are global and come with the batch, because a rank may hold any part of a sequence, in any order.
-Documents and padding are given as document numbers [B, S], and a query attends only to keys with the same number. The
+its sample. Places are global and part of the batch, because a rank may hold any part of a sequence, in any order.
+Documents and padding are given as document numbers [B, S], and a query attends only to keys with its own number. The
 full mask [B, S, S] of all pairs is never built.
 
 Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
-both methods in its kernel; the other kernels evaluate both for one chunk of queries at a time. Work is saved where the
-result for many pairs is known without looking at each pair:
+both methods in its kernel; all other kernels evaluate both methods for one chunk of queries at a time. Two shortcuts
+avoid evaluating each pair:
 
 - On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden
   (`block_mask.py`).
@@ -54,13 +54,13 @@ class AttentionRule(NamedTuple):
 
     Attributes:
         query_places, key_places: places of the queries, [B, S] int32, and of the keys, [B, T] int32.
-        query_documents, key_documents: document numbers, [B, S] and [B, T]; a query attends only to keys with the same
-            number. None: all tokens belong to one document.
+        query_documents, key_documents: document numbers, [B, S] and [B, T]; a query attends only to keys of its own
+            document. None: all tokens belong to one document.
         prefix: mask of the keys that causality does not hide, [B, T] bool.
         slopes: one factor per head, [H]; the bias is factor x distance (place of the key - place of the query).
         table: biases for the distances from -M to M, [H, 2 M + 1]; larger distances use the entry at the nearest end.
         strip: bias of the last chunk, [1, H or 1, C, columns], which contains the bias of every other chunk; None if
-            places are not consecutive, and in rules with a `block_mask`.
+            places are not consecutive, or if the rule has a `block_mask`.
         causal, window: arguments of `attention_rule`.
         block_mask: FlexAttention's mask; None if the kernels work on chunks of queries.
         cache: cache of keys and values; the first columns of `key_places` belong to the cached tokens.
@@ -156,7 +156,7 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        # The strip's last row has all negative distances, and its first row has all others.
+        # The strip's last row has all negative distances, and its first row has all other distances.
         negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
         zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
         return torch.cat([negative, zero_and_positive], dim=1)
@@ -176,7 +176,7 @@ class AttentionRule(NamedTuple):
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # Index `zero` is for distance 0, `at` for the distance from the chunk's last query to the chunk's first key.
+        # Index `zero` belongs to distance 0, index `at` to the distance from the chunk's last query to its first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
@@ -185,7 +185,7 @@ class AttentionRule(NamedTuple):
 
     @property
     def _strip_start(self) -> int:
-        """The column in which the strip's first row has distance 0. That row is for the last chunk's first query."""
+        """The column in which the strip's first row (the last chunk's first query) has distance 0."""
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
         return n_cached + _last_start(self.query_places.shape[1], self.query_places.device)
 
@@ -247,21 +247,21 @@ def attention_rule(
         places: global places of the query tokens in their samples, [B, S] int.
         causal: True if a query sees only the keys up to its own place.
         window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
-        document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding is a
-            document of its own.
-        prefix: mask of the keys visible to all queries of the same document, even to earlier queries, [B, T] bool. With
-            a cache, a prefix is allowed only while the cache is empty.
+        document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding counts
+            as a separate document.
+        prefix: mask of the keys that all queries of their document see, even earlier queries, [B, T] bool. With a
+            cache, a prefix is allowed only while the cache is empty.
         slopes: ALiBi's slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the
             slopes of this rank's heads.
         table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`): the bias is the entry for (place of the
             key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, only the rows of
             this rank's heads.
-        key_places, key_document_ids: places and documents of the keys, [B, T], if the keys come from other tokens than
-            the queries do (for example, from an encoder's tokens).
+        key_places, key_document_ids: places and documents of the keys, [B, T]; only for keys that belong to different
+            tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
             so a rule with a cache serves one forward pass only.
         fused: False to avoid fused kernels on CUDA, for attention dropout or for lengths that occur only once. The
-            host then waits for the device once, to learn whether places are consecutive.
+            host then waits for the device once, to check if places are consecutive.
         context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None: this process
             has whole sequences.
     """
@@ -278,7 +278,8 @@ def attention_rule(
         key_places, key_document_ids = cache.begin_forward(places, document_ids)
     attends_to_itself = key_places is None
     query_places = places.to(torch.int32)
-    # A copy, because torch 2.13 cannot compile a block whose custom autograd function gets the same tensor twice.
+    # The places are copied, because torch 2.13 cannot compile a block whose custom autograd function gets one tensor
+    # twice.
     keys = query_places.clone() if key_places is None else key_places.to(torch.int32)
     documents = key_document_ids
     if attends_to_itself and document_ids is not None:
@@ -291,7 +292,7 @@ def attention_rule(
 
 
 def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) -> AttentionRule:
-    """Add the field that saves a kernel work: a block mask on CUDA, or a strip if places are consecutive."""
+    """Add a field that reduces a kernel's work: a block mask on CUDA, or a strip if places are consecutive."""
     if rule.query_places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))
     depends_on_distance = rule.adds or rule.causal or rule.window > 0
@@ -304,8 +305,9 @@ def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) 
 def alibi_slopes(n_heads: int) -> Tensor:
     """ALiBi's slopes, [H] fp32 (Press, Smith, Lewis, "Train Short, Test Long", 2022).
 
-    The first n heads have 2^(-8 i/n) for i = 1, 2, ..., n, where n is the largest power of two up to H. The other H - n
-    heads have 2^(-8 i/n) for i = 1/2, 3/2, ..., with exponents halfway between the exponents of the first n heads.
+    The first n heads have the slopes 2^(-8 i/n) for i = 1, 2, ..., n, where n is the largest power of two up to H. The
+    remaining H - n heads have the slopes 2^(-8 i/n) for i = 1/2, 3/2, ..., whose exponents lie halfway between those of
+    the first n heads.
     """
     n = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -323,8 +325,8 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
     Args:
         n_buckets: number of buckets.
         max_distance: distance from which all distances share the last bucket.
-        bidirectional: True if half of the buckets are reserved for keys after the query; False if all these keys share
-            the bucket of distance 0.
+        bidirectional: True if half of the buckets are reserved for keys after the query; False if all keys after the
+            query share the bucket of distance 0.
     """
     if bidirectional:
         n_buckets //= 2
@@ -340,7 +342,7 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
 
 
 def _chunk_size(n_queries: int, device: torch.device) -> int:
-    """The number of queries in each chunk but the last one, which may be smaller."""
+    """The number of queries in each chunk except the last chunk, which may be smaller."""
     n_chunks = max(1, round(n_queries / CHUNK_QUERIES[device.type]))
     return -(-n_queries // n_chunks)
 
@@ -352,14 +354,14 @@ def _last_start(n_queries: int, device: torch.device) -> int:
 
 
 def _consecutive(places: Tensor) -> bool:
-    """True if each row of `places` [B, S] counts up by one, from any start. On a GPU the host waits for the answer."""
+    """True if each row of `places` [B, S] counts up by one, from any start. On a GPU the host waits for the result."""
     count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
     counts_up = (places - places[:, :1] == count).all()
     return bool(host.read(counts_up))
 
 
 def _strip(rule: AttentionRule) -> Tensor | None:
-    """A strip of biases: the rows are the queries of the last chunk, the columns cover the distances in all chunks.
+    """A strip of biases, whose rows are the queries of the last chunk, and whose columns cover all chunks' distances.
 
     Without causality, the first chunk sees keys further ahead than the last chunk does. For these keys, the strip has
     extra columns beyond the last key.

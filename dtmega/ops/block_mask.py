@@ -1,4 +1,4 @@
-"""FlexAttention's mask for an attention rule, from the bounds of places and documents in each block of tokens."""
+"""FlexAttention's mask for an attention rule, built from bounds on the places and documents of each block of tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ BLOCK = 128  # number of queries, and of keys, in a block of FlexAttention's mas
 def block_mask(rule: Any) -> BlockMask:
     """Build FlexAttention's mask from the bounds of places and document numbers in each block of queries or keys.
 
-    A block of pairs is marked as full (all pairs allowed) or empty if the bounds prove it, and as partial otherwise. In
-    a partial block the kernel checks each pair, so marking a full block as partial costs time but is not wrong.
-    `create_block_mask` would check all B S^2 pairs and take 12 bytes for each (torch 2.13).
+    A block of pairs is marked as full if the bounds prove that all pairs are allowed, as empty if the bounds prove that
+    no pair is allowed, and as partial otherwise. In a partial block the kernel checks each pair, so marking a full
+    block as partial costs time but is not wrong. `create_block_mask` would check all B S^2 pairs, and would need 12
+    bytes of memory per pair (torch 2.13).
     """
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def block_mask(rule: Any) -> BlockMask:
 
 
 def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of x [B, S] in each block, two tensors [B, blocks]."""
+    """The smallest and the largest value of x [B, S] in each block, as two tensors [B, blocks]."""
     n_blocks = -(-x.shape[1] // BLOCK)
     index = torch.arange(n_blocks * BLOCK, device=x.device).clamp(max=x.shape[1] - 1)
     low, high = x[:, index].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=-1)
@@ -56,7 +57,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """A mask [blocks] that is False only for a shorter last block, where the kernel has to check the end."""
+    """A mask [blocks] that is False only for a last block shorter than BLOCK, whose end the kernel has to check."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 

@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of the cp axis share each sequence, and the attention in each layer joins the parts.
 
-Each rank holds S / cp tokens of each row. Under a causal mask, rank r holds slices r and 2 cp - 1 - r of 2 cp slices,
-so that all ranks have the same number of pairs to compute (Llama 3, arXiv:2407.21783, section 3.3.2). With attention in
-both directions, rank r holds slice r of cp. Everything outside attention works on single tokens and needs no other
-rank, because places are global and come with the batch.
+Each rank holds S / cp tokens of each sequence. Under a causal mask, rank r holds slices r and 2 cp - 1 - r of 2 cp
+slices, so that all ranks compute equally many pairs of tokens (Llama 3, arXiv:2407.21783, section 3.3.2). With
+attention in both directions, rank r holds slice r of cp slices. Everything outside attention works on single tokens
+and needs no communication, because the batch contains the tokens' global places.
 
 Attention has two forms:
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-# torch 2.13 renamed this function and warns about the old name. torch 2.11 does not know the new name.
+# torch 2.13 renamed this function and warns about the old name. torch 2.11 has only the old name.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -39,17 +39,17 @@ class ContextParallel(NamedTuple):
     by_heads: bool = False
 
     def slice(self, row: Tensor, balanced: bool) -> Tensor:
-        """This rank's part [B, S / cp, ...] of a row tensor [B, S, ...].
+        """This rank's part, [B, S / cp, ...], of a tensor with one entry per token, [B, S, ...].
 
         Args:
-            row: tensor of all tokens.
+            row: tensor of the whole sequences, [B, S, ...].
             balanced: True for two slices, one from each half of the sequence; False for one slice.
         """
         return _part(row, self.group.rank(), self.group.size(), dim=1, balanced=balanced).contiguous()
 
     def whole(self, part: Tensor, balanced: bool) -> Tensor:
-        """Join the ranks' parts into the row tensor [B, S, ...], without a gradient."""
-        # gloo does not gather bools.
+        """Join the ranks' parts into the tensor of the whole sequences, [B, S, ...], without a gradient."""
+        # gloo cannot gather bools.
         numbers = part.to(torch.uint8) if part.dtype == torch.bool else part
         return _in_order(_all_gather(numbers, self.group), dim=1, balanced=balanced).to(part.dtype)
 
@@ -97,7 +97,7 @@ class Run(NamedTuple):
 
 
 def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
-    """Join the ranks' parts [cp, ...] along `dim` of a part, in the order of the sequence."""
+    """Join the ranks' parts [cp, ...] in the order of the sequence. `dim` counts the dims of a single part."""
     pieces = list(parts.unbind())
     if balanced:
         halves = [part.chunk(2, dim) for part in pieces]
@@ -107,7 +107,7 @@ def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
 
 
 def _part(x: Tensor, rank: int, n: int, dim: int, balanced: bool) -> Tensor:
-    """The part of a whole tensor that belongs to `rank`, one of `n` ranks, along `dim`."""
+    """Cut x along `dim` for `n` ranks, and return the part that belongs to `rank`."""
     if not balanced:
         return x.chunk(n, dim)[rank]
     slices = x.chunk(2 * n, dim)
@@ -163,7 +163,7 @@ def _to_tokens(x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Exchange tokens for heads, or heads for tokens. Backward is the other exchange."""
+    """Exchange tokens for heads, or heads for tokens. Backward runs the opposite exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, balanced: bool, to_heads: bool) -> Tensor:

@@ -73,7 +73,7 @@ class Piece(NamedTuple):
         return self.name.rpartition(".")[2].isdigit()
 
     def flops_per_token(self, seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
-        """The piece's model FLOPs for one token; the arguments are the same as in the function `flops_per_token`.
+        """The piece's model FLOPs for one token. The function `flops_per_token` describes the arguments.
 
         FLOPs needed once per sequence, and all FLOPs for the `decoder_seq_len` tokens of a decoder, are spread evenly
         over the `seq_len` tokens.
@@ -93,11 +93,11 @@ def n_parameters(pieces: Sequence[Piece]) -> int:
 def flops_per_token(pieces: Sequence[Piece], seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
     """Model FLOPs of forward and backward for one token in a sequence of `seq_len` tokens, without recomputation.
 
-    Biases, norms, activations and softmax are left out, as is usual. Padding counts like text.
+    Biases, norms, activations and softmax are not counted, as usual. Padding counts like text.
 
     Args:
         pieces: pieces of the whole model.
-        seq_len: number of tokens in the sequence; in a model with encoder and decoder, in the encoder's sequence.
+        seq_len: number of tokens in the sequence, or in the encoder's sequence if the model has encoder and decoder.
         labelled: share of tokens with a label, which matters only if the model's head skips unlabelled tokens.
         decoder_seq_len: number of tokens in the decoder's sequence; 0 in a model without encoder and decoder.
     """

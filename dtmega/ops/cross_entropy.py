@@ -7,8 +7,8 @@ The vocabulary may be cut over ranks:
     loss = linear_cross_entropy(h, weight, labels, bias=bias)              # logits are h @ weight.T + bias
 
 The gradient is computed in the forward pass, while the logits are in memory (Liger, arXiv:2410.10989). Each chunk of
-tokens takes three matrix products and one softmax, and nothing is computed twice. In float16 much of this gradient
-would underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as the
+tokens takes three matrix products and one softmax, and nothing is computed twice. In float16 much of the gradient would
+underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as the
 argument `expected`, and applies the scale before the first rounding.
 
 With a group, one all-gather per chunk exchanges row maxima, sums and the labels' logits. (Megatron's
@@ -73,16 +73,17 @@ def linear_cross_entropy(
         h: hidden states, [N, D] in any floating dtype, the same on all ranks. Products are computed in this dtype,
             softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
         weight: the head's weight, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
-        labels: token numbers in the whole vocabulary, [N] int64. A label of -100 takes no part in the loss; any
-            other number outside [0, n_valid) raises an index error.
+        labels: token numbers in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
+            outside [0, n_valid) raises an index error.
         bias: the head's bias, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the
             bias is summed over tokens in fp32.
-        label_weights: weight of each token's loss in the sum, [N] fp32; None: all 1.
+        label_weights: weight of each token's loss in the sum, [N] fp32; None: all weights are 1.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
         softcap: cap of the logits, which become softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2,
             arXiv:2408.00118); None: no cap. The derivative needs a second buffer for a chunk's logits.
-        n_valid: V without the padding rows at the end, which never enter the softmax; None: no padding.
+        n_valid: number of vocabulary rows without the padding rows at the end, which never enter the softmax; None:
+            there is no padding.
         vocab_start: global number of this rank's first row. None: the ranks exchange their row counts.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary. With a group there is one
             all-gather per chunk, of 3 fp32 numbers per token (4 with smoothing).
@@ -94,8 +95,8 @@ def linear_cross_entropy(
 
     Returns:
         The loss as an fp32 scalar, the same on all ranks. The gradients of weight and bias are final. The gradient of h
-        is this rank's part of a sum over the group ({U_group}); the operation that gave h to all ranks has to add up
-        these parts. Backward works once, because it hands out its buffers.
+        is this rank's part of a sum over the group ({U_group}); the backward of the operation that gave h to all ranks
+        has to sum these parts. Backward can run only once, because it returns its own buffers as gradients.
     """
     columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
     n_tokens = h.shape[0]
@@ -137,7 +138,8 @@ def _logits(
     Both results have the shape [n, V_local].
 
     Args:
-        h, weight, bias, softcap: as in `linear_cross_entropy`, but with the n tokens of the chunk.
+        h: hidden states of the chunk's tokens, [n, D].
+        weight, bias, softcap: arguments of `linear_cross_entropy`.
         out: memory for h @ weight.T + bias, [n, V_local].
     """
     if bias is None:
@@ -157,7 +159,7 @@ class _Gradients:
 
     Args:
         h, weight, bias: inputs of `linear_cross_entropy`.
-        chunk: number of tokens in each chunk but the last, which may be smaller.
+        chunk: number of tokens in each chunk except the last chunk, which may be smaller.
 
     Attributes:
         are_needed: True if at least one of the three gradients is needed.
@@ -170,7 +172,8 @@ class _Gradients:
         n_tokens = h.shape[0]
         self.are_needed = needs_dh or needs_dweight or needs_dbias
         self._dh = torch.empty_like(h) if needs_dh else None
-        # Zeros if there are no tokens: FSDP reduces existing gradients, so the same gradients must exist on all ranks.
+        # Without tokens the gradient is zeros instead of None. FSDP reduces the gradients that exist, and all ranks
+        # must reduce the same gradients.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
         # The sum is in fp32, because a sum over thousands of tokens in bf16 would lose the small terms.
@@ -205,16 +208,17 @@ def token_losses(
 ) -> Tensor:
     """The tokens' losses [N] in fp32, from logits [N, V_local]. All ranks of the group call this function together.
 
-    A rank without columns has to call this function too, because the other ranks wait for it in the collective.
+    A rank without columns has to call this function too, because all other ranks wait for this rank in the collective.
 
     Args:
         logits: this rank's columns of the logits, [N, V_local].
-        labels, label_smoothing, z_loss, compiled: as in `linear_cross_entropy`.
+        labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
-        gradient: memory for the derivative of each loss by the token's logits, [N, V_local]; None: no derivatives. The
-            memory may be `logits` itself. Padding columns, which are never read, get a gradient of 0.
+        gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local], which may be
+            the memory of `logits`; None to compute no derivatives. Padding columns, which are never read, get a
+            gradient of 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
-        weights: factor of each loss, [N] fp32; None: all 1.
+        weights: factor of each loss, [N] fp32; None: all factors are 1.
     """
     start, n_valid, group = columns
     n_tokens = logits.shape[0]
@@ -227,7 +231,7 @@ def token_losses(
     logits = logits[:, :n_local] if n_local else logits.new_full((n_tokens, 1), torch.finfo(logits.dtype).min)
     is_counted, is_local, column = _find_labels(labels, columns, n_local)
 
-    # From here on, tensors have one fp32 number per row, [N, 1]. Names with `local_` stand for numbers from this rank's
+    # From here on, tensors have one fp32 number per row, [N, 1]. Names with `local_` denote numbers from this rank's
     # columns only. The labels' logits are read now, because the derivatives may overwrite the logits below.
     dtype = wide(logits.dtype)
     local_label = logits.gather(1, column).to(dtype)
@@ -241,8 +245,8 @@ def token_losses(
     if label_smoothing:
         local_sums.append(logits[:, :n_local].sum(dim=1, keepdim=True, dtype=dtype))
 
-    # Without a group the softmax of a few rows is complete at once, and their derivatives follow while the rows are
-    # still in the cache. With a group the derivatives have to wait for the other ranks' maxima and sums.
+    # Without a group, the derivatives of a few rows are computed right after their softmax, while the rows are still in
+    # the cache. With a group, the derivatives have to wait for the other ranks' maxima and sums.
     passes = (CompiledPasses if compiled else Passes)(logits)
     for rows in passes.rows:
         peak, total = local_peak[rows], local_total[rows]
@@ -347,8 +351,8 @@ def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 
     """Return `value`, connected to x in autograd's graph with an already known derivative.
 
     Args:
-        value: one or more numbers. The dims of `value` are the leading dims of x, and each number depends only on its
-            own part of x.
+        value: one or more numbers computed from x. The dims of `value` are the leading dims of x, and each number
+            depends only on its own part of x.
         x: tensor that `value` was computed from.
         gradient: `expected` times the derivative, in the shape of x. Backward changes this tensor in place and
             returns it as the gradient of x.
@@ -370,8 +374,8 @@ class _KnownGradient(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         (upstream,) = grad_outputs
         if ctx.expected != 1.0:
-            # Dividing by a tensor of the same dtype gives exactly 1 for the expected gradient, and then the product
-            # below changes no bit.
+            # The divisor is a tensor in the dtype of `upstream`, so the quotient is exactly 1 for the expected
+            # gradient, and the product below changes no bit.
             upstream = upstream / upstream.new_full((), ctx.expected)
         # A scalar stays a tensor without dims, because 0-dim tensors do not promote dtypes: a bf16 gradient is then
         # multiplied without an fp32 copy.

@@ -1,8 +1,8 @@
 """The gradient of the head's weight, summed over chunks of tokens: dW [V, D] = sum of dlogits^T h.
 
 On a CPU with AMX, bfloat16 products run at half the rate if the first factor is transposed, as dlogits^T is (oneDNN,
-torch 2.13). For many tokens on a CPU with AMX, `WeightGradient` instead sums the transposed products h^T dlogits,
-[D, V], and transposes the sum once at the end.
+torch 2.13). So if there are many tokens, `WeightGradient` sums the transposed products h^T dlogits, [D, V], on such a
+CPU, and transposes the sum once at the end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TRANSPOSED_COLUMNS = 256  # vocabulary columns to transpose at a time, so that t
 class WeightGradient:
     """The gradient of the head's weight: a sum over chunks, in fp32 if there are more than two chunks.
 
-    One or two products are added in the products' own dtype, because an fp32 sum would be rounded just as often.
+    A sum of one or two products has the dtype of the products, because an fp32 sum would be rounded just as often.
 
     Args:
         n_tokens: number of tokens in all chunks together.
-        chunk: number of tokens in each chunk but the last, which may be smaller.
+        chunk: number of tokens in each chunk except the last chunk, which may be smaller.
     """
 
     def __init__(self, n_tokens: int, chunk: int) -> None:

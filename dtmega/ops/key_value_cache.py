@@ -1,12 +1,12 @@
-"""A key/value cache, so that a decoder that generates token by token computes each token only once.
+"""A key/value cache for decoders that generate token by token, so that each token is computed only once.
 
     cache = KeyValueCache()
     model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values
     model(token, places=torch.tensor([[S]]), cache=cache)       # [1, 1]: attention also sees the prompt's keys
 
 A model only passes the cache to `attention_rule`, together with places and documents; the rule passes the cache on to
-`attention`. Places are global, so masks and biases follow from the same formulas as without a cache. Each rank stores
-the keys and values that it computes: only for its own heads under tp, and only for its own layers in a pipeline.
+`attention`. Places are global, so a cache does not change the formulas for masks and biases. Each rank stores the keys
+and values that it computes: only for its own heads under tp, and only for its own layers in a pipeline.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class KeyValueCache:
         return self.places, self.documents
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, heads, S, K] of the new tokens in the next layer.
+        """Add the new tokens' keys and values, [B, heads, S, K], to the next layer of the cache.
 
-        Layers are not named, so every forward pass must call this method for the layers in the same order.
+        The cache numbers the layers in the order of the calls, so this order must not change between forward passes.
 
         Returns:
             All keys and values of that layer, [B, heads, P + S, K].

@@ -4,7 +4,7 @@ Without a state, a mask or an initial value is the same on every layout, does no
 needs no place in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations, so
 the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
 
-The functions for hashes and normal values take tensors or numpy arrays, because numpy needs half of torch's time on a
+The functions for hashes and normal values take tensors or numpy arrays, because numpy is twice as fast as torch on a
 CPU.
 """
 
@@ -77,7 +77,7 @@ ROUNDS = 8
 
 
 def permuted(i: int, n: int, name: str) -> int:
-    """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), without a table of n entries.
+    """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), computed without a table.
 
     A Feistel network permutes all two-digit numbers in base ceil(sqrt(n)); there are n of these numbers, or a few more.
     A result outside 0 to n - 1 goes through the network again until it is inside. The mapping of 0 to n - 1 is then
@@ -134,9 +134,9 @@ def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np
 def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
-    Each value is the quantile of a hashed uniform number, by Wichura's PPND7 (Applied Statistics 37, 1988, AS 241),
-    accurate to 1e-7. A series computes the formula's logarithm, because library logarithms differ in the last bit
-    between devices, and between a tensor's vectorised part and its tail.
+    Each value is the quantile of a hashed uniform number, computed by Wichura's PPND7 (Applied Statistics 37, 1988,
+    AS 241) to an accuracy of 1e-7. The logarithm in the formula is computed by a series, because library logarithms
+    differ in the last bit between devices, and between a tensor's vectorised part and its tail.
     """
     if index.numel() == 0:
         return torch.empty(index.shape, dtype=torch.float32, device=index.device)
@@ -177,7 +177,7 @@ def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
     u *= 2.0**-32  # in (0, 1), symmetric about 1/2
     q = u - 0.5
     values = _cast(_central(q), library.float32)
-    # The outer 15 % of the values take ten times the arithmetic, so only these values go through `_outer`.
+    # The outer 15 % of the values need ten times as much arithmetic, so only these values go through `_outer`.
     outer = _places(abs(q) > 0.425)
     values[outer] = _cast(_outer(u[outer]), library.float32)
     return values

@@ -1,15 +1,15 @@
 """The loss scale of float16: a factor on the loss that keeps gradients below 6e-8 from being rounded to zero.
 
-The scale starts high and adapts. A step with a non-finite gradient (an overflow) is skipped. From the second overflow
-on, an overflow also halves the scale. After a thousand steps without an overflow, the scale is doubled. The algorithm,
-BACKOFF and GROWTH are the same as in Megatron-LM's `DynamicGradScaler` (optimizer/grad_scaler.py). All other settings
-are keys of [precision].
+The scale starts high and adapts. A step with a non-finite gradient (an overflow) is skipped. By default, each overflow
+after the first also halves the scale, and a thousand steps without an overflow double the scale. The algorithm, BACKOFF
+and GROWTH are the same as in Megatron-LM's `DynamicGradScaler` (optimizer/grad_scaler.py). All other settings are keys
+of [precision].
 
 The scale is applied at the start of backward: for each sum, `Tally.factors` holds the gradient that backward begins
 with, scale x weight / count. A head that computes its gradients in forward gets this factor in advance
 (`Model.expect`). From then on all gradients are scaled, both in float16 and while they are summed over microbatches and
-ranks in the dtype of [precision] reduce. `optim.unscale` divides the fp32 gradients by the scale. After that, norm,
-clipping and update are the same as in any other precision.
+ranks in the dtype of [precision] reduce. `optim.unscale` divides the fp32 gradients by the scale. Norm, clipping and
+update then work as in any other precision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScaleState(NamedTuple):
 
 
 class LossScale:
-    """The loss scale of a run, updated after each step. The ranks agree on overflows, so they have the same scale.
+    """The loss scale of a run, updated after each step. All ranks agree on overflows, and therefore on the scale.
 
     Args:
         precision: section [precision] of the run's configuration.
@@ -58,7 +58,7 @@ class LossScale:
     def update(self, overflowed: bool) -> None:
         """Update the scale after a step.
 
-        Only a doubling restores the hysteresis; a series of steps without an overflow does not.
+        Only a doubling restores the hysteresis; a shorter series of steps without an overflow does not.
 
         Args:
             overflowed: True if a gradient was not finite in this step.

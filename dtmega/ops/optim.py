@@ -20,8 +20,8 @@ from dtmega.ops.shards import local
 class _OnLocalParts(torch.optim.Adam):
     """Adam that gives its fused kernel this rank's part of each DTensor.
 
-    The result is the same, because Adam updates each element independently of the others. With DTensors, torch would
-    first work out placements for whole lists of tensors, and this work takes longer than a small step.
+    Local parts do not change the result, because Adam updates each element independently of all other elements. With
+    DTensors, torch would first compute placements for whole lists of tensors, which takes longer than a small step.
     """
 
     def _init_group(
@@ -34,7 +34,7 @@ class _OnLocalParts(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fill the lists as torch does, but with local parts instead of DTensors. The state itself holds DTensors."""
+        """Fill the lists as torch does, but with local parts instead of DTensors. The state still holds DTensors."""
         lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = super()._init_group(group, *lists)
         for parameter, gradient in zip(params_with_grad, grads, strict=True):
@@ -55,12 +55,12 @@ class Adam(_OnLocalParts, torch.optim.Adam):
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
     """Build AdamW (arXiv:1711.05101), Adam with weight decay added to the gradient, or SGD with momentum.
 
-    Biases and LayerNorms are not decayed, but embeddings are (Megatron's `get_param_groups`). Each group holds
-    parameters with the same decay and the same learning rate factor, stored as `decays` and `lr_factor` for
+    Biases and LayerNorms are not decayed, but embeddings are (Megatron's `get_param_groups`). All parameters of a group
+    share one decay setting and one learning rate factor, which the group stores as `decays` and `lr_factor` for
     `set_rates`. Frozen parameters are left out. A pipeline stage with only frozen parameters gets one empty group.
 
     Args:
-        named: (name, parameter) pairs, with each name as in the whole model.
+        named: (name, parameter) pairs; each name is the parameter's name in the whole model.
         optim: section [optim] of the run's configuration.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -76,7 +76,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
         for (decays, factor), members in decayed_first or [((True, 1.0), [])]
     ]
     if optim.name == "sgd":
-        # Not fused: DTensor has no rule for that kernel (torch 2.13).
+        # SGD is not fused, because DTensor has no rule for the fused kernel (torch 2.13).
         return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=True)
     kind = AdamW if optim.name == "adamw" else Adam
     return kind(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
@@ -86,7 +86,7 @@ def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
     """Check that each pattern of lr_factors names a parameter of the whole model.
 
     Raises:
-        ValueError: a pattern that matches no parameter.
+        ValueError: a pattern matches no parameter.
     """
     names = list(names)
     for pattern, _ in optim.factors:
@@ -140,7 +140,7 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) ->
 
 
 def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
-    """A note for the user if the warm-up takes over half of the run: the rate then reaches [optim] lr late or never.
+    """A note for the user if the rate reaches [optim] lr late or never, because the warm-up exceeds half of the run.
 
     Args:
         cfg: the run's configuration.
@@ -160,8 +160,8 @@ def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
 def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
     """The weight decay of the update that brings the run to `steps` steps and `samples` samples.
 
-    The curves are Megatron's (`optimizer_param_scheduler.py`, get_wd) and end when training ends. As for the learning
-    rate, progress includes the batch of the update itself.
+    The curves are Megatron's (`optimizer_param_scheduler.py`, get_wd) and end when training ends. As in
+    `learning_rate`, progress includes the batch of the update itself.
 
     Args:
         cfg: the run's configuration.
@@ -205,7 +205,7 @@ class Spikes:
     def is_spike(self, loss: float, grad_norm: float) -> bool:
         """True if a step is a spike compared with the recent steps. Afterwards the step itself counts as recent.
 
-        In the first WINDOW / 2 steps there is too little to compare with, so no step counts as a spike.
+        The first WINDOW / 2 steps never count as spikes, because too few earlier steps exist.
         """
         is_spike = False
         if self.sigmas and len(self.recent) >= self.WINDOW // 2:
@@ -219,7 +219,7 @@ class Spikes:
 
 
 def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
-    """The L2 norm over the local tensors of all ranks of `group`. Each element must come from exactly one rank."""
+    """The L2 norm over the local tensors of all ranks of `group`. Exactly one rank must pass each element."""
     return math.sqrt(_sum(squared_norm(tensors), device, group))
 
 
@@ -246,7 +246,7 @@ def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
 
 
 def count_zeros(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> int:
-    """The number of zeros in the local tensors of all ranks of `group`. Each element must come from one rank only."""
+    """The number of zeros in the local tensors of all ranks of `group`. Exactly one rank must pass each element."""
     zeros = torch.stack([(t == 0).sum() for t in tensors]).sum() if tensors else torch.zeros(())
     return int(_sum(zeros.to(torch.float64), device, group))
 
@@ -265,7 +265,7 @@ def unscale(gradients: Sequence[Tensor], scale: float) -> None:
 def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> None:
     """Scale local gradients down in place, so that their norm over all ranks is at most `largest`.
 
-    The factor is Megatron's (`optimizer/clip_grads.py`): largest / (norm + 1e-6) if that is below 1.
+    The factor is Megatron's (`optimizer/clip_grads.py`): largest / (norm + 1e-6), or 1 if this quotient is above 1.
 
     Args:
         gradients: this rank's parts of the gradients.

@@ -89,8 +89,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def in_parts(tensor: DTensor) -> bool:
     """True if a dim is cut in parts, so that a rank may hold several boxes of the tensor.
 
-    DTensor gives a dim that is cut in parts a strided placement. If FSDP2 and tp both cut dim 0, FSDP2's placement is
-    strided too, but each rank still holds a single box.
+    For a dim that is cut in parts, DTensor uses a strided placement. If FSDP2 and tp both cut dim 0, FSDP2's placement
+    is strided too, but each rank still holds a single box.
     """
     for i, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -101,7 +101,7 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """The dim for FSDP2 to shard: dim 1 if dim 0 is already cut in parts, else None for FSDP2's default, dim 0.
+    """The dim that FSDP2 must shard: dim 1 if dim 0 is already cut in parts; otherwise None, for the default, dim 0.
 
     A second cut of dim 0 would mix up the parts.
     """

@@ -1,7 +1,7 @@
 """The attention rule for sequences that several ranks share (context parallelism).
 
-Each rank computes the queries of its own tokens, or of its own heads. A run of consecutive queries with all earlier
-keys has the same form as one process's queries with a cache, so the same kernels can compute the run.
+Each rank computes the queries of its own tokens, or of its own heads. To a kernel, a run of consecutive queries with
+all earlier keys looks like the queries of a single process with a cache, so runs need no kernels of their own.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Call
         part: `AttentionRule` with this rank's parts of the query and key tensors.
         context: ranks that share the sequences.
         crosses: True for cross-attention, where keys and queries come from different tokens.
-        finish: function that completes a rule for consecutive queries. The arguments are the rule, and True if the last
-            key and the last query belong to the same token.
+        finish: function (rule for consecutive queries, flag) -> completed rule. The flag is True if the last key and
+            the last query belong to the same token.
     """
-    # Tokens under a causal mask are balanced over the ranks. So are a decoder's queries in cross-attention.
+    # Tokens under a causal mask are balanced over the ranks, and so are a decoder's queries in cross-attention.
     keys_balanced, queries_balanced = part.causal, part.causal or crosses
 
     def whole(tensor: Tensor | None, balanced: bool) -> Tensor | None:
@@ -99,7 +99,8 @@ def _runs_of_tokens(
         queries = slice(run.start, run.stop)
         n_keys = run.place + run.stop - run.start if ends_with_queries else part.key_places.shape[1]
         documents = part.query_documents
-        # Copies, because torch 2.13 cannot compile a block whose custom autograd function gets a tensor twice.
+        # The tensors are copied, because torch 2.13 cannot compile a block whose custom autograd function gets one
+        # tensor twice.
         rule = part._replace(
             query_places=part.query_places[:, queries].contiguous(),
             query_documents=None if documents is None else documents[:, queries].contiguous(),

@@ -1,8 +1,9 @@
-"""Cross-entropy's passes over the logits, a few rows at a time: first each row's peak and sum, then the derivatives.
+"""The two passes of cross-entropy over the logits, which compute the rows' peaks and sums, and then the derivatives.
 
-On a CPU a few rows and an fp32 scratch buffer stay in the core's cache from one pass to the next, so passes of plain
-operations are faster than torch's softmax and Inductor's kernels (benchmarks/TIMINGS.md). On a GPU two Inductor kernels
-read the logits of a whole chunk, so that no fp32 copy of the logits is ever stored.
+On a CPU, both passes process a few rows at a time. These rows and an fp32 scratch buffer stay in the core's cache from
+one pass to the next, so passes of plain operations are faster than torch's softmax and Inductor's kernels
+(benchmarks/TIMINGS.md). On a GPU, two Inductor kernels read the logits of a whole chunk, so that no fp32 copy of the
+logits is ever stored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Passes:
         """Write the largest logit of each row of x [n, V] to `peak` [n, 1], and the sum of exp(x - peak) to `total`."""
         exponentials = self._scratch[: len(x)]
         in_fp32 = x if x.dtype == exponentials.dtype else exponentials.copy_(x)
-        # Subtract the peak before exp, because exp(89) overflows fp32; the softmax stays the same. The sum is then at
+        # Subtract the peak before exp, because exp(89) overflows fp32; the softmax does not change. The sum is then at
         # least 1, so neither a division by the sum nor its logarithm can fail.
         torch.amax(in_fp32, dim=1, keepdim=True, out=peak)
         torch.sub(in_fp32, peak, out=exponentials).exp_()
@@ -67,7 +68,7 @@ class Passes:
 
 
 class CompiledPasses(Passes):
-    """The same passes as two Inductor kernels, compiled once for all sizes."""
+    """The passes as two Inductor kernels, which are compiled once for all sizes."""
 
     def __init__(self, logits: Tensor) -> None:
         n_tokens, n_columns = logits.shape

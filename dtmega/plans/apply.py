@@ -1,8 +1,8 @@
-"""Tensor parallelism as a table: pattern of module names -> style that says how tp cuts these modules.
+"""Tensor parallelism as a table: pattern of module names -> style that defines how tp cuts these modules.
 
     table = plans.bloom.plan(cfg.model)            # styles.py lists the styles
     partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
-    shard_buffers(model, mesh, table)              # when the buffers have values
+    shard_buffers(model, mesh, table)              # after the buffers get their values
     sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
 
 `check_plan` checks that a plan fits a model, and needs no mesh.
@@ -41,7 +41,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
         model: a whole model, or a pipeline stage. In a stage, modules of other stages are None or missing from their
             ModuleDict.
         mesh: the 1-D tp mesh.
-        plan: pattern of module or buffer names -> style; `*` stands for one component of a name, "" for the model.
+        plan: pattern of module or buffer names -> style. `*` matches one component of a name, and "" matches the model.
 
     Returns:
         Names of the parameters whose gradients `sum_partial_gradients` must sum.
@@ -120,7 +120,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
     """Raise an error if the plan cannot cut the model over tp ranks. The model may be on meta; no mesh is needed.
 
     Raises:
-        ValueError: a pattern matches nothing, tp does not divide a size, or a style is for a different kind of module.
+        ValueError: a pattern matches nothing, tp does not divide a size, or a style does not fit its module.
     """
     for pattern, style in plan.items():
         for name, match in _matches(model, pattern):
@@ -143,7 +143,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Replace each buffer in the plan with this rank's part. Call this function when the buffers have values.
+    """Replace each buffer in the plan with this rank's part. Call this function after the buffers get their values.
 
     Raises:
         ValueError: a buffer is not whole, for example because the function was called twice.
@@ -179,9 +179,9 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """The modules or buffers that match a pattern, as (name, match) pairs; `match` is None if it is on another stage.
+    """The modules or buffers that match a pattern, as (name, match); `match` is None for a module on another stage.
 
-    The pattern is followed component by component, from the model down; `*` branches to all children.
+    The search follows the pattern component by component, from the model down; `*` branches to all children.
     """
     matches: list[tuple[str, Any]] = [("", model)]
     for component in pattern.split(".") if pattern else []:

@@ -1,9 +1,10 @@
 """The base of all styles of a plan: parameters become DTensors, and the module's forward computes on their local parts.
 
-Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), else
-[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, because FSDP2, gradient clipping and
-checkpoints expect DTensors. A module's forward computes only on the local part of each DTensor, so no operation on the
-hot path goes through DTensor's dispatch. Under FSDP2, forward sees the same DTensors, gathered over FSDP2's own axes.
+Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), or
+[B, S, D] on every rank without sequence parallelism. Each parameter becomes a DTensor on the 1-D tp mesh, because
+FSDP2, gradient clipping and checkpoints expect DTensors. A module's forward computes only on the local part of each
+DTensor, so no operation on the hot path goes through DTensor's dispatch. Under FSDP2, forward gets these DTensors after
+FSDP2 has gathered its own shards.
 
 If a replicated parameter is applied to only S/tp of the tokens, or only to this rank's heads, its gradient is this
 rank's part of a sum over tp, written {U_tp}. The gradient stays partial through backward. A style lists the parameters
@@ -29,16 +30,16 @@ from dtmega.plans import mappings, products
 
 
 class Stack:
-    """A stack of blocks: defines the layout of the hidden state between modules, and how to enter and leave a region.
+    """A stack of blocks, which defines the hidden state's layout between modules, and how regions begin and end.
 
-    In a region, each rank computes its own features (heads, channels) from the same input [B, S, D].
+    In a region, each rank computes its own features (heads, channels) from an input [B, S, D] that all ranks share.
 
     Args:
         sequence_parallel: True if the hidden state is cut along S between modules.
 
     Attributes:
-        cut: True if the hidden state is cut along S in the current forward. In transformers models this may be False
-            despite `sequence_parallel`, for example if tp does not divide S.
+        cut: True if the hidden state is cut along S in the current forward. In transformers models, `cut` may be False
+            even with `sequence_parallel`, for example if tp does not divide S.
         sums_in_backward: True if gradients of replicated parameters are summed over tp in backward, instead of once per
             step.
     """
@@ -56,8 +57,8 @@ class Stack:
     def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
         """Turn the hidden state into the input of a region, [B, S, D], which is gathered again in backward.
 
-        `products.again` must be called where the region ends. After `keep_gathered`, the products keep their input, and
-        nothing is gathered again.
+        The caller must call `products.again` at the end of the region. After `keep_gathered`, the products keep their
+        input, and nothing is gathered again.
         """
         if not module.gathers_again:
             return self.enter(x, group)
@@ -78,12 +79,12 @@ class Stack:
 
 
 class Style(ParallelStyle):
-    """A way to cut one kind of module: parameters become DTensors, and the style's forward replaces the module's.
+    """A way to cut one kind of module: parameters become DTensors, and the style's forward replaces the module's own.
 
     Args:
-        stack: stack of blocks that the module belongs to; True or False for a new stack with or without sequence
-            parallelism.
-        sizes: numbers that tp must divide, keyed as in [model].
+        stack: stack of blocks that the module belongs to; True for a new stack with sequence parallelism, False for a
+            new stack without sequence parallelism.
+        sizes: numbers that tp must divide, by their keys in [model].
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
@@ -95,12 +96,12 @@ class Style(ParallelStyle):
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)
         self.sizes = sizes
-        # All modules of a style share one function. With one function per module, torch.compile would compile every
-        # block anew.
+        # All modules of a style share one function. With one function per module, torch.compile would compile each
+        # block separately.
         self._function = as_function(self.forward)
 
     def known(self) -> tuple[type[nn.Module], ...]:
-        """The module classes whose forward computes the same as the style's forward."""
+        """The module classes whose forward the style's forward can replace."""
         return (nn.Linear,)
 
     def placement(self, name: str, tp: int) -> Placement | None:
@@ -141,7 +142,7 @@ class Style(ParallelStyle):
                 self.check_size(f"dim {placement.dim} of '{name}' {shape} of {owner}", shape[placement.dim], tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Raise an error if the class has an unknown forward, because the style's forward might compute differently."""
+        """Raise an error if the class has an unknown forward, because the style's forward might not be equivalent."""
         if all(type(module).forward is not known.forward for known in self.known()):
             names = ", ".join(known.__name__ for known in self.known())
             raise ValueError(

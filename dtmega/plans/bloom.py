@@ -11,8 +11,8 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
     """The plan of a BLOOM model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
 
     With sequence parallelism, a layer needs two all-gathers and two reduce-scatters in forward. Backward needs two
-    of each as well, and also repeats forward's two all-gathers. Without sequence parallelism, a layer needs two
-    all-reduces in forward and two in backward.
+    all-gathers and two reduce-scatters as well, and also repeats the two all-gathers of forward. Without sequence
+    parallelism, a layer needs two all-reduces in forward and two all-reduces in backward.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
@@ -29,7 +29,7 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
         "norm": Norm(sp),
         "head": VocabHead(sp),
         "slopes": ShardBuffer(model.n_heads),
-        # Dropout in attention is keyed by global head. The other dropout sites see a part of the sequence.
+        # Dropout in attention is keyed by global head. All other dropout sites get this rank's part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

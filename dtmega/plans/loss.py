@@ -30,7 +30,7 @@ def vocab_parallel_cross_entropy(
     Args:
         logits_shard: this rank's columns of the logits, [..., V_local], in any floating dtype and with any strides.
         target: index of each label in the whole vocabulary, [...] int64. The loss of a token with target -100 is 0; any
-            other index outside [0, n_valid) is an index error.
+            other index outside [0, n_valid) raises an index error.
         group: the ranks that share the vocabulary; None if this rank has the whole vocabulary.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.

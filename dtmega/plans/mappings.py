@@ -4,19 +4,19 @@
 
     forward                                          backward
     copy     [B, S, D] -> [B, S, D]                  all-reduce
-    add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing, because each rank has the whole gradient
+    add_up   [B, S, D] {U_tp} -> [B, S, D]           no communication: each rank has the whole gradient
     gather   [B, S/tp, D] -> [B, S, D]               reduce-scatter
     scatter  [B, S, D] {U_tp} -> [B, S/tp, D]        all-gather
     split    [B, S, D] -> [B, S/tp, D]               all-gather
-    join     [B, S/tp, D] -> [B, S, D]               nothing sent: each rank takes its part of the gradient
+    join     [B, S/tp, D] -> [B, S, D]               no communication: each rank takes its part of the gradient
 
-`copy` begins a region, in which each rank computes its own features from the same input, and `add_up` ends the region.
-With sequence parallelism, regions begin with `gather` and end with `scatter`, and between regions each rank keeps only
-its part of the sequence.
+`copy` begins a region, in which each rank computes its own features from an input that all ranks share, and `add_up`
+ends the region. With sequence parallelism, regions begin with `gather` and end with `scatter`, and between regions each
+rank keeps only its part of the sequence.
 
-`split` cuts a tensor that every rank has, and `join` is its inverse. `split` and `join` are for code in which every
-rank does the same computation as a single process. In this code, each gradient is complete on its rank, so backward
-joins or cuts gradients but never adds them up.
+`split` cuts a tensor that every rank has, and `join` is the inverse of `split`. Both functions are for code in which
+every rank computes what a single process would compute. In such code, each gradient is complete on its rank, so
+backward joins or cuts gradients but never adds gradients up.
 
 A tensor of rows, [N/tp, D], is gathered and scattered along N. The rows of the gathered tensor may be in a different
 order than the tokens, because `scatter` restores the order.
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-# torch 2.13 renamed these two functions and warns about the old names. torch 2.11 does not know the new names.
+# torch 2.13 renamed these two functions and warns about the old names. torch 2.11 has only the old names.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -67,7 +67,7 @@ def join(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same as `gather`, but without a gradient."""
+    """The result of `gather`, but without a gradient."""
     return by_row(_all_gather(x, group), group)
 
 
@@ -99,8 +99,8 @@ def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     rows = x.movedim(dim, 0)
-    # All ranks must gather parts of the same size, so the last rank's smaller part is padded. The padding is cut off
-    # afterwards.
+    # An all-gather needs parts of equal size, so the last rank's smaller part is padded. The padding is cut off after
+    # the all-gather.
     most = -(-size // group.size())
     padded = rows if len(rows) == most else torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     parts = _all_gather(padded, group)
@@ -169,7 +169,10 @@ def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
 
 
 def start_gathered(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Start the all-gather of `gathered`. Apply `by_row` to the result of `wait`. Not for use in compiled blocks."""
+    """Start the all-gather of `gathered`. The caller must apply `by_row` to the result of `wait`.
+
+    Compiled blocks must not call this function.
+    """
     x = x.contiguous()
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     return Started(parts, _all_gather_into(parts, x, group=group, async_op=True))

@@ -1,20 +1,20 @@
-"""The matrix product used by all styles: keeps no gathered inputs, and overlaps computation with communication.
+"""The matrix product of all styles, which keeps no gathered input, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
 So no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
 1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
-2. `again`, called where the region ends, consumes the tickets. Autograd therefore runs the backward of `again` before
-   the backward of any product, and the backward of `again` starts the gather.
+2. `again`, which is called at the end of the region, consumes the tickets. Autograd therefore runs the backward of
+   `again` before the backward of any product, and the backward of `again` starts the gather.
 3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can
    carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
 Time. The gradient of the input must be summed over the ranks. While this sum is communicated, the gradient of a weight
 is computed. For this overlap, the products of a region form a chain. Along the chain, each product adds its part of the
-input's gradient. Backward reaches the region's first product last. This product starts the sum, computes the gradient
-of its weight, and then waits for the sum. Inductor cannot follow the chain, so in a compiled block only regions with a
-single product overlap communication and computation.
+input's gradient. Backward reaches the region's first product last. The first product starts the sum over the ranks,
+computes the gradient of its own weight, and then waits for the sum. Inductor cannot follow the chain, so in a compiled
+block only regions with a single product overlap communication and computation.
 
 Megatron's `LinearWithGradAccumulationAndAsyncCommunication` saves memory and time in the same way
 (core/tensor_parallel/layers.py).
@@ -54,7 +54,7 @@ class Region:
     """The state that the products of one region share.
 
     Attributes:
-        part: this rank's part of the input before the region, [B, S/tp, D] if `cut`, else the whole input [B, S, D].
+        part: this rank's part of the region's input, [B, S/tp, D] if `cut`; otherwise the whole input, [B, S, D].
         group: the ranks of tp.
         cut: True if the input is cut along the sequence before the region.
         has_one_product: True if only one product reads the input.
@@ -123,7 +123,7 @@ class Region:
 def enter(x: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> Tensor:
     """Begin a region: return the input for its products, from `mappings.gather` (if `cut`) or `mappings.copy`.
 
-    `again` must be called where the region ends.
+    The caller must call `again` at the end of the region.
     """
     entered = mappings.gather(x, group) if cut else mappings.copy(x, group)
     entered.region = Region(x, group, cut, has_one_product)  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,7 +135,7 @@ def again(out: Any, entered: Tensor) -> Any:
 
     Args:
         out: output of the region: a tensor, or a tuple that begins with this tensor.
-        entered: input of the region. If the input does not come from `enter`, nothing is done.
+        entered: input of the region. If the input does not come from `enter`, `again` only returns `out`.
     """
     region = getattr(entered, "region", None)
     if region is None:
@@ -230,8 +230,8 @@ class _Again(torch.autograd.Function):
         if ctx.region is not None:
             ctx.region.start()
             return grad, None, None, None, *[None] * ctx.n_tickets
-        # The compiler would see that forward has gathered the same tensor, and would keep that result for backward. To
-        # prevent this reuse, `where` selects between equal tensors, so that the input depends on the gradient.
+        # The compiler would see that forward has already gathered `part`, and would keep the result for backward. To
+        # prevent this reuse, `where` selects between equal tensors, so that `part` depends on the gradient.
         part = torch.where(grad[(0,) * grad.ndim] > 0, part, part)
         gathered = mappings.gathered(part, ctx.group)
         return grad, None, None, None, *[gathered] * ctx.n_tickets

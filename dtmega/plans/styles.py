@@ -1,17 +1,17 @@
-"""The styles of a plan. A style says how one module is cut over tp, in dtmega's models and in transformers models.
+"""The styles of a plan. A style defines how one module is cut over tp, in dtmega's models and in transformers models.
 
     style              for                        what it does
     Enter              attention, feed-forward    gathers the input once for all Columns inside the module
-    EnterOnce          nn.Identity                the same for an input that several modules read: an encoder's output
+    EnterOnce          nn.Identity                gathers an input once for several modules, e.g. an encoder's output
     Column             nn.Linear                  cut by output features; the input is whole
     KVColumn           nn.Linear                  a Column for keys or values, which may have fewer heads than ranks
     Row                nn.Linear                  cut by input features; the ranks' products are summed
     Norm               LayerNorm, RMSNorm         whole on every rank, applied to this rank's tokens (or heads)
-    Whole              any module                 the same for any module, with the module's own forward
+    Whole              any module                 whole on every rank; the module keeps its own forward
     VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
     WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, applied to this rank's places
     HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one column per head
-    VocabHead          a head that owns the loss  (vocabulary.py) cut by rows
+    VocabHead          a head with a loss         (vocabulary.py) cut by rows
     Rejoin             a head that is not cut     (vocabulary.py) gathers the input; every rank computes the whole head
     SequenceShard      a dropout site             selects the places of this rank's part of the sequence
     ShardBuffer        a buffer                   cut along one dim, for instance by heads
@@ -40,15 +40,16 @@ from dtmega.plans.products import product
 
 
 class Enter(ParallelStyle):
-    """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linears inside the module.
+    """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linear layers inside the module.
 
     The gathered input is not kept, but gathered again in backward (products.py). Without sequence parallelism, the
-    input is already whole, and only its gradient is summed. The input is the first positional argument, or
-    `hidden_states`. The module keeps its own forward.
+    input is already whole, and only its gradient is summed. The input is the first positional argument or, if there is
+    none, the keyword argument `hidden_states`. The module keeps its own forward.
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
-        also: names of keyword arguments that also hold hidden states, whole on every rank (an encoder's output).
+        also: names of keyword arguments with other hidden states that are whole on every rank, such as an encoder's
+            output.
     """
 
     enters, inside = True, False
@@ -139,7 +140,7 @@ class KVColumn(Column):
     """nn.Linear that computes keys or values: cut like a Column, or whole on every rank if there are too few heads.
 
     If there are fewer heads than ranks, each rank has the whole weight and computes the one head that its query heads
-    need; tp / kv_heads ranks compute the same head. The weight's gradient is the sum of all ranks' parts.
+    need, so each head is computed by tp / kv_heads ranks. The weight's gradient is the sum of all ranks' parts.
     """
 
     of_heads = True
@@ -179,7 +180,7 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
         change: configuration keys that the message asks to change.
 
     Raises:
-        ValueError: neither kv_heads nor tp divides the other.
+        ValueError: kv_heads does not divide tp, and tp does not divide kv_heads.
     """
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(
@@ -189,7 +190,7 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
 
 
 class Row(Style):
-    """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D], or without sequence parallelism [B, S, D].
+    """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D], or [B, S, D] without sequence parallelism.
 
     The ranks' products are summed. The bias is added once, to the sum.
     """
@@ -234,11 +235,11 @@ class Whole(Style):
 
 
 class Norm(Whole):
-    """A LayerNorm or RMSNorm over the last dim of [B, S/tp, D] or [B, S, D], or with `of_heads` of [B, S, H/tp, K].
+    """A LayerNorm or RMSNorm over the last dim of [B, S/tp, D] or [B, S, D], or of [B, S, H/tp, K] with `of_heads`.
 
     The style is for nn.LayerNorm, nn.RMSNorm, and similar classes in transformers. A class counts as similar if its
-    name ends in "LayerNorm" or "RMSNorm", and if its only parameters are a 1-D weight and perhaps a 1-D bias, without
-    buffers. The transformers classes keep their own forward, because these classes differ in precision and in offsets.
+    name ends in "LayerNorm" or "RMSNorm", and if it has only a 1-D weight and perhaps a 1-D bias, but no buffers. The
+    transformers classes keep their own forward, because these classes differ in precision and in offsets.
     """
 
     def known(self) -> tuple[type[nn.Module], ...]:
@@ -266,13 +267,14 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site whose input is this rank's part of the sequence. The site gets the places of that part.
+    """A dropout site whose input is this rank's part of the sequence. The style passes on only the places of that part.
 
     Dropout masks are keyed by place, so each rank draws its part of the mask that a single device would draw. The style
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).
 
     Args:
-        cut: True if the sequence is cut. Otherwise the site sees all places, and the style does nothing.
+        cut: True if the sequence is cut. If the sequence is not cut, the site gets all places, and the style does
+            nothing.
     """
 
     def __init__(self, cut: bool = True) -> None:

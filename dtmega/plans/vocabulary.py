@@ -1,6 +1,6 @@
 """Styles for both ends of a model: embeddings, a head cut over the vocabulary, and heads that are not cut.
 
-The V rows of a vocabulary are cut as in DTensor: each rank has ceil(V / tp) rows, and the last rank may have fewer.
+The V rows of a vocabulary are cut as in DTensor: ceil(V / tp) rows on each rank, but perhaps fewer on the last rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VocabStyle(Style):
 
 
 class VocabEmbedding(VocabStyle):
-    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or without sequence parallelism [B, S, D].
+    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D] without sequence parallelism.
 
     Each rank looks up the tokens whose rows it holds, and contributes zeros for all other tokens to the sum over the
     ranks. So each rank gets the gradient of its own rows. A subclass of nn.Embedding that changes rows, for example by
@@ -49,7 +49,7 @@ class VocabEmbedding(VocabStyle):
     IndexError on a CPU, and with a device assert on CUDA.
 
     Raises:
-        ValueError: in forward, the sequence is to be cut but tp does not divide its length.
+        ValueError: `forward` must cut the sequence, but tp does not divide its length.
     """
 
     cost = ("all-reduce", "reduce-scatter, backward all-gather")
@@ -119,11 +119,11 @@ class HeadColumns(Style):
 
 
 class Rejoin(ParallelStyle):
-    """A module that is not cut: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and does the same work.
+    """A module that is not cut: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and computes the whole module.
 
     The gradient of the gathered input is complete on every rank, so in backward each rank takes its part, and nothing
-    is summed. Without sequence parallelism there is nothing to do. Modules inside see the whole sequence.
-    These modules have whole parameters (`Whole(False)`), or are cut as regions of their own (`VocabHead(False)`).
+    is summed. Without sequence parallelism, the style does nothing. Modules inside this module get the whole sequence.
+    Each inner module has whole parameters (`Whole(False)`), or is cut as a region of its own (`VocabHead(False)`).
 
     Args:
         stack: stack that the module belongs to, as in `Style`.

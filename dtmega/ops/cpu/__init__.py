@@ -1,1 +1,1 @@
-"""Kernels and memory settings that only runs on CPUs use."""
+"""Kernels and memory settings for runs on CPUs."""

@@ -1,12 +1,12 @@
 """Attention in bfloat16 on a CPU with bfloat16 instructions, which torch's fused kernels do not use.
 
-The queries are processed in parts: some samples, some heads, a few hundred places. One batched product computes a
+The queries are processed in parts of some samples, some heads and a few hundred places. One batched product computes a
 part's scores. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's cache. For
 short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass recomputes the
 probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
 
-The queries of a chunk are in reverse order, the last one first. In this order, a bias that depends only on the distance
-is a view of one row of numbers per head, and this row stays in the cache.
+The queries of a chunk are in reverse order. In this order, a bias that depends only on the distance is a view of one
+row of numbers per head, and this row stays in the cache.
 
 Products, including the scores, are rounded to bfloat16, as in the plain formula and in transformers' models. A sample's
 result does not depend on the other samples in its batch. To autograd and torch.compile, the forward pass is a single
@@ -34,12 +34,12 @@ PRODUCT_SCORES = 2**22
 KEPT_SHARE = 1.0
 SHORT_CHUNK = 128  # approximate number of queries in a chunk, for sequences shorter than LONG
 LONG = 1024
-# Scores are in base 2, because torch's `exp2` is as exact as `exp` and can be faster: it takes a third of the time on
-# CPUs for which `exp` is not optimised (AMD), and is not slower for -inf than for other numbers.
+# Scores are in base 2, because torch's `exp2` is as exact as `exp` and can be faster. On CPUs for which `exp` is not
+# optimised (AMD), `exp2` is three times as fast, and is not slower for -inf than for other numbers.
 LOG2_E = math.log2(math.e)
-# A probability of at most 2^-60 times the query's largest probability is set to 0: even the sum of thousands of such
-# probabilities would not change the largest. With ALiBi many numbers are so small that fp32 stores them as denormals,
-# and computing with denormals is ten times as slow on a CPU.
+# A probability of at most 2^-60 times the query's largest probability is set to 0, because even the sum of thousands of
+# such probabilities would not change the largest probability. With ALiBi many numbers are so small that fp32 stores
+# them as denormals, and computing with denormals takes ten times as long on a CPU.
 NEGLIGIBLE = -60.0
 
 
@@ -73,7 +73,7 @@ def attention_cpu(
         k, v: keys and values, [B, G, T, K] bfloat16, where G divides H.
         scale: factor of the scores.
         query_places, ..., strip, causal, window: fields of an `AttentionRule`.
-        dropout_key, head_ids, sample_ids, p: fields of a `Dropout`; without dropout, p is 0 and the others are None.
+        dropout_key, head_ids, sample_ids, p: fields of a `Dropout`; without dropout, p is 0 and the tensors are None.
 
     Returns:
         - The output [B, H, S, K], in memory as [B, S, H, K].
@@ -175,7 +175,7 @@ def attention_cpu_backward(
         probabilities, dscores, *after_dropout = scratch.shaped(part.q, part.k)
         dropped = after_dropout[0] if after_dropout else probabilities
         if not kept.numel():
-            # Recompute the probabilities as 2^(score - log2 of the sum), which avoids separate passes for peak and sum.
+            # Recompute the probabilities as 2^(score - log2 of the sum), without separate passes for peak and sum.
             torch.bmm(stacked_q, stacked_k.mT, out=part.stacked(probabilities))
             part_log_sums = log_sums[part.queries]
             for piece in _pieces(probabilities):
@@ -288,7 +288,7 @@ def _parts(
 
 
 def _in_base_2(rule: AttentionRule) -> AttentionRule:
-    """Convert a rule's slopes and table to base 2. `_parts` itself converts the biases that it reads from the strip."""
+    """Convert a rule's slopes and table to base 2. `_parts` converts the biases from the strip."""
     return rule._replace(slopes=_times_log2_e(rule.slopes), table=_times_log2_e(rule.table))
 
 
@@ -314,14 +314,14 @@ def _reversed(x: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Memory for the scores of one part (`_Part`), which all parts use in turn.
+    """Memory for the scores of one part (`_Part`), which the parts use one after the other.
 
     Args:
         q, k: all queries and keys.
         chunks: all chunks of queries.
         n: number of tensors to allocate, each with room for the scores of one part, in the dtype of q.
-        kept: memory for one more tensor per part. The parts' tensors lie one after the other, and stay valid. If
-            `kept` is empty, parts have no additional tensor.
+        kept: memory for one more tensor per part; empty if there is no such tensor. Each part gets its own section of
+            this memory, in the order of the parts.
     """
 
     def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int, kept: Tensor) -> None:
@@ -404,7 +404,7 @@ def _row_keys(
 
 def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
     """Apply dropout to probabilities [rows, heads, C, keys] in place; `row_keys` and `key_places` key the draws."""
-    # numpy takes a quarter of torch's time to multiply by booleans, and half of torch's time to hash.
+    # Compared with torch, numpy is four times as fast at multiplying by booleans, and twice as fast at hashing.
     kept = keyed.keep(p, row_keys.numpy(), key_places.numpy())
     np.multiply(x.numpy(), kept, out=x.numpy())
     return x.mul_(1 / (1 - p))

@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 
 # Waiting is measured between these two steps of this process. The first steps are left out, because compilers and data
-# readers start then.
+# readers start during these steps.
 FROM, TO = 3, 13
 CROWDED = 0.25  # advise the user from this sum of all threads' waiting, in seconds per second
 THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
 class Contention:
-    """Measurement, over a few steps, of the time that a run's threads wait for a core.
+    """Measures, over a few steps, how long a run's threads wait for a core.
 
     Args:
-        device: device that the run computes on; nothing is measured unless it is a CPU.
+        device: device that the run computes on; the class measures only runs on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Contention:
         self._start: tuple[float, float] | None = None  # the time, and how long threads had waited by then
 
     def after_step(self, n: int) -> str:
-        """Advice for the user, returned once, if threads of this process wait for a core; otherwise ''.
+        """Advice for the user if threads of this process wait for a core; '' if there is no advice after this step.
 
         Args:
             n: number of steps that this process has done so far.
@@ -57,7 +57,7 @@ class Contention:
 
 
 def _waited_s() -> float | None:
-    """Seconds that this process's threads were ready to run but had no core; None if the counts cannot be read."""
+    """Seconds that this process's threads have waited for a core so far; None if the counts cannot be read."""
     try:
         schedules = [(thread / "schedstat").read_text() for thread in THREADS.iterdir()]
         return sum(int(schedule.split()[1]) for schedule in schedules) / 1e9

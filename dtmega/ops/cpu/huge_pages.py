@@ -1,8 +1,8 @@
 """Settings for CPU memory: freed buffers stay with the process, and large buffers are on huge pages.
 
-By default glibc requests each buffer of more than 32 MiB, and often a smaller buffer, from the system, and returns the
-buffer when it is freed. The system fills the buffer with zeros each time, in pages of 4 KiB. For a chunk's logits and
-the gradient of the head's weight, filling with zeros took a sixth as long as the matrix products, and a tenth of a step
+By default, glibc requests each buffer above 32 MiB (and often smaller buffers) from the system, and returns the buffer
+when it is freed. The system fills every new buffer with zeros, in pages of 4 KiB. For a chunk's logits and the gradient
+of the head's weight, filling with zeros took a sixth as long as the matrix products, and a tenth of a step
 (benchmarks/TIMINGS.md).
 """
 
@@ -26,7 +26,7 @@ MADV_HUGEPAGE = 14  # from Linux's asm-generic/mman-common.h
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory in this process, because each step needs as much memory as the step before.
 
-    On a system without glibc nothing changes.
+    On a system without glibc, this function does nothing.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):
@@ -38,7 +38,8 @@ def keep_freed_memory() -> None:
 def on_huge_pages(x: Tensor) -> Tensor:
     """Ask Linux to map x in pages of 2 MiB, and return x. Call this function before anything is written to x.
 
-    On other systems, or for a small x, nothing happens. If huge pages are switched off, Linux ignores the request.
+    For a small x, or on a system other than Linux, nothing happens. If huge pages are switched off, Linux ignores the
+    request.
     """
     if type(x) is Tensor and x.device.type == "cpu" and sys.platform == "linux":
         # The address comes from x, not from the storage of x: once Python has seen that storage, autograd no longer

@@ -2,9 +2,9 @@
 
 - A bias is added while the product is still in registers. torch would first fill the result with the bias, and then add
   the product.
-- The gradient of a weight with many more inputs than outputs is computed from a transposed copy of the output's
+- If a weight has many more inputs than outputs, its gradient is computed from a transposed copy of the output's
   gradient, because a product whose first factor is a transposed view runs at half the rate (torch 2.13). With fewer
-  inputs the copy would cost as much time as it saves.
+  inputs, the copy would cost as much time as it saves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDE = 2  # smallest ratio of input to output features at which the transposed c
 
 
 def multiply_on_amx(model: nn.Module) -> None:
-    """Make the model's nn.Linear modules use these faster products for bfloat16. Other dtypes are not affected."""
+    """Make the model's nn.Linear modules compute bfloat16 products faster. Other dtypes are not affected."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = types.MethodType(_forward, module)

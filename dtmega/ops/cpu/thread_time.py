@@ -8,11 +8,11 @@ from contextlib import suppress
 
 
 class ThreadTime:
-    """A clock for the thread that creates the clock.
+    """A clock for the busy time of the thread that creates the clock.
 
-    The clock runs while the thread computes, and while the thread is ready to run but waits for a core. The clock
-    stops while the thread sleeps, for instance to wait for other ranks. Only Linux reports how long a
-    ready thread waited for a core; on other systems, only computing counts.
+    The clock runs while the thread computes, and while the thread is ready to run but waits for a core. The clock stops
+    while the thread sleeps, for instance while the thread waits for other ranks. Only Linux reports how long a ready
+    thread waited for a core; on all other systems, the clock measures only computing.
     """
 
     def __init__(self) -> None:
