@@ -1,7 +1,7 @@
 """The processes of a job: their ranks, their devices, the 5-axis mesh, and all process groups.
 
 Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
-communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has one name:
+communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has a name:
 
     data       dp_replicate x dp_shard: each rank takes its slice of the global batch
     fsdp       dp_shard x cp (with dp_replicate: HSDP): parameters are sharded over these ranks
@@ -167,7 +167,7 @@ def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
 
 
 def pick_device(configured: str) -> torch.device:
-    """The device for [run] device: 'auto' takes cuda:LOCAL_RANK if there is a GPU, else the CPU.
+    """The device for [run] device. 'auto' is cuda:LOCAL_RANK if there is a GPU, otherwise the CPU.
 
     Raises:
         ValueError: this machine has fewer GPUs than local processes.

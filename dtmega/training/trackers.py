@@ -192,7 +192,7 @@ def masked(value: Any) -> Any:
 
 
 def _nothing(*words: object, **options: object) -> None:
-    """Print nothing: a replacement for `print`."""
+    """Replacement for `print` that prints nothing."""
 
 
 TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
@@ -209,7 +209,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of one run, used only by the process that writes.
+    """All trackers of one run. Only the process that writes the reports uses this class.
 
     Args:
         config: the run's configuration.
