@@ -3,8 +3,8 @@
     python benchmarks/context_bytes.py [--config bloom-1b7.toml] [--seq-len 32768]    # needs g++ and a torch for CPUs
 
 The script runs the unchanged `parallelize` and `forward_backward` of one rank, on one sequence in bf16 with fp32
-masters. It uses fake tensors on a simulated CUDA device (`one_gpu.py`) and torch's fake process group: nothing is
-computed or sent, but every tensor has its real size. Each layout is counted separately:
+masters. All tensors are fake tensors on a simulated CUDA device (`one_gpu.py`), and the process group is torch's fake
+process group: nothing is computed or sent, but every tensor has its real size. Each layout is counted separately:
 
     parameters       fp32, this rank's shards
     gradients        fp32, at the end of the step
@@ -154,8 +154,8 @@ flex.register_autograd(lambda ctx, gradient, _: flex_backward(gradient, *ctx.sav
 def pretending(count: Count, fake: FakeTensorMode) -> Iterator[None]:
     """Replace all functions that need a real device, for results or for memory."""
     resize, make_groups, make_empty = torch.UntypedStorage.resize_, mesh.make_groups, torch.empty
-    # When `torch.device` is first used as a context, torch lists the functions that `torch.device` changes. Use it once
-    # here, before one of these functions is replaced.
+    # When a `torch.device` first serves as a context, torch lists the functions that such a context changes. Make torch
+    # list these functions now, before one of them is replaced.
     with torch.device("meta"):
         torch.empty(0)
 

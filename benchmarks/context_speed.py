@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/context_speed.py [--seq-len 2048] [--dtype bfloat16] [--cp 2] [--rounds 11]
 
-The attention has ALiBi and a causal mask, B 1 and 8 heads of 64, and runs forward and backward. One process takes the
-part of one cp rank. The process already has the keys and values that other ranks would send, so no message is timed.
-The forms take turns, and the median of each form's CPU time counts. The table has one line for each form:
+The attention has ALiBi and a causal mask, B 1 and 8 heads of 64, and runs forward and backward. One process computes
+the part of each cp rank in turn. The process already has the keys and values that other ranks would send, so no message
+is timed. The forms take turns, and the median of each form's CPU time counts. The table has one line for each form:
 
     gather             [mesh] cp_form "gather": two runs of consecutive queries, each with a strip of biases
     heads              [mesh] cp_form "heads": all queries, for 1 / cp of the heads
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 class Alone(ContextParallel):
-    """A rank without other ranks. It is given whole tensors, so there is nothing to gather or exchange."""
+    """A rank that exchanges no messages, because its inputs already contain the tensors of the other ranks."""
 
     def whole(self, part: Tensor, balanced: bool) -> Tensor:
         n_tokens = part.shape[1] * self.group.size()
@@ -146,7 +146,7 @@ def forms(seq_len: int, place: Place, dtype: torch.dtype) -> tuple[dict[str, Cal
     """The forms to time, by name, and the share of the computed pairs that causality allows.
 
     Raises:
-        AssertionError: a form's output differs from that of one process.
+        AssertionError: a form's output differs from one process's output.
     """
     torch.manual_seed(0)
     q, k, v, gradient = (torch.randn(1, N_HEADS, seq_len, HEAD_DIM).to(dtype) for _ in range(4))

@@ -2,11 +2,11 @@
 
     python benchmarks/faults.py [kills | damage | all]
 
-tests/checkpoint/test_kill.py and tests/checkpoint/test_damage.py try some of these points; this script tries all. Two
-ranks hold a small BLOOM, sharded by FSDP2, on this machine's CPU. A kill passes if the other rank ends by itself, and
-one process then loads the expected step bit-identically, clears up, and saves the next step. A damage passes if the
-message names the damaged checkpoint and the damage, and the older checkpoint is loaded bit-identically. The exit code
-is 1 if any kill or damage does not pass.
+tests/checkpoint/test_kill.py and tests/checkpoint/test_damage.py try some of these events and bytes; this script tries
+all of them. Two ranks hold a small BLOOM, sharded by FSDP2, on this machine's CPU. A kill passes if the rank that is
+not killed ends by itself, and one process then loads the expected step bit-identically, clears up, and saves the next
+step. A damage passes if the message names the damaged checkpoint and the damage, and the older checkpoint is loaded
+bit-identically. The exit code is 1 if any kill or damage does not pass.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 One process generates greedily, with the random weights of a configuration. With one prompt, the two ways are to keep
 keys and values in a cache, and to compute all tokens again for each new token. With several prompts, whose lengths go
 from `--prompt` down to half of it, the two ways are to generate all texts together, and one by one. The two ways take
-turns, and the median of each way's CPU seconds counts. If the generated tokens differ, the script says so.
+turns, and the median of each way's CPU seconds counts. If the generated tokens differ, the script prints a message.
 """
 
 from __future__ import annotations

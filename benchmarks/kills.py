@@ -57,7 +57,7 @@ class Job:
     """A job under torchrun, and the steps that its first rank reports.
 
     Attributes:
-        said: (time, step) pairs, one for each finished step. Step 0 means that an attempt has started.
+        said: pairs (time, step), one for each finished step. Step 0 means that an attempt has started.
     """
 
     def __init__(self, n: int, keys: dict[str, Any], folder: Path) -> None:

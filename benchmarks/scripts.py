@@ -12,9 +12,9 @@ Bash runs in an empty network namespace, with a root directory of its own and an
 are available; every other command is recorded and does nothing. `cd`, `source` and `pushd` succeed even if their path
 does not exist. A placeholder of an example (NAME=<Specify path>) is replaced with a value that bash accepts.
 
-`from-megatron` also gets an empty environment. If it asks for a variable, the variable is empty, as in bash, and the
-output line names the variable. A script that sets such a variable itself, from another program's output, counts as
-refused. A part of a word that `from-megatron` reports as unknown matches any text.
+`from-megatron` also gets an empty environment. If `from-megatron` asks for a variable, the variable is empty, as in
+bash, and the output line names the variable. A script that sets such a variable itself, from another program's output,
+counts as refused. A part of a word that `from-megatron` reports as unknown matches any text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from dtmega.interop.megatron.launch.translate import translate
 TEXT_TOOLS = ("cat", "sed", "dirname", "basename", "seq", "tr", "cut", "head", "tail", "awk", "wc", "expr", "grep")
 TOOLS = (*TEXT_TOOLS, "mkdir", "touch", "bash", "sh")
 PROGRAMS = ("gpt", "gpt2", "bert", "t5", "vlm", "retro")  # scripts check whether pretrain_*.py exist
-# Bash code that records every command that is not in TOOLS. If the command would start a shell, this code starts it.
+# Bash code that records every command that is not in TOOLS. If such a command would start a shell, the code starts the
+# shell.
 ENVIRONMENT = r"""
 command_not_found_handle() {
   printf '%s\0' "$#" "$@" > "/stub/record.$BASHPID.$RANDOM"
@@ -208,7 +209,7 @@ def compare(path: Path, details: bool) -> Outcome:
 
 
 def _translated(path: Path, given: Mapping[str, str], n_commands: int) -> str:
-    """The names of the settings that a translation leaves open, "nothing", or the reason why it is refused."""
+    """The names of the settings that a translation leaves open; "nothing" if all are set; or why it is refused."""
     try:
         translation = translate(str(path), given, number=1 if n_commands > 1 else 0)
     except ValueError as error:

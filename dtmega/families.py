@@ -56,7 +56,7 @@ DECODER: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "prefix
 
 @dataclass(frozen=True)
 class BuiltInFamily:
-    """A family whose model and plan are part of dtmega; `Family` explains the methods and the other attributes.
+    """A family whose model and plan are part of dtmega. `Family` documents all methods and all further attributes.
 
     Attributes:
         model: class of the model, called with the [model] section.

@@ -301,7 +301,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
         at: progress of the run.
         end: configured end of the run.
         stopping: reason why the run stopped before its end; '' if it did not stop early.
-        unsaved: reason why the last save failed; '' if it did not fail.
+        unsaved: reason why the last save failed; '' if the save succeeded.
 
     Returns:
         The exit code.

@@ -1,7 +1,7 @@
 """FSDP2 shards parameters, gradients and optimizer state over the data ranks, and keeps fp32 master weights.
 
 FSDP2 is used if weights are sharded or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
-`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same work with fewer copies.
+`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the work and copy fewer tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dtmega.ops.shards import dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
-    """True if FSDP2 must hold the weights, because something must be sharded, offloaded, or cast.
+    """True if FSDP2 must hold the weights: for shards, casts, CPU offload, or a split backward.
 
-    FSDP2 is not needed for whole copies of a model: backward's gradients are summed in place (`replicas.py`), and a
-    rank that holds the whole model casts its weights without FSDP2 (`masters.py`).
+    Otherwise gradients are summed in place (`replicas.py`). If a rank that holds the whole model needs only casts of
+    its weights, `masters.py` makes these casts.
 
     Args:
         sizes: resolved size of each mesh axis.
@@ -109,7 +109,7 @@ def apply_fsdp(
 
 
 class _NothingToReduce:
-    """A reduce-scatter over one rank: output and input share the same memory, so nothing is copied."""
+    """A reduce-scatter over one rank: output and input share memory, so nothing is copied."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None

@@ -36,8 +36,8 @@ class Replicas:
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._group = group
         # Each block is a unit, and the parameters outside all blocks are the last unit. If several blocks share a
-        # parameter, the parameter's gradient is complete only after the backward of the first of these blocks. So that
-        # block's number, which comes last in this loop, overwrites the numbers of the other blocks.
+        # parameter, the parameter's gradient is complete only after the backward of the first of these blocks. The loop
+        # reaches the first block last, so the first block's number overwrites the numbers of later blocks.
         unit_of: dict[nn.Parameter, int] = {}
         for number, module in enumerate(reversed(blocks)):
             unit_of |= dict.fromkeys(module.parameters(), number)

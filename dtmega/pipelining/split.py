@@ -119,7 +119,7 @@ def pieces_of_stages(
     """The names of each stage's pieces, either as listed in `[pipeline] stages` or balanced by cost.
 
     With `[pipeline] split`, encoder and decoder have separate stages and are balanced separately. If each rank has one
-    stage, `split` is Megatron's --pipeline-model-parallel-split-rank.
+    stage, `split` corresponds to Megatron's --pipeline-model-parallel-split-rank.
 
     The cost of a piece is the FLOPs of the piece's matrix products and attention, and the memory of all weights that
     the piece needs. The embedding is a look-up, so the embedding costs no time. In memory, the embedding costs

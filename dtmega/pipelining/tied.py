@@ -120,7 +120,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """True if all copies are bitwise equal. Every rank of the group calls this method and gets the same answer."""
+        """True if all copies are bitwise equal. All ranks of the group call this method, and get equal results."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:

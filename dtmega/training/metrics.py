@@ -54,7 +54,7 @@ class Metrics:
         start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
             last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
             TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
-        write: True on the one rank that writes.
+        write: True on the only rank that writes reports.
 
     Attributes:
         peak_memory: memory counter of this process, also on ranks that do not write.

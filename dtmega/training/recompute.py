@@ -34,7 +34,7 @@ EXPENSIVE = {
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Make the backward pass recompute blocks: all operations, or in selective mode all except EXPENSIVE ones.
+    """Make the backward pass recompute blocks. In selective mode, EXPENSIVE operations are not recomputed.
 
     `how.method` is Megatron's --activations-checkpoint-method. `block` recomputes the first `layers` blocks of the
     stage. `uniform` recomputes all blocks, in units of `layers` blocks, and keeps only the input of each unit.
