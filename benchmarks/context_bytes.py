@@ -13,10 +13,10 @@ process group: nothing is computed or sent, but every tensor has its real size. 
 
 A stand-in replaces FlexAttention, and keeps the tensors that FlexAttention keeps: the inputs, the output and one
 logarithm per query. Blocks are not compiled, because fake tensors inside compiled graphs cannot be counted, and there
-is no dropout. Compiled blocks keep less. Because Python holds each tensor for a moment, autograd adds the second
-gradient of a tied weight into new memory. A real run does not, so the counted peak may be too high by this [V, D]
-tensor in bf16. The script does not count AdamW's moments, which take twice the bytes of the parameters, and does not
-count memory that the allocator leaves unused between tensors.
+is no dropout. Compiled blocks keep less. During the count, Python holds each tensor a moment longer than in a run, so
+autograd adds the second gradient of a tied weight into new memory. The counted peak may therefore be too high by this
+[V, D] tensor in bf16. The script does not count AdamW's moments, which take twice the bytes of the parameters, and does
+not count memory that the allocator leaves unused between tensors.
 """
 
 from __future__ import annotations

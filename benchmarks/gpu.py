@@ -162,7 +162,10 @@ def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: flo
 
 
 def step(name: str, ladder: list[int], keys: Keys, show_kernels: bool) -> int:
-    """Time each micro-batch size of the ladder, until memory runs out. Only the smallest size's kernels are shown."""
+    """Time each micro-batch size of the ladder, until memory runs out.
+
+    With `show_kernels`, print the kernels at the first size of the ladder, which is the smallest.
+    """
     case = " ".join([name, *(f"{key}={value}" for key, value in keys.items())])
     for size in ladder:
         try:

@@ -268,7 +268,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make the group for the list that contains this process. A process in no list gets a group of its own.
+    """Make the group for the list that contains this process. A process that is in no list gets a group of its own.
 
     All processes must call this function.
     """

@@ -94,7 +94,7 @@ class Watch:
             compilation in the first step.
         rank: rank of this process.
         exit_status: object that records the exit code and the reason if the thread ends the process; None to record
-            neither.
+            nothing.
         records: folder for the flight recorder's files, with a subfolder for each start; None to write no files.
 
     Attributes:
@@ -146,7 +146,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function for the watching thread to call before it ends the process. The function has CALLBACK_S."""
+        """Set a function for the watching thread to call before it ends the process, limited to CALLBACK_S."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
@@ -184,7 +184,7 @@ class Watch:
         for (step, nth, phase, place), ages_s in sorted(groups.items()):
             if not together:
                 position = "in front" if (step, nth) == front else "behind"
-            # Some ranks wait in a collective that the other ranks have not entered. These other ranks hang.
+            # Some ranks wait in a collective. The ranks that have not entered this collective hang.
             elif len(waiting) > 1 and place.text:
                 position = "waiting" if place.waits else "hanging"
             else:

@@ -42,7 +42,7 @@ class Pace:
         Args:
             n_tokens: number of tokens that all ranks together read in this step.
             times: times of the step on this rank.
-            exchange: True if the ranks exchange their own times after this step. Only then can there be a warning.
+            exchange: True if the ranks exchange their own times after this step. A warning needs an exchange.
 
         Returns:
             The warning, which is given only once per process; '' if there is no warning.
@@ -51,7 +51,7 @@ class Pace:
             return ""
         tokens_per_s = n_tokens / times.step_s
         self._own_s.append(times.own_s)
-        # The first step includes compilation, so its pace alone is not the usual pace.
+        # The first step includes compilation, so its pace alone is no basis for a comparison.
         if len(self._usual) > 1 and tokens_per_s < SLOW * median(self._usual):
             self._slow.append(tokens_per_s)
         else:

@@ -406,7 +406,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 
-    # memory. Allocate the tensors only now, when each tensor is no larger than this rank's part.
+    # memory. Allocate the tensors only now, when each tensor has been reduced to this rank's part.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial

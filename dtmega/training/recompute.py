@@ -53,7 +53,7 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     if how.mode == "selective":
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
-    # All blocks share this function. If each block had its own, torch.compile would compile each block separately.
+    # All blocks share this function. With a function for each block, torch.compile would compile each block anew.
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
 
