@@ -1,5 +1,5 @@
-"""Measurements, beside what a user would pick instead.
+"""Measurements of dtmega, compared with the libraries that a user would choose instead.
 
-`python -m benchmarks` prints the table of speed (`__main__.py`); the other files are run one by one and say what they
-measure. `RESULTS.md` has the last figures, with the machine that they come from.
+`python -m benchmarks` prints the table of speeds (`__main__.py`). The docstring of each other script explains what the
+script measures. `RESULTS.md` holds the latest figures and names the machine.
 """

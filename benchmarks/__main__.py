@@ -1,14 +1,15 @@
-"""One table of speed, beside what a user would pick instead: `python -m benchmarks [--only NAME ...] [--quick]`.
+"""Compare dtmega's speed with its alternatives in one table: `python -m benchmarks [--only NAME ...] [--quick]`.
 
-    python -m benchmarks                      every row; prints the table, writes benchmarks.json and benchmarks.png
-    python -m benchmarks --only step head     the benchmarks whose names contain one of these words
-    python -m benchmarks --quick              fewer rounds: does it run
-    python -m benchmarks --list               the names
+    python -m benchmarks                      run all benchmarks, print the table, write benchmarks.json, .md and .png
+    python -m benchmarks --only step head     run the benchmarks whose names contain one of these words
+    python -m benchmarks --quick              run fewer rounds, to check that everything works
+    python -m benchmarks --list               print the names of the benchmarks
 
-Each benchmark runs in a process of its own, with one thread. A row compares ours with a peer that is installed beside
-it (transformers, megatron-core), with a floor (the same work without what surrounds it) or with a closed form; it says
-how results were compared first, so that nothing is fast by being wrong. A row that falls short of its reach is followed
-by the operators that its time goes into, by its next cause, and by what was tried (`benchmarks/notes.toml`).
+Each benchmark runs in a process of its own, with one thread. A row compares dtmega with an installed library
+(transformers, megatron-core), with a lower bound (only the essential part of the work), or with a closed form. Each
+benchmark compares results before it takes times, so that wrong code cannot look fast, and the row states this
+comparison. If a row misses its target ratio (its reach), the report also lists the operators that take most of the
+time, the next cause to address, and earlier attempts (`benchmarks/notes.toml`).
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ def main() -> int:
 
 
 def recorded(output: Path) -> list[dict[str, Any]]:
-    """The rows of a record that goes on: what is not measured now stays as it was.
+    """Read the rows of an earlier record; [] if there is no record. Benchmarks that do not run now keep these rows.
 
     Raises:
-        SystemExit: they are of another machine, or of other versions, than those that would be measured now.
+        SystemExit: the rows come from another machine or from other versions of the libraries.
     """
     if not output.exists():
         return []
@@ -95,7 +96,7 @@ def recorded(output: Path) -> list[dict[str, Any]]:
 
 
 def write(record: dict[str, Any], output: Path) -> None:
-    """The record as JSON, as Markdown, and as a picture where matplotlib is."""
+    """Write the record as JSON, as Markdown and, if matplotlib is installed, as a picture."""
     output.write_text(json.dumps(record, indent=1) + "\n")
     output.with_suffix(".md").write_text("\n".join(markdown(record)) + "\n", encoding="utf-8")
     with contextlib.suppress(ImportError):
@@ -105,7 +106,7 @@ def write(record: dict[str, Any], output: Path) -> None:
 
 
 def run_apart(name: str, quick: bool) -> list[dict[str, Any]] | None:
-    """The rows of a benchmark that runs in a process of its own; None if it failed."""
+    """Run a benchmark in a process of its own. Returns the benchmark's rows; None if the benchmark failed."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", "--row", name, "--output", str(found)]
@@ -142,7 +143,7 @@ def _path() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor and versions, without which figures mean little."""
+    """The processor, number of cores and versions. Figures mean little without these facts."""
     versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -168,7 +169,7 @@ def now() -> str:
 
 
 def commit() -> str:
-    """The code that is measured, as git names it; '' outside a repository."""
+    """The short git hash of the measured commit; '' outside a repository."""
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
     )
@@ -181,7 +182,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any]) -> list[str]:
-    """The machine, the table, and why rows fall short."""
+    """The report in Markdown: the machine, the table, and the reasons why rows fall short."""
     about, found = record["machine"], record["rows"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     loads = [row["load"] for row in found]
@@ -201,7 +202,7 @@ def markdown(record: dict[str, Any]) -> list[str]:
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
-    """All rows, as Markdown."""
+    """The table of all rows, in Markdown."""
     lines = ["| what | beside | ours | theirs | | ratio | reach | | when |"]
     lines.append("| --- | --- | ---: | ---: | --- | ---: | ---: | --- | --- |")
     for row in found:
@@ -219,7 +220,7 @@ def number(x: float) -> str:
 
 
 def shortfalls(found: list[dict[str, Any]]) -> list[str]:
-    """The rows that fall short: where their time goes, the next cause, and what was tried."""
+    """Paragraphs on the rows that fall short: next cause, earlier attempts, and the operators that take most time."""
     notes = tomli.loads((HERE / "notes.toml").read_text(encoding="utf-8"))
     lines = []
     for row in found:

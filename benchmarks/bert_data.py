@@ -1,10 +1,10 @@
-"""The time in which BERT's samples of many sentences are there, and the speed at which its batches and T5's are made.
+"""Time the first BERT sample from a corpus of many sentences, and measure how fast batches for BERT and T5 are made.
 
     python benchmarks/bert_data.py [--sentences 100000000] [--per-document 30]
 
-The corpus has sentences of 3 to 59 tokens, and documents that end anywhere. The first start cuts it and leaves a file;
-later ones, and other processes of the node, map it. Rows are made of the default corpus. Seconds are those of the CPU,
-in one process; memory is the process's own, without mapped files.
+The corpus has sentences of 3 to 59 tokens, and documents of random length. The first start divides the corpus into
+samples and writes a file. Later starts, and other processes on the node, map this file. Batches are made from the
+default corpus. Times are CPU seconds of one process. Memory is the process's own memory, without mapped files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_corpus(prefix: Path, n: int, per_document: int) -> None:
         for values in (sizes, (ends - sizes) * 2, bounds):
             file.write(values.data)
     with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(2 * int(ends[-1]))  # zeros, without the disk they would take
+        file.truncate(2 * int(ends[-1]))  # zeros, which take no disk space
 
 
 def start(prefix: Path, what: str) -> None:

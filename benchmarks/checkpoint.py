@@ -1,10 +1,11 @@
-"""Save and load of 1 GB beside torch.save and plain dcp.save, and how long an asynchronous save stops training.
+"""Compare saves and loads of 1 GB with torch.save and dcp.save, and time how long an asynchronous save stops training.
 
     python benchmarks/checkpoint.py [--gigabytes 1] [--repeats 5]
 
-One process, fp32 tensors of 64 MB. Every way ends with the data on the disk (fsync). Reading comes from the page cache:
-it measures the work, not the disk. dtmega alone verifies what it reads, and keeps the old checkpoint until the new one
-is complete; the others write over it or delete it first.
+One process saves fp32 tensors of 64 MB. Every save ends with the data on the disk (fsync). Loads read from the page
+cache, so they measure the work, not the disk. Only dtmega verifies the data that it reads, and only dtmega keeps the
+old checkpoint until the new checkpoint is complete. torch.save overwrites the old checkpoint, and the script deletes
+the old checkpoint before dcp.save.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MEGABYTES = 64
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds."""
+    """The seconds that an action takes."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
@@ -88,7 +89,7 @@ def main() -> None:
         assert synchronous.load(found, parameters.items(), optimizer, []) is not None
 
     def step() -> float:
-        """Do what training would do meanwhile."""
+        """Multiply matrices, as training would during a save. Returns the seconds."""
         return timed(lambda: torch.mm(matrix, matrix))
 
     def ours_async() -> None:
@@ -107,7 +108,7 @@ def main() -> None:
             "dcp.save / dcp.load": (dcp_save, dcp_load),
             "dtmega, verified": (ours, ours_load),
         }
-        # In turns: what the machine does meanwhile hits all of them. The first round does not count.
+        # Take turns, so that other load on the machine affects all actions equally. The first round does not count.
         rounds = [
             {name: (timed(save), timed(load)) for name, (save, load) in actions.items()}
             for _ in range(args.repeats + 1)

@@ -1,21 +1,22 @@
-"""The bytes that a rank holds at a long sequence, with and without context parallelism, counted without a GPU.
+"""Count the bytes that a rank holds for a long sequence, with and without context parallelism, without a GPU.
 
     python benchmarks/context_bytes.py [--config bloom-1b7.toml] [--seq-len 32768]    # needs g++ and a torch for CPUs
 
-One rank's `parallelize` and `forward_backward` run as they are, on one sequence in bf16 with fp32 masters, with fake
-tensors on a pretended CUDA device (`one_gpu.py`) and torch's fake process group: nothing is computed or sent, but every
-tensor has its size. Each layout is counted by itself:
+The script runs the unchanged `parallelize` and `forward_backward` of one rank, on one sequence in bf16 with fp32
+masters. All tensors are fake tensors on a simulated CUDA device (`one_gpu.py`), and the process group is torch's fake
+process group: nothing is computed or sent, but every tensor has its real size. Each layout is counted separately:
 
     parameters       fp32, this rank's shards
     gradients        fp32, at the end of the step
-    for backward     what forward has made and keeps: activations, weights gathered or cast, the gradient of the head
-    peak             the most at any time, with parameters and gradients
+    for backward     tensors that forward keeps: activations, gathered or cast weights, the gradient of the head
+    peak             the maximum at any time, including parameters and gradients
 
-FlexAttention is a stand-in that keeps what it keeps: its inputs, its output and a logarithm for each query. Blocks are
-not compiled, as fake tensors are not seen in compiled graphs, and there is no dropout; compiled blocks keep less.
-Python holds each tensor for a moment, so that autograd adds the second gradient of a tied weight into new memory, which
-a run does not: the peak may be high by that [V, D] in bf16. AdamW's moments, twice the parameters' bytes, are not
-counted, nor what the allocator leaves between tensors.
+A stand-in replaces FlexAttention, and keeps the tensors that FlexAttention keeps: the inputs, the output and one
+logarithm per query. Blocks are not compiled, because fake tensors inside compiled graphs cannot be counted, and there
+is no dropout. Compiled blocks keep less. During the count, Python holds each tensor a moment longer than in a run, so
+autograd adds the second gradient of a tied weight into new memory. The counted peak may therefore be too high by this
+[V, D] tensor in bf16. The script does not count AdamW's moments, which take twice the bytes of the parameters, and does
+not count memory that the allocator leaves unused between tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks import one_gpu
 
 if reason := one_gpu.missing():
     sys.exit(f"counts nothing: {reason}")
-# Before torch is imported, because torch asks only once whether there is a GPU.
+# Load the simulated GPU before torch is imported, because torch looks for a GPU only once.
 one_gpu.load()
 
 import torch  # noqa: E402
@@ -67,7 +68,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Held(NamedTuple):
-    """Bytes of one rank, as the columns of the table."""
+    """The bytes that one rank holds, one field for each column of the table."""
 
     parameters: int
     gradients: int
@@ -76,16 +77,16 @@ class Held(NamedTuple):
 
 
 class Count(TorchDispatchMode):
-    """A count of the bytes of all tensors that are alive.
+    """Counts the bytes of all tensors that are alive on the device.
 
     Attributes:
-        now, peak: bytes at this moment, and the most so far.
+        now, peak: current number of bytes, and maximum so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}  # of a storage, by its address
+        self._sizes: dict[int, int] = {}  # bytes of each storage, by address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -96,7 +97,7 @@ class Count(TorchDispatchMode):
         return out
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
-        """Note that FSDP, or a rank that keeps masters, frees a storage or allocates it again."""
+        """Note the new size of a storage that FSDP or `Masters` has freed or allocated again."""
         if storage._cdata in self._sizes:
             self._set(storage._cdata, n_bytes)
 
@@ -120,7 +121,7 @@ class Count(TorchDispatchMode):
 
 @torch.library.custom_op("benchmarks::flex", mutates_args=())
 def flex(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """FlexAttention's output, and the logarithm of each query's sum; without values."""
+    """Stand-in for FlexAttention: the output and the logarithm of each query's sum, as tensors without values."""
     raise NotImplementedError  # only the fake below is ever called
 
 
@@ -133,7 +134,7 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("benchmarks::flex_backward", mutates_args=())
 def flex_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; without values."""
+    """Stand-in for FlexAttention's backward: the gradients of q, k and v, as tensors without values."""
     raise NotImplementedError  # only the fake below is ever called
 
 
@@ -151,9 +152,10 @@ flex.register_autograd(lambda ctx, gradient, _: flex_backward(gradient, *ctx.sav
 
 @contextlib.contextmanager
 def pretending(count: Count, fake: FakeTensorMode) -> Iterator[None]:
-    """Replace what would ask a device for a result or its memory."""
+    """Replace all functions that need a real device, for results or for memory."""
     resize, make_groups, make_empty = torch.UntypedStorage.resize_, mesh.make_groups, torch.empty
-    # torch lists the functions that `torch.device` changes at its first use: before one of them is replaced.
+    # When a `torch.device` first serves as a context, torch lists the functions that such a context changes. Make torch
+    # list these functions now, before one of them is replaced.
     with torch.device("meta"):
         torch.empty(0)
 
@@ -163,7 +165,8 @@ def pretending(count: Count, fake: FakeTensorMode) -> Iterator[None]:
         return resized
 
     def empty(*args: Any, **kwargs: Any) -> Tensor:
-        # FSDP makes empty tensors on the device while it wraps modules on meta, which has to happen outside `fake`.
+        # FSDP must wrap meta modules outside `fake`, but makes empty tensors on the device at the same time. Only these
+        # empty tensors are made inside `fake`.
         with fake if torch.device(kwargs.get("device") or "cpu") == DEVICE else contextlib.nullcontext():
             return make_empty(*args, **kwargs)
 
@@ -172,20 +175,22 @@ def pretending(count: Count, fake: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(patch.object(torch, "empty", empty))
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         stack.enter_context(patch.object(attention, "_flex", lambda q, k, v, rule, scale: flex(q, k, v)[0]))
-        # The ranks compare how many groups they have made, in numbers that somebody has to read.
+        # `make_groups` reads values from a tensor, to compare the number of groups on all ranks. So make this tensor on
+        # the CPU, where tensors have values.
         on_cpu = functools.partial(make_groups, device=torch.device("cpu"))
         stack.enter_context(patch.object(mesh, "make_groups", lambda sizes, _, timeout: on_cpu(sizes, timeout=timeout)))
-        # Masks of a few biases, whose places in a shard torch computes from numbers that somebody has to read.
+        # Leave out `_unseen`, the masks of a few biases, because torch reads values to find the biases' places in a
+        # shard.
         stack.enter_context(patch.object(parallelize.ShardedModel, "_unseen", ()))
         yield
 
 
 def hold(arguments: list[str], axes: dict[str, Any]) -> Held:
-    """Count what the first rank of a layout holds in a step of one sequence per data rank.
+    """Count the bytes that the first rank of a layout holds in a step with one sequence per data rank.
 
     Args:
         arguments: command line of the run.
-        axes: keys of [mesh].
+        axes: values of the [mesh] keys, by key.
     """
     for axis, size in {"dp_shard": 1, **axes}.items():
         arguments = [*arguments, f"--mesh.{axis}", str(size)]

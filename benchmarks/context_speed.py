@@ -1,20 +1,20 @@
-"""CPU time of a rank's attention under context parallelism, beside its products alone and other ways to compute it.
+"""Compare the CPU time of a rank's attention under context parallelism with matrix products alone and with other forms.
 
     OMP_NUM_THREADS=1 python benchmarks/context_speed.py [--seq-len 2048] [--dtype bfloat16] [--cp 2] [--rounds 11]
 
-ALiBi under a causal mask, B 1, 8 heads of 64, forward and backward, in one process that plays one rank of cp: the keys
-and values that other ranks would send are there already, so no message is counted. All forms take turns, and of each
-the median of CPU time counts. The table gives, for the rank's queries:
+The attention has ALiBi and a causal mask, B 1 and 8 heads of 64, and runs forward and backward. One process computes
+the part of each cp rank in turn. The process already has the keys and values that other ranks would send, so no message
+is timed. The forms take turns, and the median of each form's CPU time counts. The table has one line for each form:
 
-    gather             as a run computes it: two runs of consecutive queries, each with a strip of biases
-    heads              the other form: all queries, for 1 / cp of the heads
-    products alone     the seven matrix products of the same chunks, without softmax and bias: two forward, and five
-                       backward, which computes the scores again instead of keeping them
-    without again      the same, but for the scores that backward computes again: the least there is
-    pair by pair       gather without its runs: each pair of a query and any key gets its own bias
-    1 / cp of one      attention of whole sequences, as one process computes it, divided by cp
+    gather             [mesh] cp_form "gather": two runs of consecutive queries, each with a strip of biases
+    heads              [mesh] cp_form "heads": all queries, for 1 / cp of the heads
+    products alone     only the seven matrix products of gather's chunks, without softmax and bias: two in forward, and
+                       five in backward, which computes the scores again instead of keeping them
+    without again      the products alone, without the second computation of the scores: the lower bound
+    pair by pair       gather without the runs: each pair of a query and a key gets its own bias
+    1 / cp of one      the time of attention over whole sequences in one process, divided by cp
 
-The outputs of gather, heads and pair by pair are compared with those of one process.
+The script compares the outputs of gather, heads and pair by pair with the output of one process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative distance of out
 
 
 class Place(NamedTuple):
-    """A rank's place in a group, in the stead of a process group."""
+    """Stand-in for a process group: the number of cp ranks, and the number of this rank."""
 
     cp: int
     number: int
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 class Alone(ContextParallel):
-    """A rank that has what the others would send: parts of all tokens are whole already."""
+    """A rank that exchanges no messages, because its inputs already contain the tensors of the other ranks."""
 
     def whole(self, part: Tensor, balanced: bool) -> Tensor:
         n_tokens = part.shape[1] * self.group.size()
@@ -95,7 +95,7 @@ class Products:
     Args:
         rule: the rank's rule in the form `gather`.
         tensors: queries, keys, values and the gradient of the output, [1, H, S / cp or S, K].
-        again: True for the scores to be computed in backward, too.
+        again: True to compute the scores again in backward.
     """
 
     def __init__(self, rule: AttentionRule, tensors: Sequence[Tensor], again: bool) -> None:
@@ -123,7 +123,7 @@ class Products:
             size = shape[0] * shape[1] * shape[2]
             scores, dscores = self.scores[:size].view(shape), self.dscores[:size].view(shape)
             torch.bmm(q, k.mT, out=scores)
-            # The products take as long for any scores, but not for denormal numbers; these are none.
+            # The time of a product does not depend on its values, except for denormal numbers, which do not occur here.
             torch.bmm(scores, v, out=out)
             if self.again:
                 torch.bmm(q, k.mT, out=scores)
@@ -137,7 +137,7 @@ class Products:
 def both_ways(
     form: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor
 ) -> tuple[Callable[[], object], Callable[[], Tensor]]:
-    """A form's forward and backward, and its forward alone."""
+    """A function that runs a form's forward and backward, and a function that runs only the forward."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     return lambda: torch.autograd.grad(form(*leaves), leaves, gradient), lambda: form(*leaves).detach()
 
@@ -146,7 +146,7 @@ def forms(seq_len: int, place: Place, dtype: torch.dtype) -> tuple[dict[str, Cal
     """The forms to time, by name, and the share of the computed pairs that causality allows.
 
     Raises:
-        AssertionError: a form's output differs from that of one process.
+        AssertionError: a form's output differs from one process's output.
     """
     torch.manual_seed(0)
     q, k, v, gradient = (torch.randn(1, N_HEADS, seq_len, HEAD_DIM).to(dtype) for _ in range(4))
@@ -183,7 +183,7 @@ def forms(seq_len: int, place: Place, dtype: torch.dtype) -> tuple[dict[str, Cal
 
 
 def table(ms: Mapping[str, float], cp: int) -> str:
-    """Lines of a form, its CPU ms and its ratio to the products alone."""
+    """Format one line for each form: the name, CPU milliseconds, and the ratio to the products alone."""
     alone_ms = ms["products alone"]
     rows = {name: ms[name] for name in ("gather", "heads", "products alone", "without again", "pair by pair")}
     rows[f"1 / {cp} of one"] = ms["one process"] / cp

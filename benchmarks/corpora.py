@@ -1,4 +1,4 @@
-"""Corpora of any number of documents, whose tokens are all 0 and take no room on a disk."""
+"""Corpora with any number of documents. All tokens are 0 and take no disk space."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtmega.data.indexed_files.idx_file import HEADER, MAGIC
 
 
 def write_corpus(prefix: Path, n_documents: int, longest: int) -> None:
-    """Write PREFIX.idx and PREFIX.bin of documents with 1 to `longest` tokens, drawn alike at each call."""
+    """Write PREFIX.idx and PREFIX.bin. Documents have 1 to `longest` tokens, with equal random lengths at each call."""
     sizes = np.random.default_rng(0).integers(1, longest + 1, n_documents).astype("<i4")
     ends = np.cumsum(sizes, dtype="<i8")
     with open(f"{prefix}.idx", "wb") as file:
@@ -18,4 +18,4 @@ def write_corpus(prefix: Path, n_documents: int, longest: int) -> None:
         for values in (sizes, (ends - sizes) * 2, np.arange(n_documents + 1, dtype="<i8")):
             file.write(values.data)
     with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(2 * int(ends[-1]))  # zeros, without the disk they would take
+        file.truncate(2 * int(ends[-1]))  # zeros, which take no disk space

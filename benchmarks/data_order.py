@@ -1,9 +1,10 @@
-"""The cost of a loader worker with a corpus of many documents: memory of its own, and time to its first sample.
+"""Measure the memory of a loader worker, and the time to its first sample, for a corpus of many documents.
 
     python benchmarks/data_order.py [--documents 20000000] [--workers 2] [--samples 2000]
 
-The corpus has documents of 1 to 39 tokens. Workers start together, as those of one node do; the figures of each are the
-memory of its own that the samples take (mapped files are not in it) and seconds since it has opened the corpus.
+The corpus has documents of 1 to 39 tokens. All workers start together, as the workers of one node do. For each worker,
+the script prints the memory that the samples take (without mapped files), the seconds from opening the corpus to the
+first sample, and the time of each further sample.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dtmega.data.sampling.samples import Samples
 
 
 def own_bytes() -> int:
-    """The memory of this process alone: without mapped files, whose pages the kernel shares and can drop."""
+    """The memory of this process, without mapped files, because the kernel shares their pages and can drop them."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 

@@ -1,11 +1,12 @@
-"""Ranks killed at every file event of a save, and every byte of a checkpoint damaged: `python benchmarks/faults.py`.
+"""Kill ranks at every file event of a save, and damage every byte of a checkpoint: `python benchmarks/faults.py`.
 
     python benchmarks/faults.py [kills | damage | all]
 
-What tests/checkpoint/test_kill.py and tests/checkpoint/test_damage.py do at some points, here at all: two ranks of a
-small BLOOM cut by FSDP2, on this machine's CPU. A kill counts if the other rank ends by itself and one process then
-finds the step it must find, to the bit, clears up and saves the next; a damage if the message names it and the older
-checkpoint is loaded, to the bit. Exit code 1 if one does not.
+tests/checkpoint/test_kill.py and tests/checkpoint/test_damage.py try some of these events and bytes; this script tries
+all of them. Two ranks hold a small BLOOM, sharded by FSDP2, on this machine's CPU. A kill passes if the rank that is
+not killed ends by itself, and one process then loads the expected step bit-identically, clears up, and saves the next
+step. A damage passes if the message names the damaged checkpoint and the damage, and the older checkpoint is loaded
+bit-identically. The exit code is 1 if any kill or damage does not pass.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from tests.ranks import Forks
 
 
 def holds(what: str, check: Callable[..., object], *args: object) -> bool:
-    """Tell whether it neither raises nor gives False; says what did."""
+    """True if the check neither raises an exception nor returns False. Otherwise print `what` on stderr."""
     try:
         if check(*args) is not False:
             return True

@@ -1,11 +1,12 @@
-"""How fast samples are drawn in one way and in another: tokens/s of each.
+"""Compare the speed of two ways to generate text, in tokens/s.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py [--config bloom.toml] [--prompt 64] [--tokens 128] [--repeat 3]
     OMP_NUM_THREADS=1 python benchmarks/generate.py --together 8
 
-Random weights of a configuration, greedy, one process: of one prompt, with keys and values kept and with every token
-computed again; of several prompts of a half to the whole length, together and one by one. The two take turns, and of
-each the median of CPU seconds counts. Both say the same tokens, or the script says that they do not.
+One process generates greedily, with the random weights of a configuration. With one prompt, the two ways are to keep
+keys and values in a cache, and to compute all tokens again for each new token. With several prompts, whose lengths go
+from `--prompt` down to half of it, the two ways are to generate all texts together, and one by one. The two ways take
+turns, and the median of each way's CPU seconds counts. If the generated tokens differ, the script prints a message.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def built(name: str) -> Model:
 
 
 def measured(ways: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, float]:
-    """CPU seconds of what is drawn, by how."""
+    """The median CPU seconds of each way, by name."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     said: dict[str, object] = {}
     for _ in range(repeat):

@@ -1,14 +1,14 @@
-"""One GPU in ten minutes: are its numbers those of a CPU, and what does a step cost? `python benchmarks/gpu.py`.
+"""Compare one GPU's numbers with a CPU's, and time a training step, in ten minutes: `python benchmarks/gpu.py`.
 
     python benchmarks/gpu.py [--set second] [--deadline 570]       the cases below, each in a process of its own
-    python benchmarks/gpu.py step bloom-560m --ladder 4,8,16       one of them: tokens/s of each micro-batch that fits
-    python benchmarks/gpu.py step bloom-560m --profile             and the kernels that a step spends its time in
-    python benchmarks/gpu.py hf bloom-560m --compiled              transformers' model of that size on as many tokens
+    python benchmarks/gpu.py step bloom-560m --ladder 4,8,16       one case: tokens/s of each micro-batch size that fits
+    python benchmarks/gpu.py step bloom-560m --profile             also the kernels that take most of a step's time
+    python benchmarks/gpu.py hf bloom-560m --compiled              transformers' model of this size, with as many tokens
 
-What is timed is the trainer's own `train_step`, after three steps that compile and warm up; times are medians of the
-clock, which a step ends with a synchronisation for. MFU is model FLOPs (`dtmega/ops/cost.py`) by the datasheet's
-989 TFLOP/s of an H100 or H200. The table of all that was found comes last, with what there was no time for. Without a
-GPU everything is tiny and of no interest but that it runs.
+The script times the trainer's own `train_step`, after three steps that compile and warm up. Times are medians of
+wall-clock time, and each step ends with a synchronisation. MFU is the model FLOP/s (`dtmega/ops/cost.py`) divided by
+989 TFLOP/s, the datasheet's value for an H100 or H200. The last output is a table of all results, and a list of the
+cases that did not fit into the time. Without a GPU, all sizes are tiny, and the script only shows that the code runs.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ SHOWN_KERNELS = 20
 DROPOUT = ["--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1"]
 NO_DROPOUT = ["--model.hidden_dropout", "0", "--model.attention_dropout", "0"]
 NEW = ["--model.init_from", ""]
-# Weights, gradients and AdamW's state take 16 bytes a parameter: 105 GiB of BLOOM 7b1.
+# Weights, gradients and AdamW's state take 16 bytes per parameter: 105 GiB for BLOOM 7b1.
 LARGEST = "bloom-7b1" if GPU and torch.cuda.get_device_properties(0).total_memory > 120 * 2**30 else "bloom-3b"
-# The most wanted first: (limit in seconds, case).
+# The cases of each set as (limit in seconds, case), the most important case first.
 SETS: dict[str, list[tuple[int, list[str]]]] = {
     "first": [
         (120, ["tests"]),
@@ -80,7 +80,7 @@ Keys = dict[str, Any]
 
 
 def tiny(name: str) -> Keys:
-    """Keys that make a configuration small enough for a CPU; none on a GPU."""
+    """Keys that make a configuration small enough for a CPU; {} on a GPU."""
     if GPU:
         return {}
     return TINY_LLAMA if name.startswith("llama") else TINY
@@ -90,11 +90,11 @@ def micro_batches(size: int) -> Keys:
     return {"batch.micro_batch_size": size, "batch.global_batch_size": size, "mesh.tp": 1, "mesh.pp": 1}
 
 
-# ---- is it right
+# ---- correctness
 
 
 def tests() -> int:
-    """The tests of what only a GPU runs; on a CPU their bodies, on the plain kernels."""
+    """Run the tests that need a GPU. Without a GPU, run the CPU variants of the tests, on the plain kernels."""
     words = ["-m", "gpu"] if GPU else []
     command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/test_gpu.py"), *words]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -109,7 +109,10 @@ def losses(overrides: Keys, steps: int) -> list[float]:
 
 
 def right() -> int:
-    """Drawn numbers equal to the bit, and the losses of ten steps in fp32, with dropout too."""
+    """Check that a GPU draws the same random numbers as a CPU, to the bit, and computes equal losses.
+
+    The losses are those of ten steps in fp32, without and with dropout, eager and compiled.
+    """
     index = torch.arange(2**18) * 7 + 2**33
     same = torch.equal(keyed.normal(5, "w", index), keyed.normal(5, "w", index.to(DEVICE)).cpu())
     say(case=f"initial values on {DEVICE.type} are those of a CPU, to the bit", right=same)
@@ -125,11 +128,11 @@ def right() -> int:
     return 0 if all_right else 1
 
 
-# ---- what does it cost
+# ---- cost
 
 
 def timed(step: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the first step, and the median of later ones."""
+    """The seconds of the first step, and the median seconds of later steps."""
     started_s = time.perf_counter()
     step()
     first_s = time.perf_counter() - started_s
@@ -159,7 +162,10 @@ def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: flo
 
 
 def step(name: str, ladder: list[int], keys: Keys, show_kernels: bool) -> int:
-    """Each rung of the ladder, until memory is out; the kernels of the first, which fits if any does."""
+    """Time each micro-batch size of the ladder, until memory runs out.
+
+    With `show_kernels`, print the kernels at the first size of the ladder, which is the smallest.
+    """
     case = " ".join([name, *(f"{key}={value}" for key, value in keys.items())])
     for size in ladder:
         try:
@@ -187,7 +193,7 @@ def forget() -> None:
 
 
 def hf(name: str, ladder: list[int], compiled: bool) -> int:
-    """The same sizes and tokens by transformers: fp32 weights, autocast, fused AdamW."""
+    """Time transformers' model with the sizes of this configuration: fp32 weights, autocast, fused AdamW."""
     settings = {key: str(value) for key, value in tiny(name).items()}
     cfg = config.load(ours.arguments(f"{name}.toml", settings | {"run.dir": tempfile.gettempdir()}))
     model: Any = cfg.model
@@ -217,7 +223,7 @@ def hf(name: str, ladder: list[int], compiled: bool) -> int:
 
 
 def kernels(step: Callable[[], object]) -> None:
-    """The operations that take most of a step's time, twenty of them."""
+    """Print the twenty operations that take most of a step's time."""
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]) as seen:
         step()
     sort_by = "self_device_time_total" if GPU else "self_cpu_time_total"
@@ -228,11 +234,11 @@ def say(**row: Any) -> None:
     print(RESULT + json.dumps(row), flush=True)
 
 
-# ---- all of it
+# ---- all cases
 
 
 def all_cases(name: str, deadline_s: float) -> int:
-    """The cases of a set one after the other, for as long as there is time."""
+    """Run the cases of a set one after the other, while there is time. Returns the highest exit code."""
     started_s = time.monotonic()
     found: list[str] = []
     skipped: list[str] = []
@@ -253,7 +259,7 @@ def all_cases(name: str, deadline_s: float) -> int:
 
 
 def one_case(case: list[str], limit_s: float) -> tuple[list[str], int]:
-    """Its results, and its exit code; 1 if it took too long."""
+    """Run a case. Returns the lines of its results, and its exit code: 1 if the case took too long."""
     with tempfile.TemporaryFile("w+") as words:
         try:
             command = [sys.executable, str(Path(__file__).resolve()), *case]

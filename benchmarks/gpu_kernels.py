@@ -1,16 +1,18 @@
-"""The kernels that a GPU would be given, made without one: `python benchmarks/gpu_kernels.py [bloom-560m ...]`.
+"""Compile the kernels of a GPU on a machine without a GPU: `python benchmarks/gpu_kernels.py [bloom-560m ...]`.
 
     pip install triton -c constraints.txt
-    python benchmarks/gpu_kernels.py               # published sizes, half a minute each; needs g++ and a torch for CPUs
+    python benchmarks/gpu_kernels.py               # published sizes, half a minute each; needs g++ and torch for CPUs
 
-Two blocks of each model go through its own forward on fake CUDA tensors in bf16, with a sequence of the configuration's
-length, and are compiled as a run compiles them, forward and backward, by Dynamo, Inductor and Triton, to cubins for
-sm_90 (H100, H200). None of them runs. A line says how many graphs the two blocks took (one, which they share), how many
-kernels each direction has, and the most shared memory that one asks for, of which a block of threads may have 227 KiB;
-then what the passes of a block (all but matrix products and attention) read and write, beside a closed form's least.
-The head and its loss follow, over two chunks of tokens of different length, in the same words. Last come two blocks of
-a BLOOM as the first rank of cp 2 compiles them: FlexAttention with the block masks of the rank's two runs (`gather`),
-or of all queries for half of the heads (`heads`). Collectives are those of torch's fake process group.
+A model of two blocks runs its own forward on fake CUDA tensors in bf16, with the configured sequence length. Dynamo,
+Inductor and Triton compile the blocks as in a run, forward and backward, to cubins for sm_90 (H100, H200). No kernel
+runs.
+
+For each model, the script prints the number of graphs (one, which the two blocks share), the number of kernels, and the
+largest shared memory that a kernel requests (a thread block can have 227 KiB). The script then prints how many bytes
+the passes of a block (all work except matrix products and attention) read and write, and the lower bound from a closed
+form. The next lines are about the head and its loss, over two chunks with different numbers of tokens. The last lines
+are about two blocks of BLOOM on the first rank of cp 2: FlexAttention with the block masks of the rank's two runs
+(`gather`), or of all queries for half of the heads (`heads`). Collectives use torch's fake process group.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Inductor reads it when it i
 
 
 def missing() -> str:
-    """The reason why nothing can be compiled here; '' if it can."""
+    """The reason why this machine cannot compile the kernels; '' if it can."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton: pip install triton -c constraints.txt"
     return one_gpu.missing()
@@ -55,17 +57,19 @@ from dtmega.ops.context_parallel import ContextParallel  # noqa: E402
 
 SIZES = ("bloom-560m", "bloom-1b1", "bloom-3b", "bloom-7b1", "gpt2", "llama-3.2-1b", "llama-3-8b")
 SHARED_SIZE = "bloom-560m"  # the model whose sequences two ranks share
-# No kernel takes a mask of dropped probabilities; the other dropout stays.
+# No kernel supports dropout of attention probabilities, so only this dropout is turned off.
 NO_DROPOUT = ("--model.attention_dropout", "0")
 VOCABULARIES = (50_257, 128_256)  # with more, a chunk has more than the 1e9 numbers that torch counts of a kernel
 LOSS_TOKENS = 4096 + 1500  # a whole chunk and a shorter one
 
 
 class Kernel(NamedTuple):
-    """
+    """A compiled kernel.
+
     Attributes:
-        shared_bytes: of the configuration, among those that a GPU would choose from, that asks for the most.
-        cubins: how many of these there are.
+        name: name of the kernel.
+        shared_bytes: largest shared memory of all configurations that a GPU would choose from.
+        cubins: number of these configurations, each of which has a cubin.
     """
 
     name: str
@@ -74,12 +78,13 @@ class Kernel(NamedTuple):
 
 
 class Made:
-    """What has been compiled.
+    """The results of a compilation.
 
     Attributes:
-        graphs: how many Dynamo has handed over.
-        passes_bytes: of each of Inductor's graphs, forward before backward, what its passes read and write: each buffer
-            once for each kernel; nothing of products and of attention.
+        graphs: number of graphs that Dynamo has handed over.
+        kernels: the compiled kernels.
+        passes_bytes: bytes that the passes of each Inductor graph read and write, forward before backward. A buffer
+            counts once for each kernel that uses the buffer. Products and attention are left out.
     """
 
     def __init__(self) -> None:
@@ -88,7 +93,7 @@ class Made:
         self.passes_bytes: list[int] = []
 
     def backend(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        """Inductor, whose kernels are made and not called: what follows needs shapes alone."""
+        """Compile a graph with Inductor, but return the uncompiled graph. Fake tensors need only the graph's shapes."""
         from torch._inductor import compile_fx
 
         self.graphs += 1
@@ -96,12 +101,12 @@ class Made:
         return graph.forward
 
     def count(self, scheduler: Any) -> None:
-        """Add up what a graph moves, whose kernels have been written."""
+        """Add up the bytes that the passes of a graph move. Inductor must already have written the graph's kernels."""
         passes = [node for node in scheduler.nodes if not node.is_template() and not node.is_extern()]
         self.passes_bytes.append(sum(node.get_read_write_buffers_sizes() for node in passes))
 
     def precompile(self, autotuner: Any) -> None:
-        """In the place of Inductor's own, which loads what is made into a device."""
+        """Replace Inductor's own method, which would load the compiled kernels into a device."""
         autotuner._precompile_worker()
         compiled = [result.kernel for result in autotuner.compile_results]
         assert all(kernel.asm["cubin"] for kernel in compiled), autotuner.fn.__name__
@@ -111,7 +116,7 @@ class Made:
 
 @contextlib.contextmanager
 def compiling_for_it(made: Made) -> Iterator[None]:
-    """Inductor and Triton compile for sm_90, and load nothing."""
+    """Make Inductor and Triton compile for sm_90 without loading anything into a device."""
     import triton  # pyright: ignore[reportMissingImports]
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
@@ -140,21 +145,21 @@ def compiling_for_it(made: Made) -> Iterator[None]:
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         stack.enter_context(patch.object(CachingAutotuner, "precompile", lambda self, *a, **k: made.precompile(self)))
         stack.enter_context(patch.object(Scheduler, "codegen", write_and_count))
-        # Its patterns for attention, which these graphs have none of, are traced with tensors on the device.
+        # Inductor would trace its attention patterns with tensors on the device. These graphs contain no such pattern.
         stack.enter_context(patch.object(joint_graph, "lazy_init", lambda *a, **k: None))
         stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
-        # Constants are folded, and cached graphs loaded, on the device.
+        # Inductor would fold constants, and load cached graphs, on the device.
         stack.enter_context(inductor_config.patch(joint_graph_constant_folding=False, fx_graph_cache=False))
         stack.enter_context(inductor_config.patch(use_static_cuda_launcher=False))
         yield
 
 
 def compile_blocks(arguments: Sequence[str], context: ContextParallel | None = None) -> Made:
-    """Compile two blocks of a model of tokens, forward and backward.
+    """Compile two blocks of a language model, forward and backward.
 
     Args:
         arguments: command line of a run.
-        context: ranks that share the sequence; None: one process has it.
+        context: the cp ranks, among which the sequence is divided; None if one process has the whole sequence.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -180,7 +185,7 @@ def compile_blocks(arguments: Sequence[str], context: ContextParallel | None = N
 
 @contextlib.contextmanager
 def sharing(cp: int) -> Iterator[dist.ProcessGroup]:
-    """Make this process the first of `cp` ranks, whose other ranks do not exist."""
+    """Make this process the first of `cp` ranks. The other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
@@ -193,7 +198,7 @@ def sharing(cp: int) -> Iterator[dist.ProcessGroup]:
 
 
 def _allocate(model: torch.nn.Module, device: torch.device) -> None:
-    """Put parameters and buffers of a meta model on a device. `to_empty` cannot where tensors are fake (torch 2.13)."""
+    """Put parameters and buffers of a meta model on a device. `to_empty` fails for fake tensors (torch 2.13)."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter, device=device)))
@@ -202,11 +207,11 @@ def _allocate(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def least_bytes(model: config.NativeModel, seq_len: int) -> tuple[int, int]:
-    """The least that the passes of a block move, forward and backward, for one sequence in bf16.
+    """The lower bounds of the bytes that the passes of a block move in forward and backward, for one sequence in bf16.
 
-    Products and attention read what is written and write what is read; each pass in between reads its inputs once and
-    writes its results once. Sums over tokens (of biases and norms) come with a pass that reads the same, which places
-    are dropped is hashed again, and gradients of queries, keys and values stay where they are written.
+    Between products and attention, each pass reads its inputs once and writes its results once. Three kinds of work
+    move no extra bytes: sums over tokens (for biases and norms) share a pass that reads the summed tensor anyway,
+    dropout masks are hashed again, and the gradients of queries, keys and values stay where attention writes them.
     """
     stream = seq_len * model.hidden_size
     ffn = seq_len * model.ffn
@@ -216,16 +221,17 @@ def least_bytes(model: config.NativeModel, seq_len: int) -> tuple[int, int]:
         rotated = round(stream * (1 + model.kv_heads / model.n_heads))
     norm, norm_of_sum, add = 2, 4, 3
     forward = (norm + norm_of_sum + add) * stream + (2 + gated) * ffn + 2 * rotated
-    # A norm's gradient reads that of its output, its input, and the gradient that passes it by.
+    # The backward of a norm reads the output's gradient, the norm's input, and the gradient of the residual connection.
     backward = 2 * 4 * stream + (3 + 2 * gated) * ffn + 2 * rotated
     if isinstance(model, config.DropoutModel):
-        # Where a branch ends its gradient is one with dropped places; without, the sum of the last bias reads it.
+        # With dropout, the gradient at the end of a branch is a tensor of its own. Without dropout, only the sum for
+        # the last bias reads this gradient.
         backward += (3 if model.hidden_dropout else 1) * stream
     return 2 * forward, 2 * backward
 
 
 def compile_loss(n_tokens: int, hidden_size: int, vocab_size: int) -> Made:
-    """Compile the passes of the head's loss, forward and derivatives, which chunks of any length share."""
+    """Compile the passes of the head's loss, forward and derivatives. Chunks of all lengths share these passes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     made = Made()
@@ -240,7 +246,7 @@ def compile_loss(n_tokens: int, hidden_size: int, vocab_size: int) -> Made:
         h, weight = torch.empty(n_tokens, hidden_size, **on_it), torch.empty(vocab_size, hidden_size, **on_it)
         labels = torch.zeros(n_tokens, dtype=torch.int64, device=h.device)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of the address of a fake tensor
+            warnings.simplefilter("ignore", UserWarning)  # a warning about the address of a fake tensor
             cross_entropy.linear_cross_entropy(h, weight, labels, compiled=True)
     return made
 

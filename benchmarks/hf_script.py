@@ -1,7 +1,7 @@
-"""The script that a user of transformers would write: `hf_script.py MODEL TOKENS.npy STEPS [compile]`.
+"""The training script that a user of transformers would write: `hf_script.py MODEL TOKENS.npy STEPS [compile]`.
 
-TOKENS is [samples, S + 1]; a step takes four of them in order. bf16 by autocast, fused AdamW, clipped gradients. The
-last line is the losses, as JSON.
+TOKENS is an array [samples, S + 1]. Each step takes the next four samples. The script uses bf16 autocast, fused AdamW
+and gradient clipping. The last line of the output holds the losses, as JSON.
 """
 
 import json

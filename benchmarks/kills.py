@@ -1,10 +1,10 @@
-"""Random ranks killed at random times under torchrun, and every number afterwards: `python benchmarks/kills.py`.
+"""Kill random ranks at random times under torchrun, and check the results: `python benchmarks/kills.py`.
 
-Per layout: the debug model of tests/layouts.py (dropout 0.1) trains under `torchrun --max-restarts=1000` and saves
-every second step. A kill is SIGKILL to one rank: some milliseconds after a step, when the next step or a save is under
-way, or, every third time, some seconds after the kill before, while the job imports, meets and loads. In the end every
-loss and gradient norm in metrics.jsonl and every weight is compared with those of a run that nobody touched, to the
-bit. Exit code 1 if one differs.
+On each layout, the debug model of tests/layouts.py (dropout 0.1) trains under `torchrun --max-restarts=1000` and saves
+every second step. A kill sends SIGKILL to one rank. Most kills come some milliseconds after a step, while the next step
+or a save is under way. Every third kill comes some seconds after the previous kill, while the job imports, meets and
+loads. At the end, every loss and gradient norm in metrics.jsonl and every weight must be bit-identical to the values of
+an undisturbed run. The exit code is 1 if any value differs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ PATIENCE_S = 300.0
 
 
 class Kill(NamedTuple):
-    """Attributes:
-    during: "start" (no step since the kill before), "save" or "step".
+    """One kill of a rank.
+
+    Attributes:
+        at_s: time of the kill (`time.monotonic`).
+        during: "start" (no step since the previous kill), "save" or "step".
     """
 
     at_s: float
@@ -51,11 +54,15 @@ class Kill(NamedTuple):
 
 
 class Job:
-    """torchrun, and what its first rank says."""
+    """A job under torchrun, and the steps that its first rank reports.
+
+    Attributes:
+        said: pairs (time, step), one for each finished step. Step 0 means that an attempt has started.
+    """
 
     def __init__(self, n: int, keys: dict[str, Any], folder: Path) -> None:
         self.folder = folder
-        self.said: list[tuple[float, int]] = []  # when, and which step was done; 0: an attempt has started
+        self.said: list[tuple[float, int]] = []
         folder.mkdir(parents=True)
         with (folder / "stderr").open("w") as stderr:
             self.process = subprocess.Popen(
@@ -85,14 +92,14 @@ class Job:
             time.sleep(0.005)
 
     def step_since(self, at_s: float) -> tuple[float, int]:
-        """The first step of an attempt that started after that time, and when it was done; (0, 0) if none was."""
+        """Find the first step of an attempt that started after `at_s`: its time and number; (0, 0) if there is none."""
         later = [(when, step) for when, step in self.said if when > at_s]
         starts = [i for i, (_, step) in enumerate(later) if step == 0]
         steps = [said for said in later[starts[0] :] if said[1]] if starts else []
         return steps[0] if steps else (0.0, 0)
 
     def workers(self) -> list[int]:
-        """The processes of the ranks, as far as they run."""
+        """The process ids of all ranks that are running."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:

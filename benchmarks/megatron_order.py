@@ -1,8 +1,9 @@
-"""Seconds that Megatron's order of many samples takes to make, and then a sample of it.
+"""Time how long Megatron's sample order takes to make, how long samples in this order take to read, and blending.
 
     python benchmarks/megatron_order.py [--documents 20000000] [--samples 100000000] [--corpora 3 60]
 
-The corpus has documents of 1 to 999 tokens and no contents; S is such that one epoch has about so many samples.
+The corpus has documents of 1 to 999 tokens, which are all 0. S is chosen so that one epoch has about `--samples`
+samples.
 """
 
 from __future__ import annotations

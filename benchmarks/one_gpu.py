@@ -1,8 +1,8 @@
-"""A GPU in name only (`one_gpu.cpp`), for scripts that compile for a GPU or count its bytes on a machine without one.
+"""Simulate a GPU (`one_gpu.cpp`), for scripts that compile for a GPU or count its memory on a machine without a GPU.
 
-one_gpu.load()      # before torch is imported, which asks once whether there is a GPU
+one_gpu.load()      # before torch is imported, because torch looks for a GPU only once
 import torch
-one_gpu.answer()    # torch.cuda speaks of an H100 from here on
+one_gpu.answer()    # from here on, torch.cuda reports an H100
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def torch_folder() -> Path:
 
 
 def missing() -> str:
-    """The reason why there can be no such GPU here; '' if there can."""
+    """The reason why this machine cannot simulate a GPU; '' if it can."""
     if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
         return "needs a torch that is built for CPUs: one for CUDA looks for a GPU"
     return "" if shutil.which("g++") else "needs g++"
@@ -61,7 +61,7 @@ def load() -> None:
 
 
 class Stream:
-    """The one stream, or an event in it: nothing runs, so nothing waits."""
+    """The only stream, or an event in the stream. Nothing runs, so nothing waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -85,7 +85,7 @@ class Stream:
 
 
 def answer() -> None:
-    """Let torch.cuda speak of an H100, for the rest of this process."""
+    """Make torch.cuda report an H100, for the rest of this process."""
     import torch
 
     stream = Stream()
@@ -114,5 +114,5 @@ def answer() -> None:
     for name, said in answers.items():
         setattr(torch.cuda, name, said)
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
-        # By name, because the type stubs of a torch for CPUs do not have the function.
+        # Set the function by name, because the type stubs of torch for CPUs lack it.
         setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # noqa: B010

@@ -1,7 +1,7 @@
-"""Layout -> largest relative deviation from one process, the table of docs/layouts.md: `python benchmarks/parity.py`.
+"""Print each layout's largest relative deviation from one process, for docs/layouts.md: `python benchmarks/parity.py`.
 
-Trains the debug model of tests/layouts.py for 20 steps on every layout, on CPU processes of this machine; on some of
-them where they are named: `python benchmarks/parity.py "bert, tp 3" "bert, HSDP 2 x 2"`.
+The script trains the debug model of tests/layouts.py for 20 steps on every layout, with CPU processes on this machine.
+To train only some layouts, name these layouts: `python benchmarks/parity.py "bert, tp 3" "bert, HSDP 2 x 2"`.
 """
 
 import sys

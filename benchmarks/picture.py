@@ -1,4 +1,4 @@
-"""The table of speed as a picture: a bar for each row, as long as its ratio to the peer, and a mark at its reach."""
+"""Draw the table of speeds as a picture, with a bar for each row's ratio to its peer and a mark at the row's reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REACHED, SHORT, SHOWN = "#2a7f62", "#c46a1b", "#8a94a0"
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Write the picture of what `python -m benchmarks` has recorded; counts, which are always 1, are left out."""
+    """Draw a record of `python -m benchmarks`. Rows of counts are left out, because their ratio is always 1."""
     found = [row for row in record["rows"] if not row["benchmark"].startswith("counts.")]
     if not found:
         return

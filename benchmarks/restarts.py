@@ -1,10 +1,11 @@
-"""A job that dies on every attempt, restarted by torchrun: does each attempt begin, and how soon? And do runs end well?
+"""Restart a dying job with torchrun, time the restarts, and count the attempts that fail and the runs that end well.
 
     python benchmarks/restarts.py [--restarts 12] [--runs 20] [--start dtmega plain]
 
-Two gloo ranks. One of them dies after the first collective, again and again; `plain` starts with
-`dist.init_process_group()`, `dtmega` with `mesh.start`. "failed" counts attempts without a first collective, and
-seconds are from a death to the first collective of the next attempt that has one.
+A job has two gloo ranks. In each attempt, one rank dies after the first collective. `plain` starts with
+`dist.init_process_group()`, and `dtmega` starts with `mesh.start`. "failed" is the number of attempts that did not
+reach the first collective. A time is the number of seconds from a death to the first collective of the next attempt
+that reaches one.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ process.leave(exit_codes.DONE)
 
 
 def torchrun(folder: str, mode: str, start: str, deaths: int) -> int | None:
-    """The exit code, None if it took too long."""
+    """Run the job under torchrun. Returns torchrun's exit code; None if the job took too long."""
     (Path(folder) / "worker.py").write_text(WORKER)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -1,9 +1,10 @@
-"""Each layout's checkpoint, resumed on each layout, beside the run that went on: `python benchmarks/resume.py`.
+"""Resume each layout's checkpoint on each layout, and compare with uninterrupted runs: `python benchmarks/resume.py`.
 
-The 7 x 7 pairs of tests/resumed.py (dropout, tied embedding, V = 131, ramp-up under way), on CPU processes of this
-machine. A cell is the largest relative difference of a loss over the ten steps after the checkpoint; "bits": every
-loss, gradient norm and parameter is equal to the bit. A pair passes if it is, on the same layout, and on another if it
-is within the bounds of `Deviation.within_bounds`. `--pad 48` has an embedding of 144 rows. Exit code 1 if one fails.
+The script runs the 7 x 7 pairs of layouts in tests/resumed.py (dropout, tied embedding, V = 131, checkpoint during the
+batch ramp-up), with CPU processes on this machine. A cell of the table is the largest relative difference between the
+losses of the ten steps after the checkpoint. "bits" means that all losses, gradient norms and parameters are
+bit-identical. A pair of equal layouts passes if it is bit-identical. A pair of different layouts passes within the
+bounds of `Deviation.within_bounds`. With `--pad 48`, the embedding has 144 rows. The exit code is 1 if a pair fails.
 """
 
 import argparse

@@ -1,20 +1,20 @@
-"""Compare `from-megatron` with bash: the same launch scripts, the flags and values that each of them gives.
+"""Compare the flags and values that `from-megatron` and bash find in launch scripts of Megatron-LM.
 
     sudo python benchmarks/scripts.py scripts/*.sh            # one line for each script
     sudo python benchmarks/scripts.py --details run.sh        # also the arguments that differ
     sudo python benchmarks/scripts.py --index scripts.tsv --folder scripts > benchmarks/scripts.md
 
-The last line writes the table of docs/from-megatron.md. An index has lines of repository, path and commit, apart by
-tabs, as `git show COMMIT:PATH` needs them; the script of a line lies in FOLDER/OWNER+NAME/PATH, or, of a path that
-stands several times, in FOLDER/OWNER+NAME@COMMIT[:12]/PATH.
+The last command writes the table of docs/from-megatron.md. After a header, each line of an index holds a repository, a
+path and a commit, separated by tabs, as `git show COMMIT:PATH` needs them. The script of a line is the file
+FOLDER/OWNER+NAME/PATH. If the index lists a path several times, the file is FOLDER/OWNER+NAME@COMMIT[:12]/PATH.
 
-Bash runs in an empty network namespace, in a root directory of its own with an empty environment. It has a few text
-programs; every other command is recorded and does nothing. `cd`, `source` and `pushd` succeed even if their path does
-not exist. A placeholder of an example (NAME=<Specify path>) gets a value, because bash refuses it otherwise.
+Bash runs in an empty network namespace, with a root directory of its own and an empty environment. A few text programs
+are available; every other command is recorded and does nothing. `cd`, `source` and `pushd` succeed even if their path
+does not exist. A placeholder of an example (NAME=<Specify path>) is replaced with a value that bash accepts.
 
-Ours gets the same empty environment. If it asks for a variable, it gets an empty one, as bash has it; the line says for
-which variables it asked. A script that sets such a variable itself, from another program's output, is not comparable.
-An unknown part of a word, which ours names, matches any text.
+`from-megatron` also gets an empty environment. If `from-megatron` asks for a variable, the variable is empty, as in
+bash, and the output line names the variable. A script that sets such a variable itself, from another program's output,
+counts as refused. A part of a word that `from-megatron` reports as unknown matches any text.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from dtmega.interop.megatron.launch.translate import translate
 
 TEXT_TOOLS = ("cat", "sed", "dirname", "basename", "seq", "tr", "cut", "head", "tail", "awk", "wc", "expr", "grep")
 TOOLS = (*TEXT_TOOLS, "mkdir", "touch", "bash", "sh")
-PROGRAMS = ("gpt", "gpt2", "bert", "t5", "vlm", "retro")  # scripts look whether pretrain_*.py are there
-# Records every command that is not among TOOLS. A shell that such a command would start is started here.
+PROGRAMS = ("gpt", "gpt2", "bert", "t5", "vlm", "retro")  # scripts check whether pretrain_*.py exist
+# Bash code that records every command that is not in TOOLS. If such a command would start a shell, the code starts the
+# shell.
 ENVIRONMENT = r"""
 command_not_found_handle() {
   printf '%s\0' "$#" "$@" > "/stub/record.$BASHPID.$RANDOM"
@@ -61,7 +62,8 @@ popd() { true; }
 source() { [ -f "${1:-}" ] && builtin source "$@"; return 0; }
 function . { [ -f "${1:-}" ] && builtin . "$@"; return 0; }
 """
-# Makes the root directory and runs the script in it. Arguments: root, work, stub, NAME=VALUE ..., the command.
+# Bash code that makes the root directory and runs the script there. Arguments: root, work, stub, NAME=VALUE ..., and
+# the command.
 SETUP = r"""
 set -e
 root=$1 work=$2 stub=$3
@@ -83,8 +85,8 @@ class Outcome(NamedTuple):
     """The comparison of one script.
 
     Attributes:
-        kind: right, wrong, refused, not comparable (bash runs no command of Megatron's) or missing.
-        remark: text for the reader.
+        kind: "right", "wrong", "refused", "not comparable" (bash runs no program of Megatron-LM) or "missing".
+        remark: explanation for the reader.
     """
 
     kind: str
@@ -92,7 +94,7 @@ class Outcome(NamedTuple):
 
 
 def bash_commands(path: Path, given: Mapping[str, str]) -> tuple[list[list[str]], str]:
-    """The commands of Megatron's that bash runs, and the last line of its errors."""
+    """Run the script with bash. Returns the Megatron-LM commands that bash runs, and the last line of bash's errors."""
     given = dict(given)
     while True:
         commands, errors = _run_bash(path, given)
@@ -142,10 +144,10 @@ def _is_program(word: str) -> bool:
 
 
 def our_commands(path: Path) -> tuple[list[list[Word]], dict[str, str]]:
-    """The commands that ours finds, and the variables that it asked for.
+    """The commands that `from-megatron` finds, and the variables that it has asked for, with their values.
 
     Raises:
-        ValueError: the script is refused.
+        ValueError: `from-megatron` refuses the script.
     """
     given: dict[str, str] = {}
     while True:
@@ -161,12 +163,12 @@ def our_commands(path: Path) -> tuple[list[list[Word]], dict[str, str]]:
 
 
 def arguments_of(words: Sequence[str]) -> list[str]:
-    """The words behind the program."""
+    """The words after the program."""
     return list(words[next(i for i, word in enumerate(words) if _is_program(word)) + 1 :])
 
 
 def fits(ours: Sequence[Word], theirs: Sequence[str]) -> bool:
-    """True if ours are the words that bash gives, where an unknown part stands for any text."""
+    """True if our arguments match bash's arguments. An unknown part of our arguments matches any text."""
     pattern = ""
     first = next(i for i, word in enumerate(ours) if _is_program(written(word)))
     for word in ours[first + 1 :]:
@@ -180,7 +182,7 @@ def fits(ours: Sequence[Word], theirs: Sequence[str]) -> bool:
 
 
 def compare(path: Path, details: bool) -> Outcome:
-    """Compare one script."""
+    """Compare the commands that `from-megatron` and bash find in one script."""
     try:
         ours, given = our_commands(path)
     except ValueError as error:
@@ -207,7 +209,7 @@ def compare(path: Path, details: bool) -> Outcome:
 
 
 def _translated(path: Path, given: Mapping[str, str], n_commands: int) -> str:
-    """The end of a translation: whole, or the number of settings that it leaves open."""
+    """The names of the settings that a translation leaves open; "nothing" if all are set; or why it is refused."""
     try:
         translation = translate(str(path), given, number=1 if n_commands > 1 else 0)
     except ValueError as error:
@@ -217,7 +219,7 @@ def _translated(path: Path, given: Mapping[str, str], n_commands: int) -> str:
 
 
 def of_index(index: Path, folder: Path) -> list[tuple[str, Path]]:
-    """The scripts of an index: what the table calls each of them, and where it lies."""
+    """The scripts of an index, as pairs: the script's name in the table, and the path of its file."""
     scripts: list[tuple[str, Path]] = []
     for row in index.read_text().splitlines()[1:]:
         repository, path, commit = row.split("\t")[:3]
@@ -229,7 +231,7 @@ def of_index(index: Path, folder: Path) -> list[tuple[str, Path]]:
 
 
 def markdown(rows: Sequence[tuple[str, Outcome]]) -> str:
-    """The table of docs/from-megatron.md."""
+    """The table of docs/from-megatron.md, in Markdown."""
     lines: list[str] = []
     before = ""
     for name, outcome in rows:

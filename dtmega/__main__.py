@@ -1,8 +1,8 @@
 """The command line `dtmega {train, tokenize, generate, convert, ...}`.
 
-`python -m dtmega COMMAND` does the same. To train with several processes, use `torchrun --nproc-per-node N -m dtmega
-train ...`. Each command except `train` is a module in `commands/`. If an error ends a command, the command prints the
-error as one line on stderr and exits with a code other than 0.
+`python -m dtmega COMMAND` is equivalent to `dtmega COMMAND`. To train with several processes, use `torchrun
+--nproc-per-node N -m dtmega train ...`. Each command except `train` is a module in `commands/`. If an error ends a
+command, the command prints the error as one line on stderr and exits with a code other than 0.
 """
 
 from __future__ import annotations

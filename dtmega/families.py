@@ -1,7 +1,7 @@
-"""The model families that can be trained. Only this file knows which plan and which formats belong to a model.
+"""The model families that can be trained. Only this file defines which plan and which formats belong to a model.
 
-Each family is one record. All other code calls `of(cfg.model)` and knows no family by name. To add a model, write a
-file in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-model.md).
+Each family is one record. All other code calls `of(cfg.model)` and never names a family. To add a model, write a file
+in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DECODER: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "prefix
 
 @dataclass(frozen=True)
 class BuiltInFamily:
-    """A family whose model and plan are part of dtmega; `Family` explains the methods and the other attributes.
+    """A family whose model and plan are part of dtmega. `Family` documents all methods and all further attributes.
 
     Attributes:
         model: class of the model, called with the [model] section.
@@ -205,7 +205,7 @@ def of(model: config.Model) -> Family:
 
 
 def resolve(cfg: config.Config) -> config.Config:
-    """Complete the configuration with values that only the model's family knows, such as the sizes of an `hf` model.
+    """Complete the configuration with values that the model's family provides, such as the sizes of an `hf` model.
 
     Raises:
         ValueError: the configuration has keys that the family ignores or cannot honour.
@@ -275,13 +275,13 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
 
     Args:
         path: the directory, with config.json and safetensors.
-        model: the [model] section that config.json must agree with; None to make one from config.json.
+        model: the [model] section that config.json must agree with; None to make the section from config.json.
 
     Returns:
         The weights, keyed by our names, and the [model] section.
 
     Raises:
-        ValueError: no built-in family has the model, or config.json does not agree with the section.
+        ValueError: the model belongs to no built-in family, or config.json does not agree with the section.
     """
     if model is None:
         file = f"{path}/{config_json.NAME}"
@@ -315,10 +315,10 @@ def section_of(
         names: names of the stored tensors, used to recognise the family.
         theirs: configuration stored with the tensors.
         where: path of the tensors, for messages.
-        expected: the section that the configuration must agree with; None to make one from the configuration.
+        expected: the section that the configuration must agree with; None to make the section from the configuration.
 
     Raises:
-        ValueError: no family has the model, or the configuration does not agree with `expected`.
+        ValueError: the model belongs to no family, or the configuration does not agree with `expected`.
     """
     if expected is not None:
         family = of(expected)

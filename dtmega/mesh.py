@@ -1,7 +1,7 @@
 """The processes of a job: their ranks, their devices, the 5-axis mesh, and all process groups.
 
 Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
-communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has one name:
+communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has a name:
 
     data       dp_replicate x dp_shard: each rank takes its slice of the global batch
     fsdp       dp_shard x cp (with dp_replicate: HSDP): parameters are sharded over these ranks
@@ -168,7 +168,7 @@ def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
 
 
 def pick_device(configured: str) -> torch.device:
-    """The device for [run] device: 'auto' takes cuda:LOCAL_RANK if there is a GPU, else the CPU.
+    """The device for [run] device. 'auto' is cuda:LOCAL_RANK if there is a GPU, otherwise the CPU.
 
     Raises:
         ValueError: this machine has fewer GPUs than local processes.
@@ -269,7 +269,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make the group for the list that contains this process. A process in no list gets a group of its own.
+    """Make the group for the list that contains this process. A process that is in no list gets a group of its own.
 
     All processes must call this function.
     """

@@ -107,7 +107,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     watch = start_watch(cfg, world, startup, closing, exit_status)
     closing.callback(batches.close)
     if not origin.candidates and not cfg.eval.only:
-        # The first sample of a new run is known, so the workers can start while the model is built.
+        # A new run starts at the first sample, so the workers can already load batches while the model is built.
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
@@ -301,7 +301,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
         at: progress of the run.
         end: configured end of the run.
         stopping: reason why the run stopped before its end; '' if it did not stop early.
-        unsaved: reason why the last save failed; '' if it did not fail.
+        unsaved: reason why the last save failed; '' if the save succeeded.
 
     Returns:
         The exit code.
@@ -387,7 +387,7 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
         minutes: minutes since training started in this process.
 
     Returns:
-        The reason to save and exit before the last step, the same on all ranks; '' if there is none.
+        The reason to save and exit before the last step, the same on all ranks; '' if no rank has a reason.
     """
     cfg = run.cfg.train
     # If several reasons hold, on one rank or on different ranks, the last reason in this dict counts.
@@ -409,7 +409,7 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
 
 def killed(run: Run) -> bool:
-    """True on rank 0 if the file [train] kill_switch exists. The other ranks do not check, to spare the disk."""
+    """True on rank 0 if the file [train] kill_switch exists. Other ranks do not check, to spare the file system."""
     return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
 
 

@@ -3,7 +3,7 @@
     startup = Startup()
     with startup.step("configuration") as step:  # on every rank
         cfg = load(argv)                         # a ValueError on any rank ends all ranks
-        step.must_match = flat(cfg)              # so does a value that differs between ranks
+        step.must_match = flat(cfg)              # a value that differs between ranks ends all ranks too
     with startup.step("checkpoints") as step:
         if startup.rank == 0:
             step.send = find(cfg)                # all ranks receive this value at the end of the step
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised inside a step, on a rank that waits for the others, if another rank has failed in the step."""
+    """Raised on a rank that waits for other ranks inside a step, if another rank has failed in this step."""
 
 
 class Refused(Exception):
@@ -110,7 +110,7 @@ class Startup:
     Attributes:
         rank, size: rank of this process and number of ranks, from the launcher.
         store: rendezvous store of the job; None before the end of the first step.
-        timeout_s: maximum seconds that a rank waits for the others without hearing a heartbeat.
+        timeout_s: maximum seconds that a rank waits for other ranks without a heartbeat from any rank.
         on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank notices another
             rank's heartbeat while waiting.
 
@@ -247,7 +247,7 @@ class Startup:
             store.set("complete", "")
 
     def _judge(self, store: Store, step: Step, name: str) -> dict[str, Any]:
-        """Read all reports, print the errors, and publish the verdict. Called on rank 0 only.
+        """Read all reports, print the errors, and publish the verdict. Only rank 0 calls this method.
 
         Returns:
             The verdict, with three keys: `exit_code` (0 if the start continues), `reason`, and `sent` (rank 0's
@@ -286,7 +286,7 @@ class Startup:
         return verdict
 
     def _await_verdict(self, store: Store, failure: Failure | None, name: str) -> dict[str, Any]:
-        """Wait for the verdict of rank 0. Called on all ranks but rank 0.
+        """Wait for the verdict of rank 0. All ranks except rank 0 call this method.
 
         If the verdict does not come, a rank that has failed prints its own reason and exits with its own code.
         """
@@ -328,7 +328,7 @@ class Startup:
         """Wait until `key` is in the store. Returns False if the key did not appear in time.
 
         The wait ends timeout_s after the last heartbeat of any rank. Once `is_patient` returns False, the wait lasts at
-        most another PATIENCE_S, and heartbeats no longer extend it.
+        most another PATIENCE_S, and heartbeats no longer extend the wait.
         """
         assert self._meeting is not None
         n_heartbeats, poll_s = 0, 0.002
@@ -351,12 +351,12 @@ class Startup:
 
 
 def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """Values, besides the data, that must be equal on all ranks of a job: configuration, device type, versions.
+    """Values that must be equal on all ranks of a job, in addition to the data: configuration, device type, versions.
 
     Args:
         cfg: the run's configuration.
         device: this rank's device.
-        libraries: names of the libraries that the model needs besides torch.
+        libraries: names of the libraries that the model needs in addition to torch.
     """
     sections: dict[str, dict[str, Any]] = cfg.model_dump()
     values: dict[str, Any] = {}

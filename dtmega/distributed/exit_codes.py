@@ -5,7 +5,7 @@
 | 0 | DONE | the run is finished | |
 | 1 | FAILED | a Python exception; its message is on stderr | read the message |
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
-| 3 | DAMAGED | there are checkpoints and none is intact | restore one, or start in another run directory |
+| 3 | DAMAGED | there are checkpoints, but none is intact | restore a checkpoint, or start in another run directory |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | give the same command again |
 | 76 | STUCK | not saved: no step ended within grace_s of a signal, or the save failed | give the same command again |
 | 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; give the same command again |
@@ -80,14 +80,14 @@ class ExitRecord(NamedTuple):
 
 
 class ExitStatus:
-    """The exit code and the reason of this start, once they are known, and the writer of `exit.json`.
+    """Holds the exit code and the reason of this start, and writes `exit.json`.
 
     The file exists only after an exit, because each start removes the file of the previous start. A run that is still
     running, or that was killed, has no `exit.json`.
 
     Attributes:
         step, checkpoint: the same values as in `ExitRecord`.
-        code, reason: the same values as in `ExitRecord`; None and '' until they are known.
+        code, reason: the same values as in `ExitRecord`; None and '' until code and reason are known.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class ExitStatus:
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
         """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
 
-        If this start completes no step, the new `exit.json` repeats these two values.
+        If this start completes no step, the new `exit.json` repeats this step and this checkpoint.
 
         Args:
             folder: the run directory.

@@ -67,7 +67,7 @@ class Claim:
 
 
 def is_claimed(folder: Path) -> bool | None:
-    """True if a process has claimed this folder, False if the process that last claimed it is gone.
+    """True if a process holds this folder, False if the process that last held the folder is gone.
 
     None if the answer is unknown: no process ever claimed the folder, the file system has no locks, or the last
     holder ran on another machine.

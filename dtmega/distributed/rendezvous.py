@@ -134,7 +134,7 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
 
 
 def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
-    """Wait until a program listens at this address. torch could wait, but prints a page of text per failed try.
+    """Wait until a program listens at this address. torch could wait too, but prints a page for each failed attempt.
 
     Raises:
         ValueError: no program listens at the address within `patience`.
@@ -155,7 +155,7 @@ def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
 
 
 def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: bool) -> int:
-    """Start a new attempt, wait until all ranks have joined it, and open it. Called on rank 0 only.
+    """Start a new attempt, wait until all ranks have joined it, and open it. Only rank 0 calls this function.
 
     Args:
         job: store that all attempts of the job share.
@@ -192,7 +192,7 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
 
 
 def _join_attempt(job: Store, rank: int, timeout: timedelta) -> int:
-    """Join the attempt that rank 0 starts, and wait until it is open. Called on all ranks but rank 0.
+    """Join the attempt that rank 0 starts, and wait until it is open. All ranks except rank 0 call this function.
 
     Returns:
         The number of the attempt.

@@ -43,9 +43,9 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class Beat(NamedTuple):
-    """A message from a rank that begins a phase of a step.
+    """A message that a rank sends when it begins a phase of a step.
 
-    All ranks go through the same phases in the same order, so (step, nth) tells which rank is ahead.
+    All ranks go through all phases in one order, so a comparison of (step, nth) shows which rank is ahead.
 
     Attributes:
         step: number of the step.
@@ -77,7 +77,7 @@ class CodePlace(NamedTuple):
 
 
 class Watch:
-    """A thread that watches the main thread. While blocked in a collective, the main thread runs no signal handler.
+    """A thread that watches the main thread, because the main thread handles no signals while a collective blocks it.
 
     Until `close()`, the signals in `process.SIGNALS` do nothing but append their number to `signals`. The training loop
     reads this list after each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored.
@@ -94,7 +94,7 @@ class Watch:
             compilation in the first step.
         rank: rank of this process.
         exit_status: object that records the exit code and the reason if the thread ends the process; None to record
-            neither.
+            nothing.
         records: folder for the flight recorder's files, with a subfolder for each start; None to write no files.
 
     Attributes:
@@ -146,7 +146,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function, limited to CALLBACK_S, that the watching thread calls before it ends the process."""
+        """Set a function for the watching thread to call before it ends the process, limited to CALLBACK_S."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
@@ -184,7 +184,7 @@ class Watch:
         for (step, nth, phase, place), ages_s in sorted(groups.items()):
             if not together:
                 position = "in front" if (step, nth) == front else "behind"
-            # Some ranks wait in a collective that the other ranks have not entered. These other ranks hang.
+            # Some ranks wait in a collective. The ranks that have not entered this collective hang.
             elif len(waiting) > 1 and place.text:
                 position = "waiting" if place.waits else "hanging"
             else:
@@ -210,7 +210,7 @@ class Watch:
         return exit_codes.STUCK
 
     def record_exit(self, code: int, reason: str) -> bool:
-        """Record why this rank exits. If another rank exited before, record that rank's reason instead.
+        """Record why this rank exits. If another rank exited first, record that rank's reason instead.
 
         The first exit explains the end of the whole job. The other ranks exit as a consequence: a collective breaks, or
         the launcher kills these ranks.
@@ -233,7 +233,7 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank exits because another rank exited first. Called if `record_exit` returned False.
+        """Print that this rank exits because another rank exited first. Call this only if `record_exit` returned False.
 
         Args:
             error: error that the exit of the other rank caused on this rank.
@@ -246,7 +246,7 @@ class Watch:
         # The reason begins with the name of the other rank: "rank 2: ...".
         first_rank = reason.partition(": ")[0]
         console.say(self._exit_line(code, f"leaving after {first_rank} ({exit_codes.error_summary(error)})"))
-        # The flight record of the rank that hung says little without the records of the ranks that waited for it.
+        # The flight record of the rank that hung is of little use without the records of the ranks that waited for it.
         if code in (exit_codes.HUNG, exit_codes.STUCK):
             self._write_record()
         return code
@@ -358,8 +358,8 @@ class Watch:
             if self._callback is not None:
                 faulthandler.dump_traceback_later(CALLBACK_S, exit=True)
                 self._callback()
-            # The flight record is written last, because nccl's recorder calls CUDA. If CUDA does not answer, no Python
-            # code runs any more.
+            # Write the flight record last, because nccl's recorder calls CUDA. If CUDA does not answer, no more Python
+            # code runs.
             if self._records is not None:
                 faulthandler.dump_traceback_later(RECORD_S, exit=True)
                 self._write_record()

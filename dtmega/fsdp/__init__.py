@@ -1,7 +1,7 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the data ranks; mixed precision with fp32 masters.
+"""FSDP2 shards parameters, gradients and optimizer state over the data ranks, and keeps fp32 master weights.
 
 FSDP2 is used if weights are sharded or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
-`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same work with fewer copies.
+`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the work and copy fewer tensors.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dtmega.ops.shards import dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
-    """True if FSDP2 holds the weights: weights are sharded, cast or offloaded, or gradients are cast for the sum.
+    """True if FSDP2 must hold the weights: for shards, casts, CPU offload, or a split backward.
 
-    Otherwise gradients are summed where the backward pass writes them (`replicas.py`), and a rank that holds the whole
-    model casts its weights itself (`masters.py`).
+    Otherwise gradients are summed in place (`replicas.py`). If a rank that holds the whole model needs only casts of
+    its weights, `masters.py` makes these casts.
 
     Args:
         sizes: resolved size of each mesh axis.
         splits_backward: True if the schedule splits the backward pass in two.
     """
-    # In a split backward, torch's pass for the weights visits an autograd node shared by several weights more than
-    # once, but frees the node at the first visit (`stage_backward_weight`). FSDP's own nodes in the graph keep the
-    # weights apart.
+    # In a split backward, torch's pass for the weights (`stage_backward_weight`) frees an autograd node at the first
+    # visit, but visits a node again for every further weight that shares it. FSDP's own nodes in the graph separate the
+    # weights.
     if splits_backward:
         return True
     if keeps_masters(cfg, sizes):
@@ -72,8 +72,7 @@ def apply_fsdp(
         mesh: mesh of the data ranks: 1-D (fsdp), or for HSDP 2-D (dp_replicate, fsdp). HSDP with one shard
             is the same as DDP.
         reshard: True to free each block's gathered weights after the block's forward. The root and the last block keep
-            their gathered weights, because backward begins with the root's weights and then the last block's, and ends
-            with the root's.
+            their gathered weights, because backward starts with the root and the last block, and ends with the root.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -103,32 +102,32 @@ def apply_fsdp(
             # With a single rank, torch 2.13 would divide the gradients by 1.0, and so copy the gradients once more.
             module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # If only some data ranks have used a parameter, the others contribute zeros for this parameter.
+            # Ranks that have not used a parameter contribute zeros to the sum of the parameter's gradients.
             module.set_reduce_scatter_unused_params(True)
-        # Otherwise FSDP asks for a sum scaled by a factor (here 1.0), which gloo does not support.
+        # Without this call, FSDP asks for a sum scaled by a factor (here 1.0), which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
 
 
 class _NothingToReduce:
-    """A reduce-scatter over one rank: output and input share the same memory, so nothing is copied."""
+    """A reduce-scatter over one rank: output and input share memory, so nothing is copied."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer for the input at FSDP's first call; return the same buffer for the output at the second."""
+        """Return a new buffer at FSDP's first call, for the input. At the second, return that buffer for the output."""
         buffer, self._input = self._input, None
         if buffer is None:
             buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
         return buffer
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        # With a single rank, FSDP itself copies the input to the output, and skips the copy if the two share memory.
+        # With a single rank, FSDP itself copies the input to the output, unless input and output share memory.
         raise AssertionError("one rank has nothing to reduce")
 
 
 def keep_masters(model: nn.Module, cfg: config.Config) -> None:
-    """Make a model that this rank holds as a whole compute in `precision.params`, with fp32 parameters."""
+    """Let a model compute in `precision.params` with fp32 parameters. This rank must hold the whole model."""
     model.masters = Masters(model, getattr(torch, cfg.precision.params))  # pyright: ignore[reportArgumentType]
 
 
@@ -139,7 +138,8 @@ def _masters(model: nn.Module) -> Masters | None:
 def release(model: nn.Module) -> None:
     """Put the fp32 parameters back into the modules, for optimizer and checkpoints, and free gathered weights.
 
-    Call this function after the last microbatch, and after a forward without a backward: the copies are still there.
+    Call this function after the last microbatch, and after a forward without a backward, which leaves copies in the
+    modules.
     """
     masters = _masters(model)
     if masters is not None:
@@ -152,8 +152,8 @@ def release(model: nn.Module) -> None:
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) -> None:
     """Prepare for a microbatch's backward: only the last microbatch of a step reduces gradients over the data ranks.
 
-    Until then, gradients add up on each rank, and the root's weights stay gathered. The blocks' weights stay gathered
-    too, unless `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
+    Before the last microbatch, each rank accumulates its gradients, and the root's weights stay gathered. The blocks'
+    weights stay gathered too, unless `reshard` is True, which saves memory but causes more traffic.
     """
     masters = _masters(model)
     if masters is not None:

@@ -1,9 +1,9 @@
 """Mixed precision for a model that one rank holds as a whole: fp32 parameters, and copies in the compute dtype.
 
-FSDP2 also offers mixed precision, but works as if there were other ranks to gather from: FSDP2 copies weights twice,
-and gradients through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The results are
-bit-identical to FSDP2's: the gradient of a microbatch is rounded to the dtype of the copies and added up in fp32. With
-several ranks, `replicas.py` sums the fp32 gradients.
+FSDP2 also offers mixed precision. But even if there is nothing to gather, FSDP2 copies weights twice and moves
+gradients through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The results are
+bit-identical to FSDP2's: each microbatch's gradient is rounded to the dtype of the copies, and then accumulated in
+fp32. With several ranks, `replicas.py` sums the fp32 gradients.
 """
 
 from __future__ import annotations

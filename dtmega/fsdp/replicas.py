@@ -21,10 +21,10 @@ from dtmega.ops.shards import local
 
 
 class Replicas:
-    """Sums the gradients of one stage's copies on the ranks of a group.
+    """Sums the gradients of one stage over a group of ranks, each of which holds a copy of the stage.
 
-    Sums start block by block, the last block first, as backward finishes the blocks. Each block waits for the blocks
-    ahead of it, so that all ranks launch the same collectives in the same order even if different ranks use different
+    Sums start block by block, the last block first, as backward finishes the blocks. A block's sum never starts before
+    the sums of later blocks. So all ranks launch their collectives in one order, even if the ranks use different
     parameters.
 
     Args:
@@ -35,9 +35,9 @@ class Replicas:
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._group = group
-        # Each block is a unit, and everything outside the blocks is the last unit. If several units share a parameter,
-        # the parameter's gradient is complete only after the last of these units, so later units overwrite earlier
-        # units here.
+        # Each block is a unit, and the parameters outside all blocks are the last unit. If several blocks share a
+        # parameter, the parameter's gradient is complete only after the backward of the first of these blocks. The loop
+        # reaches the first block last, so the first block's number overwrites the numbers of later blocks.
         unit_of: dict[nn.Parameter, int] = {}
         for number, module in enumerate(reversed(blocks)):
             unit_of |= dict.fromkeys(module.parameters(), number)

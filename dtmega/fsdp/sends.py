@@ -1,8 +1,8 @@
-"""FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
+"""FSDP2's two collectives on a CPU, implemented with messages between all pairs of ranks.
 
-gloo implements reduce-scatter as an all-reduce of the whole input, after which each rank keeps one part, and all-gather
-as copies through a buffer. Sent as messages, both collectives move only (n - 1) / n of the payload, which is the
-minimum, and take a third of the CPU time (benchmarks/TIMINGS.md).
+gloo's reduce-scatter is an all-reduce of the whole input, from which each rank keeps one part. gloo's all-gather copies
+the data through a buffer. Implemented with messages, both collectives move only (n - 1) / n of the payload, which is
+the minimum, and take a third of gloo's CPU time (benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class _Allocates:
-    """The method `allocate`, which FSDP requires of a custom collective."""
+    """Base class with the method `allocate`, which FSDP requires of a custom collective."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -55,9 +55,9 @@ class ReducesAndScatters(_Allocates):
         assert not async_op
         rank = group.rank()
         parts = [*input_tensor.view(group.size(), -1)]
-        # received[i] is rank i's part for this rank. To save a copy, the message from rank 0 (on rank 0: from rank 1)
-        # is received directly into the output, and the sum starts from that message. A sum of two numbers has the same
-        # bits in either order, so the result is the same as when adding in rank order.
+        # received[i] is the part that rank i sends to this rank. To save a copy, the message from rank 0 (on rank 0:
+        # from rank 1) is received directly into the output, and the sum starts from that message. The order of the
+        # first two parts does not affect their sum, so the result is bit-identical to a sum in rank order.
         first, second = (1, 0) if rank == 0 else (0, 1)
         buffers = {rank: parts[rank], first: output_tensor}
         received = [buffers[i] if i in buffers else torch.empty_like(part) for i, part in enumerate(parts)]
@@ -67,7 +67,7 @@ class ReducesAndScatters(_Allocates):
 
 
 class _Messages(dist.Work):
-    """Several messages with a joint `wait`."""
+    """Several messages that one call of `wait` waits for."""
 
     def __init__(self, messages: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -83,7 +83,8 @@ def _exchange(parts: Sequence[Tensor], received: Sequence[Tensor], group: dist.P
     """Send `parts[i]` to each other rank i, and receive rank i's part for this rank into `received[i]`."""
     n, rank = group.size(), group.rank()
     messages = []
-    # All ranks send to the next rank first, then to the second next, ..., so no rank gets all messages at once.
+    # Each rank sends to the next rank first, then to the rank after the next, and so on. So no rank receives all
+    # messages at once.
     for distance in range(1, n):
         to, source = (rank + distance) % n, (rank - distance) % n
         messages.append(dist.P2POp(dist.isend, parts[to], group=group, group_peer=to))

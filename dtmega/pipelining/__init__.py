@@ -1,1 +1,1 @@
-"""Pipeline parallelism: cut a meta model into stages, run the stages on a schedule, keep shared parameters equal."""
+"""Pipeline parallelism: cut a meta model into stages, run the stages in a schedule, and keep tied parameters equal."""

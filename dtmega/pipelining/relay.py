@@ -14,10 +14,10 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Relay:
-    """Pipeline stages that run one after the other. After each stage, its rank broadcasts the output to all ranks.
+    """Pipeline stages that run one after the other. The rank of each stage broadcasts the stage's output to all ranks.
 
-    A schedule would use the time that the other ranks spend waiting, but a schedule needs a fixed sequence length and
-    the shapes of gradients.
+    While one stage runs, the ranks of all other stages wait. A pipeline schedule would use this time, but a schedule
+    needs a fixed sequence length and the shapes of gradients.
 
     Args:
         stages: this rank's models, by stage number.
@@ -78,7 +78,7 @@ class Relay:
         """Broadcast the outputs of a stage from its rank: hidden states by name, or the logits of the last stage."""
         single = isinstance(outputs, Tensor)
         tensors = {"": outputs} if single else outputs
-        # Send the shapes first, because the other ranks have to allocate the tensors before they can receive them.
+        # Send the shapes first, because the other ranks have to allocate tensors before they can receive.
         shapes: list[Any] = [single, [(name, t.shape, t.dtype) for name, t in tensors.items()]]
         dist.broadcast_object_list(shapes, src=rank, group=self._group)
         if rank != dist.get_rank():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch.distributed.pipelining takes half a second to import,
 
 
 def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
-    """Raise an error if the schedule cannot run on pp > 1 ranks. The check comes before anything is built.
+    """Raise an error if the schedule cannot run on pp > 1 ranks. Call this function before anything is built.
 
     Args:
         cfg: the run's configuration.
@@ -49,8 +49,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # A split backward would give exact gradients with compiled or recomputed blocks too. But the repeated work would
-    # take more time than the filled bubbles save.
+    # A split backward would give exact gradients with compiled or recomputed blocks too. But it would repeat work, and
+    # this work would take more time than the filled bubbles save.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -74,7 +74,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """The rule that n microbatches would break, in words; '' if no rule is broken. The rules come from torch."""
+    """Describe the rule of torch's schedule that n microbatches would break; '' if n microbatches break no rule."""
     if pipeline.csv:
         n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == n_in_file else f"the {n_in_file} that the file has"
@@ -106,7 +106,7 @@ class Pipeline:
         pipeline: the [pipeline] section of the configuration.
         stages: this rank's modules by ascending stage number; `stage.Stage` describes the interface of a module.
         group: the pp group.
-        boundaries: meta tensors that describe the tensors handed on by each stage but the last.
+        boundaries: meta tensors that describe the tensors that a stage hands on, for each stage except the last.
         device: device that this rank computes on.
     """
 
@@ -195,5 +195,5 @@ class Pipeline:
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """The loss function for torch's schedules. The output of the last stage already is the loss."""
+    """The loss function for torch's schedules. The output of the last stage is already the loss."""
     return output

@@ -49,7 +49,7 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
 
 
 class Cost(NamedTuple):
-    """The cost of a piece: time, as FLOPs per token in forward and backward, and memory, as a number of parameters."""
+    """The cost of a piece: its FLOPs per token in forward and backward (time), and its parameters (memory)."""
 
     flops: int
     parameters: int
@@ -80,7 +80,8 @@ def _best_cut(
 ) -> tuple[Value, list[int]]:
     """The smallest combined cost of any cut into stages, and the n_stages + 1 bounds of that cut.
 
-    If several cuts have this cost, the last stage begins as early as possible, then the last but one, and so on.
+    Among several cuts with this cost, choose the cut whose last stage begins earliest. If there are still several,
+    compare the second-to-last stages, and so on.
 
     Args:
         n_pieces: number of pieces.
@@ -88,12 +89,12 @@ def _best_cut(
         stage_cost: function (i, j) -> cost of a stage with the pieces i to j - 1.
         combine: function (cost, cost) -> combined cost of two stages, for example max or sum.
     """
-    # best[j] holds the cost and the bounds of the cheapest cut of the first j pieces into k stages, first for k = 1.
+    # best[j] holds the cost and the bounds of the cheapest cut of the first j pieces into k stages, initially k = 1.
     best: dict[int, tuple[Value, list[int]]] = {}
     for j in range(1, n_pieces + 1):
         best[j] = stage_cost(0, j), [0, j]
     for k in range(2, n_stages + 1):
-        # Add one stage: the last of the k stages holds pieces [i, j), and the k - 1 stages before hold pieces [0, i).
+        # Add one stage: the last of the k stages holds pieces [i, j), and the k - 1 earlier stages hold pieces [0, i).
         longer: dict[int, tuple[Value, list[int]]] = {}
         for j in range(k, n_pieces + 1):
             candidates = []
@@ -117,8 +118,8 @@ def pieces_of_stages(
 ) -> list[list[str]]:
     """The names of each stage's pieces, either as listed in `[pipeline] stages` or balanced by cost.
 
-    With `[pipeline] split`, encoder and decoder have separate stages and are balanced separately. Megatron's
-    --pipeline-model-parallel-split-rank does the same with one stage per rank.
+    With `[pipeline] split`, encoder and decoder have separate stages and are balanced separately. If each rank has one
+    stage, `split` corresponds to Megatron's --pipeline-model-parallel-split-rank.
 
     The cost of a piece is the FLOPs of the piece's matrix products and attention, and the memory of all weights that
     the piece needs. The embedding is a look-up, so the embedding costs no time. In memory, the embedding costs
@@ -127,8 +128,8 @@ def pieces_of_stages(
     *Example:* the head of BLOOM-176B takes the time of 1.44 layers. For 12 stages, the balanced cut has eleven stages
     of 6 layers and a last stage with 4 layers and the head, so the slowest stage takes the time of 6 layers. The
     published cut counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. With the
-    published cut, every step is 7 % longer, because the last stage takes the time of 6.44 layers, but the first stage
-    holds one layer less.
+    published cut, every step is 7 % longer, because the last stage takes the time of 6.44 layers. In return, the first
+    stage holds one layer less.
 
     *Tip:* list `stages` yourself if memory is short. If the head takes the time of several layers (250k words, small
     D), the balanced cut may leave the first and the last stage without any layer.

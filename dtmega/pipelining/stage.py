@@ -26,8 +26,8 @@ Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and
 class Stage(PipelineStage):
     """torch's `PipelineStage`, for a module that takes and returns tensors by name.
 
-    In a V-shaped schedule, two neighbouring stages may be on one rank. Two stages on one rank send each other no
-    messages, and in evaluation they pass no gradients either.
+    In a V-shaped schedule, two neighbouring stages may be on one rank. This class leaves out messages between two
+    stages on one rank, and in evaluation leaves out the gradients that torch would pass between these stages.
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). The
@@ -39,7 +39,8 @@ class Stage(PipelineStage):
         group: the pp group.
         before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage hands on; empty for the last stage.
-        take: function that takes the module's outputs and returns the loss's sums, each with a factor (`Tally.add`).
+        take: function that takes the module's outputs and returns the sums that belong to the loss, each with a factor
+            (`Tally.add`).
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Stage(PipelineStage):
         after: Boundary,
         take: Callable[[Mapping[str, Tensor]], list[tuple[Tensor, float]]],
     ) -> None:
-        # Without given shapes, torch would run the model one more time and send pickles to find the shapes.
+        # If the shapes were not given, torch would run the model once more and send pickles to find them.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
         super().__init__(
             module,
@@ -100,8 +101,9 @@ class Stage(PipelineStage):
     ) -> None:
         """Run backward, in one piece if no input of the stage needs a gradient.
 
-        torch runs the part of backward for inputs first, and finds the weights for the second part on the way. torch
-        allows only the first stage to have no part for inputs, so a stage behind frozen stages would get no gradients.
+        torch's split backward has two passes. The first pass computes the gradients of inputs, and also collects the
+        weights for the second pass. torch lets only the first stage go without gradients of inputs. In a stage behind
+        frozen stages no input needs a gradient, so the two passes would compute no gradients for the weights.
         """
         whole = full_backward or self._no_input_part
         with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
@@ -129,7 +131,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return a tensor unchanged. In backward, also start the backward of scalars, each with its factor."""
+    """Return a tensor unchanged. In backward, also pass each scalar its factor as the gradient."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

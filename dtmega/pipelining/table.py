@@ -1,4 +1,4 @@
-"""The order of all computations in a pipeline: one row of actions per rank, from torch's schedules or a CSV file.
+"""The order of all computations in a pipeline: one row of actions per rank, from a named schedule or a CSV file.
 
 A table is plain data and needs no process group, so it can be checked, simulated and drawn before anything is built.
 """
@@ -72,7 +72,7 @@ def stages_per_rank(pipeline: config.Pipeline) -> int:
     """The number of stages per rank. For a CSV file, 0 means that the file alone decides the number.
 
     Raises:
-        ValueError: the schedule cannot run with the configured number.
+        ValueError: the schedule cannot run with the configured number of stages per rank.
     """
     configured = pipeline.virtual_stages
     if pipeline.csv:
@@ -88,14 +88,14 @@ def stages_per_rank(pipeline: config.Pipeline) -> int:
 
 
 def make_table(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> Table:
-    """Make the configured table. A CSV file defines its own number of microbatches and ignores `n_microbatches`."""
+    """Make the configured table. With a CSV file, the file alone defines the number of microbatches."""
     if pipeline.csv:
         return csv_table(pipeline.csv, pp)
     return named_table(pipeline.schedule, pp, stages_per_rank(pipeline), n_microbatches)
 
 
 def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> Table:
-    """Make the table of a schedule in SCHEDULES. The schedule's requirements must hold (`schedule.check_schedule`)."""
+    """Make the table of a schedule in SCHEDULES. Call `schedule.check_schedule` first to check the requirements."""
     if schedule == "GPipe":
         return [_all_forwards_all_backwards(rank, n_microbatches) for rank in range(pp)]
     if schedule == "1F1B":
@@ -132,7 +132,7 @@ def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[A
 
 
 def parse(text: str) -> list[Action]:
-    """The actions in a text such as '0F0 0B0'."""
+    """Parse the actions in a text such as '0F0 0B0'."""
     return [Action(int(stage), kind, int(microbatch)) for stage, kind, microbatch in ACTION.findall(text)]
 
 
@@ -269,7 +269,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
         else:
             inputs_at.append(ends.get(Action(stage, "F", m)))
             if stage < last:
-                # The next stage's gradient comes from its whole backward, or from the part of backward for inputs.
+                # The gradient comes from the next stage: from its whole backward (B) or its backward for inputs (I).
                 whole_at = ends.get(Action(stage + 1, "B", m))
                 inputs_at.append(ends.get(Action(stage + 1, "I", m)) if whole_at is None else whole_at)
         known = [end for end in inputs_at if end is not None]

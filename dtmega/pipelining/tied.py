@@ -2,9 +2,8 @@
 
 Each of these stages has a copy under the same name. The copies start equal, because initial values are keyed by the
 name. After backward, the gradients of all copies are summed in the order of the stages, and every copy gets the sum.
-The optimizer is elementwise and has the same state for each copy, so the optimizer changes all copies in the same way.
-Megatron does the same for its `shared` weights. Here any number of stages may share a parameter, and a rank may hold
-several copies.
+The optimizer is elementwise and has equal state for all copies, so the copies stay equal. Megatron treats its `shared`
+weights in this way too. But here any number of stages may share a parameter, and a rank may hold several copies.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ GATHERED = 2**22  # number of elements of each copy to gather at a time, to limi
 def shared(
     whole: nn.Module, parts: Mapping[str, Sequence[nn.Module]], stages: Sequence[Sequence[str]]
 ) -> dict[str, list[int]]:
-    """The parameters that several stages share: first name of the parameter -> numbers of the stages, ascending.
+    """Find the parameters that several stages share.
 
     Args:
         whole: the whole model, in which tied names share one parameter.
         parts: the modules that each piece needs, by the piece's name.
         stages: names of each stage's pieces.
+
+    Returns:
+        The numbers of the stages that share a parameter, ascending, by the parameter's first name in the model.
     """
     parameters_of_stages = []
     for pieces in stages:
@@ -53,8 +55,8 @@ class Tied:
 
     Args:
         name: name of the parameter in checkpoints.
-        copies: stage number -> this rank's copy, by ascending number; at least one copy.
-        places: list of stage numbers for each rank of the group, in order: the stages whose copies the rank holds.
+        copies: this rank's copies by stage number, ascending; at least one.
+        places: numbers of the stages whose copies a rank holds, one list for each rank of the group, in order.
         group: the ranks that hold a copy; None if this rank holds all copies.
     """
 
@@ -89,7 +91,7 @@ class Tied:
     def _sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """Sum the gradients of all copies.
 
-        The gradients are added in the order of the stages, so the bits do not depend on which rank holds which copy.
+        The gradients are added in the order of the stages, so the sum is bit-identical wherever the copies are.
         """
         device = _device(next(iter(self.copies.values())))
         if self._group is None:
@@ -100,8 +102,8 @@ class Tied:
             dist.all_reduce(total, group=self._group)
             return total
         flat = torch.stack([gradient.flatten() for gradient in gradients]).to(device)
-        # An all-gather needs the same size from each rank, so ranks with fewer copies repeat their first copy as
-        # padding, which no rank reads.
+        # An all-gather needs tensors of equal size from all ranks, so ranks with fewer copies repeat their first copy
+        # as padding, which no rank reads.
         most_copies = max(map(len, self._places))
         mine = torch.cat([flat, flat[:1].expand(most_copies - len(flat), -1)])
         order = []
@@ -118,7 +120,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """True if all copies are bitwise equal. Every rank of the group calls this method and gets the same answer."""
+        """True if all copies are bitwise equal. All ranks of the group call this method, and get equal results."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:

@@ -30,7 +30,7 @@ class PeakMemory:
     def since_restart_bytes(self) -> int | None:
         """Peak memory since the last call to this method; on the first call, since the process started.
 
-        None if the system cannot restart the measurement: outside Linux, a process has one peak for its whole life.
+        Returns None if the system cannot restart the measurement. Outside Linux, the peak of a process cannot be reset.
         """
         peak_bytes = self._system_bytes()
         self._before_restarts_bytes = max(self._before_restarts_bytes, peak_bytes)
@@ -53,7 +53,7 @@ class PeakMemory:
 
 
 def reference_flops(device: torch.device, dtype: str) -> float:
-    """The FLOP/s that count as 100 % MFU: the datasheet's value for a GPU that `cost` knows, otherwise `matmul_flops`.
+    """The FLOP/s that count as 100 % MFU: the datasheet's value if `cost` lists the GPU, otherwise `matmul_flops`.
 
     With `matmul_flops`, MFU is relative to the measured speed of this machine, so it must not be compared between
     machines.

@@ -1,4 +1,4 @@
-"""Record the errors that end a run. Some errors are explained in one line; the others need their traceback."""
+"""Record the errors that end a run. Some errors are explained in one line; all other errors need a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def exit_code(run: Run, error: Exception) -> int | None:
     """Record the error that ends this rank.
 
     Returns:
-        The exit code if a printed line explains the error; None if its traceback is needed.
+        The exit code if a printed line explains the error; None if the user needs the traceback.
     """
     exhausted = out_of_memory.find(error)
     if exhausted is not None:

@@ -57,7 +57,7 @@ class Start(BaseModel):
     @field_validator("config")
     @classmethod
     def _is_a_configuration(cls, config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Refuse values that TOML cannot hold, such as null in a list or 10^30, because printing these values fails."""
+        """Refuse values that cannot be printed as TOML, such as null in a list or 10^30."""
         for keys in config.values():
             for value in keys.values():
                 if value is not None and not _is_toml(value):
@@ -89,7 +89,7 @@ def append(
 
     Args:
         run_dir: the run directory.
-        step, config, layout, parameters, steps: values of the line, as in `Start`.
+        step, config, layout, parameters, steps: attributes of `Start`.
         device: the device that this process computes on.
 
     Raises:

@@ -7,7 +7,7 @@
 
 `metrics.jsonl` is the record, with one JSON object per line. A run that resumes after a crash first removes damaged
 lines, and the lines of steps that will be repeated. A number that JSON cannot hold (NaN, infinity) is null in the
-record, and `reason` names the number.
+record, and the key `reason` names this number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Metrics:
         start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
             last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
             TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
-        write: True on the one rank that writes.
+        write: True on the only rank that writes reports.
 
     Attributes:
         peak_memory: memory counter of this process, also on ranks that do not write.
@@ -224,7 +224,7 @@ class Metrics:
             step: number of steps done.
             loss: the validation loss.
             name: name of the set in [data] validation; '' for the validation split.
-            more: the single means, by name, if the loss is a weighted sum of several means.
+            more: the individual means, by name, if the loss is a weighted sum of several means.
         """
         self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 
@@ -257,10 +257,10 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            checkpoint: number of the saved step, which may be below `step`: an asynchronous save ends later.
+            checkpoint: number of the saved step, which may be below `step` because an asynchronous save ends later.
             stall_s: seconds for which the save paused training.
             error: reason why the save failed; '' if the save succeeded.
-            warning: reason why a power cut may undo the checkpoint; '' if a power cut cannot undo it.
+            warning: reason why a power cut may undo the checkpoint; '' if the checkpoint survives a power cut.
         """
         if not self.write:
             return
@@ -272,7 +272,7 @@ class Metrics:
             self._line(step, f"WARNING: a power cut may undo the checkpoint of step {checkpoint}: {warning}")
 
     def sync(self) -> None:
-        """Flush the record to disk. Called before a save, because a resumed run needs the lines of earlier steps."""
+        """Flush the record to disk. Call this method before a save: a resumed run needs the lines of earlier steps."""
         if not self.write:
             return
         try:
@@ -310,7 +310,7 @@ class Metrics:
         """Write a line to metrics.jsonl, and send its numbers to TensorBoard and the trackers.
 
         Returns:
-            A description of the numbers that JSON cannot hold, such as "loss is nan"; '' if there are none.
+            A description of the numbers that JSON cannot hold, such as "loss is nan"; '' if all numbers are finite.
         """
         odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
@@ -392,8 +392,8 @@ def several(means: Mapping[str, float]) -> dict[str, float]:
 def keep_until(path: Path, step: int, finished: bool = False) -> None:
     """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
 
-    The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the name
-    metrics.1.jsonl, metrics.2.jsonl, ...
+    The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the first
+    free name of metrics.1.jsonl, metrics.2.jsonl, ...
 
     Args:
         path: path of metrics.jsonl, which need not exist.

@@ -44,8 +44,8 @@ def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> li
         n: number of operators to return.
 
     Returns:
-        One dict per operator, largest first, with the keys `name`, `calls` (number of calls) and `self_s` (seconds on
-        the host) or `self_device_s` (seconds on the GPU).
+        Dicts, one per operator, largest time first. The keys are `name`, `calls` (number of calls), `self_s` (seconds
+        on the host; 0 for a GPU) and `self_device_s` (seconds on the GPU; 0 for a CPU).
     """
     assert profile.profiler is not None
     results = profile.profiler.kineto_results

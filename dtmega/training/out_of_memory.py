@@ -15,7 +15,11 @@ CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """Find the allocator's error, which torch's pipelines wrap in other exceptions; None for other errors."""
+    """Find the out-of-memory error that caused an exception. torch's pipelines wrap such an error in other exceptions.
+
+    Returns:
+        The allocator's error; None if the exception has another cause.
+    """
     while error is not None:
         text = str(error)
         of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)
@@ -41,7 +45,7 @@ def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemo
 
 
 def keys_to_turn(cfg: Config) -> list[str]:
-    """Configuration keys that can save memory, cheapest first. Keys that cannot save any more memory are left out."""
+    """Configuration keys that can save memory, cheapest first. Keys that can save no more memory are left out."""
     keys = []
     if cfg.batch.micro_batch_size > 1:
         keys.append(f"[batch] micro_batch_size (now {cfg.batch.micro_batch_size})")

@@ -1,7 +1,7 @@
 """Watch the pace of a run: warn if the tokens per second have fallen by half, and name the slow rank.
 
-All ranks end a step together, so all step times are equal and do not show which rank made the others wait. The slow
-rank shows up in the time that each rank spends on its own work (`StepTimes.own_s`). The ranks exchange this time, one
+All ranks end a step together, so the step times are equal and do not show which rank made the other ranks wait. The
+time that each rank spends on its own work (`StepTimes.own_s`) shows the slow rank. The ranks exchange these times, one
 number per rank, every `[log] interval` steps.
 """
 
@@ -42,7 +42,7 @@ class Pace:
         Args:
             n_tokens: number of tokens that all ranks together read in this step.
             times: times of the step on this rank.
-            exchange: True if the ranks exchange their own times after this step. A warning needs the exchanged times.
+            exchange: True if the ranks exchange their own times after this step. A warning needs an exchange.
 
         Returns:
             The warning, which is given only once per process; '' if there is no warning.
@@ -51,7 +51,7 @@ class Pace:
             return ""
         tokens_per_s = n_tokens / times.step_s
         self._own_s.append(times.own_s)
-        # The first step includes compilation, so it says nothing about the pace.
+        # The first step includes compilation, so its pace alone is no basis for a comparison.
         if len(self._usual) > 1 and tokens_per_s < SLOW * median(self._usual):
             self._slow.append(tokens_per_s)
         else:
@@ -74,7 +74,7 @@ class Pace:
 
 
 def slowest(own_s: list[float]) -> str:
-    """Describe the rank that makes the others wait.
+    """Describe the rank that makes the other ranks wait.
 
     Args:
         own_s: mean seconds per step that each rank spent on its own work.

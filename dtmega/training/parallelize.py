@@ -5,7 +5,7 @@
     plan       shard matrices over tp, and insert tp's collectives into the modules
     recompute  wrap blocks so that the backward pass recomputes them, including tp's collectives
     compile    compile each block together with its recomputation
-    fsdp       shard tp's parts further, over the fsdp ranks; FSDP's hooks stay outside the compiled blocks
+    fsdp       shard the tp rank's part over the fsdp ranks too; FSDP's hooks stay outside the compiled blocks
     memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
 Nothing in this file depends on a model family: families.py says how each model is built and sharded. Before
@@ -48,18 +48,19 @@ LARGEST_FITTED = 4  # sequences; users can configure larger microbatches
 
 
 class ShardedModel:
-    """This rank's part of a model: pipeline stages, sharded over tp and fsdp, and the methods to train the stages.
+    """This rank's part of a model: its pipeline stages, sharded over tp and fsdp, and methods to train the stages.
 
     Attributes:
-        stages: stage number -> model; {0: the whole model} without a pipeline.
-        partial: stage number -> names of the parameters whose gradients must be summed over tp.
+        stages: models by stage number; {0: the whole model} without a pipeline.
+        partial: names, by stage number, of the parameters whose gradients must be summed over tp.
         reshard: True if FSDP frees a block's gathered weights after the block's forward and after each backward.
-        objective: the objective that the model is trained for.
-        pipeline: the schedule over all stages; None without a pipeline.
-        tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
+        objective: training objective.
+        pipeline: schedule over all stages; None without a pipeline.
+        tied: parameters that this rank's stages share with other stages. Every stage that uses such a parameter holds
+            a copy.
         replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
-        context: ranks that share the sequences of each microbatch; None if cp is 1.
+        context: the cp ranks, among which each sequence is divided; None if cp is 1.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 
@@ -92,16 +93,16 @@ class ShardedModel:
     ) -> Tensor:
         """Compute the gradients of one step. The loss is a weighted sum of the objective's means over the batch.
 
-        Each mean is a sum over the global batch, divided by a count over the global batch. So every rank, microbatch
-        and stage adds its part with the same divisor, and the layout does not change the loss.
+        Each mean is a sum over the global batch, divided by a count over the global batch. Every rank, microbatch and
+        stage divides its part of the sum by this global count, so the layout does not change the loss.
 
         Args:
-            microbatches: rows of the global batch that this rank's `model` group computes together.
+            microbatches: the microbatches that the ranks of this rank's `model` group compute together.
             counts: divisors of the sums, counted over the global batch, by name.
-            scale: loss scale for float16, a factor on all gradients; None in other precisions.
+            scale: loss scale for float16, which multiplies all gradients; None in other precisions.
 
         Returns:
-            This rank's part of each sum, fp64 [sums] in the objective's order. Adding up these parts over the
+            This rank's part of each sum, fp64 [sums] in the objective's order. Adding up the parts of all ranks in the
             `loss` group gives the whole sums.
         """
         tally = Tally(self.objective.sums, self.world.device, counts, 1.0 if scale is None else scale)
@@ -120,7 +121,8 @@ class ShardedModel:
             replicas.finish()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
-        # Sum tied gradients after the sums over dp and tp: a copy's gradient then lacks only the parts of other stages.
+        # Sum tied gradients last. After the sums over dp and tp, a copy's gradient lacks only the contributions of the
+        # other stages that use the parameter.
         for tied in self.tied:
             tied.sum_gradients()
         for parameter, mask in self.unseen_elements:
@@ -130,9 +132,9 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
-        """Let the models compute this rank's part of each sequence, inside the `with` block only.
+        """Divide each sequence over the cp ranks, inside the `with` block only.
 
-        Outside the block, as for samples from the trained model, every rank computes whole sequences.
+        Outside the block, for example when the trained model generates samples, every rank computes whole sequences.
         """
         if self.context is None:
             yield microbatches
@@ -222,11 +224,11 @@ class ShardedModel:
                 yield model.full_name(name), tensor
 
     def weights(self) -> list[Tensor]:
-        """The local parts of parameters. Across the ranks of the `shards` group, each model element occurs once."""
+        """The local parts of parameters. Each element of the model occurs on exactly one rank of the `shards` group."""
         return [local(p.detach()) for p in self._counted_once()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
-        """The local parts of gradients.
+        """The local parts of the parameters' gradients.
 
         Args:
             every: True for all gradients that this rank holds, which clipping needs. False for the gradients of the
@@ -298,7 +300,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     if world.sizes["cp"] > 1:
         by_heads = families.of(cfg.model).attends_by_heads(cfg, world.sizes)
         model.context = ContextParallel(world.groups["cp"], by_heads)
-    # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
+    # `Replicas` registers hooks on the parameters, so make the replicas after `_shard`, which replaces parameters.
     if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
@@ -318,10 +320,10 @@ def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model
 
 
 def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
-    """The tensors that each stage but the last passes to the next stage, on the meta device.
+    """Make meta tensors with the shapes that each stage, except the last, passes to the next stage.
 
-    The tensors need a gradient if any parameter of their stage, or of an earlier stage, is trained. Otherwise backward
-    never reaches the tensors.
+    A stage's tensors require gradients if any parameter of this stage, or of an earlier stage, is trained. Otherwise
+    backward never reaches the tensors.
     """
     family, parts = families.of(cfg.model), whole.parts()
     trained = False
@@ -371,13 +373,14 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     Returns:
         Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).
     """
-    # plan: from here on parameters are DTensors on the tp mesh, if tp > 1.
+    # plan. If tp > 1, parameters are DTensors on the tp mesh from here on.
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
 
-    # recompute. tp usually frees a region's gathered input, and gathers the input again in backward. tp keeps the
-    # gathered input in two cases. In recomputed blocks, the recomputation gathers the input just before backward. And
-    # if backward runs in two parts, only torch's own matrix product works, and that product keeps its input.
+    # recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the input again
+    # in backward. Two cases keep the gathered input. In recomputed blocks, the recomputation has just gathered the
+    # input when backward needs it. And a backward in two parts works only with torch's own matrix product, which keeps
+    # its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -386,8 +389,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
 
-    # compile, block by block, so that one compiled graph serves all blocks. On a CPU with matrix tiles, linear
-    # layers first get faster bfloat16 matrix products.
+    # compile, block by block, so that one compiled graph serves all blocks. On a CPU with AMX tiles, first give the
+    # linear layers faster bfloat16 matrix products.
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
@@ -396,21 +399,21 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
 
-    # fsdp. If each rank holds the whole model and only dtypes differ, only master weights are set up. FSDP comes after
-    # compile, so that FSDP's hooks, which gather and free weights, stay outside the compiled graphs.
+    # fsdp. If each rank holds the whole model and weights only need a cast, set up master weights instead of FSDP. FSDP
+    # comes after compile, so that FSDP's hooks, which gather and free weights, stay outside the compiled graphs.
     if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 
-    # memory. Tensors are allocated only now, after they have shrunk to this rank's part.
+    # memory. Allocate the tensors only now, when each tensor has been reduced to this rank's part.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
-    """Move the buffers to the compute device. With CPU offload, FSDP moves only parameters to that device."""
+    """Move the buffers to the compute device. With CPU offload, FSDP moves parameters there, but not buffers."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -433,7 +436,7 @@ def compiling(cfg: config.Config, device: torch.device) -> bool:
 
 
 def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
-    """Choose a microbatch size for this layout, if [batch] micro_batch_size = 0 leaves it open.
+    """Choose a microbatch size for this layout if the configuration leaves it open ([batch] micro_batch_size = 0).
 
     The chosen size is the largest size up to LARGEST_FITTED that divides every rank's share of every step and gives a
     pipeline the number of microbatches that its schedule needs. If not even size 1 fits, the chosen size is 1, and
@@ -457,7 +460,7 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
 
 
 def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
-    """Copy the configuration, with [precision] params set to `params`."""
+    """Return a copy of the configuration with [precision] params set to `params`."""
     return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
 
 
@@ -465,8 +468,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """Refuse combinations that cannot work, before anything starts.
 
     Raises:
-        ValueError: tp does not divide a size, the pipeline schedule does not fit, or features exclude each other. The
-            message states the reason and the keys to change.
+        ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or features exclude each
+            other. The message states the reason and the keys to change.
     """
     pp = sizes["pp"]
     family = families.of(cfg.model)

@@ -230,7 +230,7 @@ class _Window:
 
 
 def take_request(run_dir: Path, step: int) -> int:
-    """Take a user's request for a profile from the run directory. Called on rank 0 after a step.
+    """Take a user's request for a profile from the run directory. Rank 0 calls this function after a step.
 
     The request is a file `profile-now`. The file is renamed to `profile-taken-00000012`, where 12 is the step that has
     just ended, so that the request is taken only once.

@@ -34,7 +34,7 @@ EXPENSIVE = {
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Make the backward pass recompute blocks: all operations, or in selective mode all except EXPENSIVE ones.
+    """Make the backward pass recompute blocks. In selective mode, EXPENSIVE operations are not recomputed.
 
     `how.method` is Megatron's --activations-checkpoint-method. `block` recomputes the first `layers` blocks of the
     stage. `uniform` recomputes all blocks, in units of `layers` blocks, and keeps only the input of each unit.
@@ -53,7 +53,7 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     if how.mode == "selective":
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
-    # All blocks share this function. If each block had its own function, torch.compile would compile each block anew.
+    # All blocks share this function. With a function for each block, torch.compile would compile each block anew.
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
 

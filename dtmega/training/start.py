@@ -51,11 +51,11 @@ class Settings(NamedTuple):
 
     Attributes:
         saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open stay open.
-        cfg: the same configuration, with all open values chosen for this layout and machine.
+        cfg: `saved_cfg` with all open values filled in for this layout and machine.
         device: this rank's device.
         sizes: size of each axis of the mesh, by name.
         pieces: the model's pieces, with their parameter counts and FLOPs.
-        digest: digest of the directory that [model] path names; '' if the model has no directory.
+        digest: digest of the directory that [model] path names; '' if the model is not read from a directory.
         auto_dtype: True if the configuration left the parameters' dtype open.
     """
 
@@ -72,7 +72,7 @@ class Origin(NamedTuple):
     """The source of a run's weights.
 
     Attributes:
-        candidates: checkpoints to resume from, the newest first; empty for a new run.
+        candidates: checkpoints to resume from, newest first; empty for a new run.
         init: weights that a new run starts with; None if the run draws its weights or resumes.
         damage: messages about damaged checkpoints, one line each.
     """
@@ -83,7 +83,7 @@ class Origin(NamedTuple):
 
 
 def read_configuration(argv: list[str], startup: Startup) -> Settings:
-    """Read the configuration, and refuse it if it cannot run on this mesh and device."""
+    """Read the configuration, and refuse a configuration that cannot run on this mesh and device."""
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))
         device = mesh.pick_device(saved_cfg.run.device)
@@ -105,7 +105,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
     cfg = settings.cfg
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
-        # Checkpoint paths named by the user are checked here, before any folder is made.
+        # Check the checkpoint paths that the user has named before any folder is made.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
             found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
@@ -198,7 +198,7 @@ def fill(
     startup: Startup,
     closing: ExitStack,
 ) -> tuple[Checkpoints, State | None]:
-    """Set the weights: load the newest checkpoint, load weights from elsewhere, or draw initial values.
+    """Set the weights: load the newest checkpoint, load the weights that a new run starts with, or draw initial values.
 
     Returns:
         The writer of the run's checkpoints, and the state of the checkpoint that was loaded (None for a new run).
@@ -220,7 +220,7 @@ def write_files(
 ) -> None:
     """Write config.toml and a line in starts.jsonl, and clear away checkpoints that this start does not continue.
 
-    Checkpoints of later steps are moved aside. Old checkpoints left behind by a killed attempt are deleted.
+    Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt has left behind are deleted.
 
     Args:
         settings: the run's configuration and the values derived from it.
@@ -232,7 +232,7 @@ def write_files(
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
     resume.set_aside_newer(cfg, at.step)
-    # A start from a named checkpoint deletes no other checkpoints, because a later start may want to resume from them.
+    # A start from a named checkpoint deletes no other checkpoints, because a later start may resume from one of them.
     if loaded and cfg.checkpoint.resume == "auto":
         checkpoints.purge_strays(loaded.config)
     with atomic.replaced(Path(cfg.run.dir, "config.toml")) as file:

@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch. The training loop repeats this step and reports how long each step took."""
+"""One optimizer step on one global batch. The training loop repeats the step and reports the time of each step."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from dtmega.training.rank_log import RankLog
 
 
 class Run(NamedTuple):
-    """Objects used by a run's training loop and evaluation.
+    """The objects that a run's training loop and evaluation use.
 
     Attributes:
         saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open, such as
             the microbatch size, stay open here, because another layout may need other values.
-        cfg: the same configuration, with all open values chosen for this layout and machine.
+        cfg: `saved_cfg` with all open values filled in for this layout and machine.
         world: the processes, the mesh and its groups.
-        text: the data: splits, samples and tokenizer.
+        text: the run's data: splits, samples and tokenizer.
         model: this rank's part of the model.
-        optimizer: the optimizer of this part of the model.
+        optimizer: the optimizer of `model`.
         batches: this rank's part of the training batches, from the run's current position on.
         spikes: recent losses and gradient norms, used to detect spikes.
         checkpoints: writer of the run's checkpoints.
-        metrics: reports about the steps, printed and written to files.
+        metrics: reporter that prints each step's metrics and writes them to files.
         watch: watchdog that receives signals and ends a run that hangs.
         phases: phase timer, which also reports each phase to the watch and the profiler.
         health: counters of high losses; too many high losses end the run.
         pace: monitor of the tokens per second, and of each rank's own time.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
-        digest: digest of the directory that the model is read from; '' if the model has no directory.
+        digest: digest of the directory that the model is read from; '' if the model is not read from a directory.
         loss_scale: dynamic loss scale for float16; None in other precisions.
     """
 
@@ -85,7 +85,7 @@ class StepResult(NamedTuple):
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
         skipped: True if the weights stayed unchanged, because the loss or gradient norm is not finite or is a spike.
         means: the objective's means over the global batch, by name.
-        loss_scale: loss scale that was used for float16 gradients; None in other precisions.
+        loss_scale: loss scale of the step's float16 gradients; None in other precisions.
         overflowed: True if the step was skipped because a float16 gradient is not finite.
     """
 
@@ -150,7 +150,7 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
     means = means_of(sums, totals, counts)
     loss = loss_of(sums, means)
-    # An infinity or NaN on any rank makes this norm infinite or NaN on all ranks, so all ranks decide alike.
+    # An infinity or NaN on any rank makes this norm infinite or NaN on all ranks, so all ranks skip the step together.
     grad_norm = math.sqrt(squared_norm)
     overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
     if run.loss_scale is not None:
@@ -199,10 +199,10 @@ def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, flo
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:
-    """Check that the ranks that compute a microbatch together (pp, cp and tp) have read the same microbatch.
+    """Check that the pp, cp and tp ranks that compute a microbatch together have read identical tokens.
 
     Raises:
-        RuntimeError: the batches of pp, cp or tp ranks differ.
+        RuntimeError: the tokens of pp, cp or tp ranks differ.
     """
     tokens = torch.cat([microbatch["tokens"] for microbatch in batch.microbatches]).to(world.device)
     replica_check.check_equal(

@@ -8,8 +8,8 @@ Each tracker has its own thread, which imports the library during the first step
 rows. If a tracker fails or is slow, one line on stderr says so. Training never waits for a tracker, and goes on if a
 tracker fails.
 
-`trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. So a
-resumed run continues the same run at the tracker, and steps that are repeated after a resume are sent only once.
+`trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. With this
+file, a resumed run continues its own run at each tracker, and steps that are repeated after a resume are sent once.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def masked(value: Any) -> Any:
 
 
 def _nothing(*words: object, **options: object) -> None:
-    """Print nothing: a replacement for `print`."""
+    """Replacement for `print` that prints nothing."""
 
 
 TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
@@ -209,11 +209,11 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of one run, used only by the process that writes.
+    """All trackers of one run. Only the process that writes the reports uses this class.
 
     Args:
         config: the run's configuration.
-        new: True if the run starts at step 0. Each tracker then also opens a new run.
+        new: True if the run starts at step 0, so that each tracker opens a new run too.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
