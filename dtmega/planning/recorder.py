@@ -6,10 +6,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -40,6 +42,7 @@ COLLECTIVES = {
     "recv_": "receive",
 }
 ROOM = "rooms for messages"
+BETWEEN_STAGES = "input and tensors between stages"
 LETTERS = {"forward": "F", "backward": "B", "backward-inputs": "I", "backward-weights": "W"}
 PRODUCTS = {
     torch.ops.aten.mm: (0, 1),
@@ -72,6 +75,7 @@ class Recorder:
         self._device = device
         self._phase = "build"
         self._block = ""
+        self._exchanging = False  # True while FSDP gathers weights or sums gradients
         self._outstanding: set[int] = set()  # asynchronous messages that nobody has waited for
         self.name_storages: Callable[[], None] = _nothing
         self._results: dict[int, int] = {}  # storage of a functional collective's result -> number of the message
@@ -127,6 +131,26 @@ class Recorder:
         finally:
             self._block = before
 
+    @contextlib.contextmanager
+    def exchanges_of_fsdp(self) -> Iterator[None]:
+        """Give the buffers in which FSDP2 gathers weights and sums gradients an owner, inside the `with` block only."""
+
+        def noted(function: Any) -> Any:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                before, self._exchanging = self._exchanging, True
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._exchanging = before
+
+            return call
+
+        with contextlib.ExitStack() as stack:
+            for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
+                stack.enter_context(patch.object(_fsdp_param_group, name, noted(getattr(_fsdp_param_group, name))))
+            yield
+
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Enter new storages in the ledger, and the work in the list."""
         packet = operator._overloadpacket
@@ -157,12 +181,12 @@ class Recorder:
     def _owner(self, namespace: str, name: str) -> str:
         if self._phase == "build":
             return "parameters and buffers"
-        if namespace == "fsdp":
+        if self._exchanging:
             return ROOM
         if self._phase != COMPUTING:
             return f"{self._phase}: {name}"
         if self.action == COMPUTING:
-            return "tensors between stages"
+            return BETWEEN_STAGES
         if "F" not in self.action:
             return f"backward: {name}"
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"

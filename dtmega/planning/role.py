@@ -43,10 +43,12 @@ class Role(NamedTuple):
 
     Attributes:
         rank: number of the rank.
-        n_microbatches: number of microbatches in the step that was run.
+        n_microbatches: number of microbatches in the step.
         held: bytes of each owner between two steps.
         spans: memory during each action of the step, in order.
         works: kernels and messages of the step, in the order of the host.
+        repeated: number of further microbatches that were not run, because they do like one in the middle
+            (`plan.extrapolated`).
     """
 
     rank: int
@@ -54,6 +56,7 @@ class Role(NamedTuple):
     held: dict[str, int]
     spans: list[Span]
     works: list[Work]
+    repeated: int = 0
 
     @property
     def peak(self) -> Span:
@@ -93,6 +96,7 @@ def plan_role(
         compiled.counted(),
         flex.without_values(),
         ranges.told_to(recorder.range),
+        recorder.exchanges_of_fsdp(),
     ):
         recorder.streams = pretended.streams
         world = mesh.start(device, dict(sizes))
