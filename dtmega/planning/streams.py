@@ -1,0 +1,168 @@
+"""The streams of one rank, simulated: when each work of a step starts and ends, and what the compute stream waits for.
+
+Works on one stream run in order, and a work also waits for the works that it names. Streams do not slow each other
+down: the model leaves out that a message takes memory bandwidth and some of the processors from a kernel beside it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dtmega.planning.work import COMPUTE, Work
+
+OTHER = "other"  # what the compute stream waits for if it is not a message: a kernel on another stream
+
+
+class Span(NamedTuple):
+    """The time of one work, in seconds from the start of the step."""
+
+    start_s: float
+    end_s: float
+
+
+class MessageTime(NamedTuple):
+    """The time of one message.
+
+    Attributes:
+        number: number of the work in the list.
+        action: the action that launches the message.
+        axis: name of the message's process group.
+        seconds: duration.
+        exposed_s: part of the duration in which the compute stream waits for this message; 0 if compute covers it.
+    """
+
+    number: int
+    action: str
+    axis: str
+    seconds: float
+    exposed_s: float
+
+
+class StreamTimes(NamedTuple):
+    """The result of a simulation of one rank.
+
+    The compute stream is either busy or waiting, so seconds = compute_s + exposed_s.
+
+    Attributes:
+        spans: start and end of each work.
+        seconds: time at which the last work ends.
+        compute: action -> time in which the compute stream runs kernels.
+        exposed: (action, axis) -> time in which the compute stream waits for messages that this action launched on this
+            axis. The axis is "other" for kernels on another stream.
+        messages: the messages, in the order of the list.
+    """
+
+    spans: list[Span]
+    seconds: float
+    compute: dict[str, float]
+    exposed: dict[tuple[str, str], float]
+    messages: list[MessageTime]
+
+    @property
+    def compute_s(self) -> float:
+        """Time in which the compute stream runs kernels."""
+        return sum(self.compute.values())
+
+    @property
+    def communication_s(self) -> float:
+        """Sum of the durations of all messages, covered or not."""
+        return sum(message.seconds for message in self.messages)
+
+    @property
+    def exposed_s(self) -> float:
+        """Time in which the compute stream waits."""
+        return sum(self.exposed.values())
+
+
+def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
+    """Simulate the streams of one rank.
+
+    Args:
+        works: kernels and messages, in the order in which the host launches them.
+        durations_s: the duration of each work.
+
+    Raises:
+        ValueError: a work waits for itself or for a later work.
+    """
+    spans, causes = _spans(works, durations_s)
+    seconds = max((span.end_s for span in spans), default=0.0)
+    compute: dict[str, float] = defaultdict(float)
+    waits: list[tuple[int, float]] = []  # (number of the work that is waited for, seconds)
+    idle_from_s = 0.0
+    for number, work in enumerate(works):
+        if work.stream != COMPUTE:
+            continue
+        waits += _waits(causes[number], idle_from_s, spans[number].start_s, spans, causes)
+        if work.message is None:
+            compute[work.action] += durations_s[number]
+        else:  # a message on the compute stream: nothing can run beside it
+            waits.append((number, durations_s[number]))
+        idle_from_s = spans[number].end_s
+    if seconds > idle_from_s:
+        last = max(range(len(works)), key=lambda i: spans[i].end_s)
+        waits += _waits(last, idle_from_s, seconds, spans, causes)
+
+    exposed: dict[tuple[str, str], float] = defaultdict(float)
+    exposed_of = [0.0] * len(works)
+    for cause, waited_s in waits:
+        message = works[cause].message
+        exposed[works[cause].action, message.axis if message else OTHER] += waited_s
+        exposed_of[cause] += waited_s
+    messages = []
+    for number, work in enumerate(works):
+        if work.message:
+            axis = work.message.axis
+            messages.append(MessageTime(number, work.action, axis, durations_s[number], exposed_of[number]))
+    return StreamTimes(spans, seconds, dict(compute), dict(exposed), messages)
+
+
+def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
+    """The time of each work, and the work whose end lets it start; -1 if it starts at once.
+
+    Raises:
+        ValueError: a work waits for itself or for a later work.
+    """
+    spans: list[Span] = []
+    causes: list[int] = []
+    newest: dict[str, int] = {}  # stream -> its latest work
+    for number, work in enumerate(works):
+        if any(wait >= number for wait in work.waits):
+            raise ValueError(f"work {number} ({work.operator}) waits for {list(work.waits)}, expected earlier works")
+        before = [*work.waits]
+        if work.stream in newest:
+            before.append(newest[work.stream])
+        cause = max(before, key=lambda i: spans[i].end_s, default=-1)
+        start_s = spans[cause].end_s if cause >= 0 else 0.0
+        spans.append(Span(start_s, start_s + durations_s[number]))
+        causes.append(cause)
+        newest[work.stream] = number
+    return spans, causes
+
+
+def _waits(
+    cause: int, from_s: float, until_s: float, spans: Sequence[Span], causes: Sequence[int]
+) -> list[tuple[int, float]]:
+    """Divide a wait of the compute stream among the works that it waited for.
+
+    The wait is followed backwards: the work whose end finished the wait has the time since that work started, the work
+    that let this one start has the time before, and so on to the start of the wait.
+
+    Args:
+        cause: number of the work whose end finished the wait; -1 if there was none.
+        from_s: start of the wait.
+        until_s: end of the wait.
+        spans: times of all works.
+        causes: for each work, the work whose end let it start.
+
+    Returns:
+        (number of a work, seconds) for each part of the wait.
+    """
+    parts = []
+    while cause >= 0 and until_s > from_s:
+        since_s = max(from_s, spans[cause].start_s)
+        parts.append((cause, until_s - since_s))
+        until_s = since_s
+        cause = causes[cause]
+    return parts
