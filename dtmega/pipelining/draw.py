@@ -71,7 +71,7 @@ def svg(table: Table, title: str) -> str:
     """
     timeline = simulate(table)
     stages_of_ranks = stages_in(table)
-    end = max(row[-1].end for row in timeline.rows)
+    end = round(max(row[-1].end for row in timeline.rows))
     width = max(LEFT + end * UNIT + 20, 880)  # 880: the width of the legend
     bottom = TOP + len(table) * (ROW + GAP)
     top = 0 if title else LEGEND_TOP
@@ -99,7 +99,7 @@ def svg(table: Table, title: str) -> str:
 
 def _cell(step: TimedAction, y: int, depth: float) -> str:
     """The SVG of one action's cell: a rectangle with its top at `y`, labelled with the microbatch and the stage."""
-    x, width = LEFT + step.start * UNIT, (step.end - step.start) * UNIT
+    x, width = LEFT + round(step.start) * UNIT, round(step.end - step.start) * UNIT
     stage, kind, microbatch = step.action
     fill, ink = _colours(kind, depth)
     return (

@@ -9,6 +9,7 @@ import csv
 import itertools
 import re
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -217,15 +218,11 @@ def microbatches_in(table: Table) -> int:
 
 
 class TimedAction(NamedTuple):
-    """An action with its start time, in units of one forward."""
+    """An action with the times at which it starts and ends, in units of one forward or in seconds."""
 
-    start: int
+    start: float
     action: Action
-
-    @property
-    def end(self) -> int:
-        """The time at which the action ends."""
-        return self.start + DURATION[self.action.kind]
+    end: float
 
 
 class Timeline(NamedTuple):
@@ -240,55 +237,91 @@ class Timeline(NamedTuple):
     bubble: float
 
 
-def simulate(table: Table, where: str = "schedule") -> Timeline:
-    """Simulate a table: every action starts as early as its rank and its inputs allow, and transfers take no time.
+def in_forwards(action: Action) -> float:
+    """The duration of an action in units of one forward."""
+    return DURATION[action.kind]
+
+
+def at_once(action: Action, sender: int, receiver: int) -> float:
+    """The time that a transfer takes if transfers take no time."""
+    return 0
+
+
+def simulate(
+    table: Table,
+    where: str = "schedule",
+    duration: Callable[[Action], float] = in_forwards,
+    transfer: Callable[[Action, int, int], float] = at_once,
+    begins: Sequence[float] | None = None,
+) -> Timeline:
+    """Simulate a table: every action starts as early as its rank and its inputs allow.
 
     A forward needs the forward of the previous stage. A backward (B or I) needs the forward of the same stage and the
-    backward of the next stage. A W needs the I of the same stage.
+    backward of the next stage. A W needs the I of the same stage. Ranks send and receive while they compute, and
+    transfers do not slow each other down.
 
     Args:
         table: the actions of each rank, in order.
         where: name of the table, for messages.
+        duration: function that gives the duration of an action.
+        transfer: function that gives the time from the end of an action to the arrival of its output on another rank.
+            The function is called with the action, the rank that sends and the rank that receives.
+        begins: the earliest time at which each rank can begin; None for 0 everywhere.
 
     Raises:
         ValueError: an action waits for an input that never comes.
     """
     last = max(action.stage for action in itertools.chain.from_iterable(table))
-    ends: dict[Action, int] = {}
+    rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    ends: dict[Action, float] = {}
     rows: list[list[TimedAction]] = [[] for _ in table]
+    free_at: list[float] = list(begins) if begins else [0] * len(table)
 
-    def ready_at(action: Action) -> int | None:
+    def ready_at(action: Action, rank: int) -> float | None:
         """The earliest time at which an action can begin; None while an input is missing."""
-        stage, kind, m = action
-        inputs_at: list[int | None] = []
-        if kind == "F":
-            if stage > 0:
-                inputs_at.append(ends.get(Action(stage - 1, "F", m)))
-        elif kind == "W":
-            inputs_at.append(ends.get(Action(stage, "I", m)))
-        else:
-            inputs_at.append(ends.get(Action(stage, "F", m)))
-            if stage < last:
-                # The gradient comes from the next stage: from its whole backward (B) or its backward for inputs (I).
-                whole_at = ends.get(Action(stage + 1, "B", m))
-                inputs_at.append(ends.get(Action(stage + 1, "I", m)) if whole_at is None else whole_at)
-        known = [end for end in inputs_at if end is not None]
-        return max(known, default=0) if len(known) == len(inputs_at) else None
+        ready: float = 0
+        for choices in _inputs(action, last):
+            done = [choice for choice in choices if choice in ends]
+            if not done:
+                return None
+            sender = rank_of[done[0].stage]
+            on_the_way = 0 if sender == rank else transfer(done[0], sender, rank)
+            ready = max(ready, ends[done[0]] + on_the_way)
+        return ready
 
     while waiting := [rank for rank, row in enumerate(table) if len(rows[rank]) < len(row)]:
         moved = False
         for rank in waiting:
             for action in table[rank][len(rows[rank]) :]:
-                ready = ready_at(action)
+                ready = ready_at(action, rank)
                 if ready is None:
                     break
-                step = TimedAction(max(ready, rows[rank][-1].end if rows[rank] else 0), action)
-                rows[rank].append(step)
-                ends[action] = step.end
+                start = max(ready, free_at[rank])
+                free_at[rank] = ends[action] = start + duration(action)
+                rows[rank].append(TimedAction(start, action, ends[action]))
                 moved = True
         if not moved:
             stuck = ", ".join(f"rank {rank} before {table[rank][len(rows[rank])]}" for rank in waiting)
             raise ValueError(f"{where} cannot run: {stuck}, which wait for an action that comes later or never")
-    makespan = max(row[-1].end for row in rows)
-    busy = sum(DURATION[action.kind] for action in itertools.chain.from_iterable(table))
+    makespan = max(free_at)
+    busy = sum(duration(action) for action in itertools.chain.from_iterable(table))
     return Timeline(rows, 1 - busy / (makespan * len(table)))
+
+
+def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """The inputs of an action. Each input is a tuple of actions, any one of which computes it.
+
+    Args:
+        action: the action.
+        last: number of the last stage.
+    """
+    stage, kind, m = action
+    if kind == "F":
+        return [(Action(stage - 1, "F", m),)] if stage > 0 else []
+    if kind == "W":
+        return [(Action(stage, "I", m),)]
+    own_forward = (Action(stage, "F", m),)
+    if stage == last:
+        return [own_forward]
+    # The next stage's gradient comes from its whole backward, or from the part of backward for inputs.
+    return [own_forward, (Action(stage + 1, "B", m), Action(stage + 1, "I", m))]

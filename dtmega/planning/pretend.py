@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtmega.ops import host
-from dtmega.planning.streams import Event, Stream, Streams
+from dtmega.planning.queues import Event, Stream, Streams
 
 MEMORY_BYTES = 80 * 2**30
 

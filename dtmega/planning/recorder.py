@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dtmega.planning.ledger import Ledger
-from dtmega.planning.streams import Streams
+from dtmega.planning.queues import Streams
 from dtmega.planning.work import Message, Work
 from dtmega.training.phases import COMPUTING
 

@@ -1,132 +1,168 @@
-"""Streams and events of the pretended device: they record which work waits for which, and run nothing."""
+"""The streams of one rank, simulated: when each work of a step starts and ends, and what the compute stream waits for.
+
+Works on one stream run in order, and a work also waits for the works that it names. Streams do not slow each other
+down: the model leaves out that a message takes memory bandwidth and some of the processors from a kernel beside it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from dtmega.planning.work import COMPUTE
+from dtmega.planning.work import COMPUTE, Work
 
-
-class Stream:
-    """A queue of work, with the interface of `torch.cuda.Stream`.
-
-    Attributes:
-        name: name of the stream in `Work.stream`.
-        last: number of the last work on the stream; -1 before the first.
-        awaited: numbers of works on other streams that the next work on this stream waits for.
-    """
-
-    all: list[Stream] = []
-    _streams: Streams  # the device's streams, set by `Streams`
-
-    def __init__(self, *_: Any, name: str = "", **__: Any) -> None:
-        self.name = name or f"stream {len(Stream.all)}"
-        Stream.all.append(self)
-        self.last = -1
-        self.awaited: set[int] = set()
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Let later work on this stream wait for all work that is on `stream` now."""
-        if stream is not self:
-            self.awaited |= stream.before_next()
-
-    def wait_event(self, event: Event) -> None:
-        """Let later work on this stream wait for the work that the event marks."""
-        self.awaited |= event.works
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Mark the work that is on this stream now."""
-        event = event or Event()
-        event.works = self.before_next()
-        return event
-
-    def before_next(self) -> set[int]:
-        """The numbers of works that end before the next work on this stream begins."""
-        last = {self.last} if self.last >= 0 else set()
-        return last | self.awaited
-
-    def queue(self, number: int) -> tuple[int, ...]:
-        """Put a work on the stream, and return the numbers of works on other streams that the work waits for."""
-        waits = tuple(sorted(self.awaited))
-        self.last = number
-        self.awaited = set()
-        return waits
-
-    def synchronize(self) -> None:
-        """Wait on the host, which a plan does not time."""
+OTHER = "other"  # what the compute stream waits for if it is not a message: a kernel on another stream
 
 
-class Event:
-    """A mark in a stream, with the interface of `torch.cuda.Event`.
+class Span(NamedTuple):
+    """The time of one work, in seconds from the start of the step."""
+
+    start_s: float
+    end_s: float
+
+
+class MessageTime(NamedTuple):
+    """The time of one message.
 
     Attributes:
-        works: numbers of the works that end before the mark.
+        number: number of the work in the list.
+        action: the action that launches the message.
+        axis: name of the message's process group.
+        seconds: duration.
+        exposed_s: part of the duration in which the compute stream waits for this message; 0 if compute covers it.
     """
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.works: set[int] = set()
-
-    def record(self, stream: Stream | None = None) -> Event:
-        """Mark the work that is on a stream now; the default is the current stream."""
-        return (stream or Stream._streams.current).record_event(self)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let later work on a stream wait for the marked work."""
-        (stream or Stream._streams.current).wait_event(self)
-
-    def query(self) -> bool:
-        """True: nothing runs, so everything has ended."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait on the host, which a plan does not time."""
+    number: int
+    action: str
+    axis: str
+    seconds: float
+    exposed_s: float
 
 
-class Streams:
-    """The streams of one pretended device.
+class StreamTimes(NamedTuple):
+    """The result of a simulation of one rank.
+
+    The compute stream is either busy or waiting, so seconds = compute_s + exposed_s.
 
     Attributes:
-        default: the stream on which kernels run unless the program chooses another one.
-        current: the stream on which kernels run now.
+        spans: start and end of each work.
+        seconds: time at which the last work ends.
+        compute: action -> time in which the compute stream runs kernels.
+        exposed: (action, axis) -> time in which the compute stream waits for messages that this action launched on this
+            axis. The axis is "other" for kernels on another stream.
+        messages: the messages, in the order of the list.
     """
 
-    def __init__(self) -> None:
-        Stream.all = []
-        self.default = Stream(name=COMPUTE)
-        self.current = self.default
-        self._of_groups: dict[str, Stream] = {}
-        Stream._streams = self
+    spans: list[Span]
+    seconds: float
+    compute: dict[str, float]
+    exposed: dict[tuple[str, str], float]
+    messages: list[MessageTime]
 
-    def of_group(self, name: str) -> Stream:
-        """The stream on which a process group sends its messages."""
-        return self._of_groups.setdefault(name, Stream(name=f"messages over {name}"))
+    @property
+    def compute_s(self) -> float:
+        """Time in which the compute stream runs kernels."""
+        return sum(self.compute.values())
 
-    def restart(self) -> None:
-        """Forget all work, because the numbers of works begin again at 0."""
-        for stream in Stream.all:
-            stream.last = -1
-            stream.awaited = set()
+    @property
+    def communication_s(self) -> float:
+        """Sum of the durations of all messages, covered or not."""
+        return sum(message.seconds for message in self.messages)
 
-    def use(self, stream: Stream | None) -> Using:
-        """A context manager that makes a stream the current one (`torch.cuda.stream`)."""
-        return Using(self, stream)
-
-    def set_current(self, stream: Stream) -> None:
-        """Make a stream the current one (`torch.cuda.set_stream`)."""
-        self.current = stream
+    @property
+    def exposed_s(self) -> float:
+        """Time in which the compute stream waits."""
+        return sum(self.exposed.values())
 
 
-class Using:
-    """The current stream is another one inside a `with` block."""
+def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
+    """Simulate the streams of one rank.
 
-    def __init__(self, streams: Streams, stream: Stream | None) -> None:
-        self._streams, self._stream = streams, stream
-        self._before = streams.current
+    Args:
+        works: kernels and messages, in the order in which the host launches them.
+        durations_s: the duration of each work.
 
-    def __enter__(self) -> None:
-        self._before = self._streams.current
-        if self._stream is not None:
-            self._streams.current = self._stream
+    Raises:
+        ValueError: a work waits for itself or for a later work.
+    """
+    spans, causes = _spans(works, durations_s)
+    seconds = max((span.end_s for span in spans), default=0.0)
+    compute: dict[str, float] = defaultdict(float)
+    waits: list[tuple[int, float]] = []  # (number of the work that is waited for, seconds)
+    idle_from_s = 0.0
+    for number, work in enumerate(works):
+        if work.stream != COMPUTE:
+            continue
+        waits += _waits(causes[number], idle_from_s, spans[number].start_s, spans, causes)
+        if work.message is None:
+            compute[work.action] += durations_s[number]
+        else:  # a message on the compute stream: nothing can run beside it
+            waits.append((number, durations_s[number]))
+        idle_from_s = spans[number].end_s
+    if seconds > idle_from_s:
+        last = max(range(len(works)), key=lambda i: spans[i].end_s)
+        waits += _waits(last, idle_from_s, seconds, spans, causes)
 
-    def __exit__(self, *_: object) -> None:
-        self._streams.current = self._before
+    exposed: dict[tuple[str, str], float] = defaultdict(float)
+    exposed_of = [0.0] * len(works)
+    for cause, waited_s in waits:
+        message = works[cause].message
+        exposed[works[cause].action, message.axis if message else OTHER] += waited_s
+        exposed_of[cause] += waited_s
+    messages = []
+    for number, work in enumerate(works):
+        if work.message:
+            axis = work.message.axis
+            messages.append(MessageTime(number, work.action, axis, durations_s[number], exposed_of[number]))
+    return StreamTimes(spans, seconds, dict(compute), dict(exposed), messages)
+
+
+def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
+    """The time of each work, and the work whose end lets it start; -1 if it starts at once.
+
+    Raises:
+        ValueError: a work waits for itself or for a later work.
+    """
+    spans: list[Span] = []
+    causes: list[int] = []
+    newest: dict[str, int] = {}  # stream -> its latest work
+    for number, work in enumerate(works):
+        if any(wait >= number for wait in work.waits):
+            raise ValueError(f"work {number} ({work.operator}) waits for {list(work.waits)}, expected earlier works")
+        before = [*work.waits]
+        if work.stream in newest:
+            before.append(newest[work.stream])
+        cause = max(before, key=lambda i: spans[i].end_s, default=-1)
+        start_s = spans[cause].end_s if cause >= 0 else 0.0
+        spans.append(Span(start_s, start_s + durations_s[number]))
+        causes.append(cause)
+        newest[work.stream] = number
+    return spans, causes
+
+
+def _waits(
+    cause: int, from_s: float, until_s: float, spans: Sequence[Span], causes: Sequence[int]
+) -> list[tuple[int, float]]:
+    """Divide a wait of the compute stream among the works that it waited for.
+
+    The wait is followed backwards: the work whose end finished the wait has the time since that work started, the work
+    that let this one start has the time before, and so on to the start of the wait.
+
+    Args:
+        cause: number of the work whose end finished the wait; -1 if there was none.
+        from_s: start of the wait.
+        until_s: end of the wait.
+        spans: times of all works.
+        causes: for each work, the work whose end let it start.
+
+    Returns:
+        (number of a work, seconds) for each part of the wait.
+    """
+    parts = []
+    while cause >= 0 and until_s > from_s:
+        since_s = max(from_s, spans[cause].start_s)
+        parts.append((cause, until_s - since_s))
+        until_s = since_s
+        cause = causes[cause]
+    return parts

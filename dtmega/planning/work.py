@@ -40,7 +40,7 @@ class Work(NamedTuple):
         product: (m, k, n) of a matrix product [m, k] x [k, n] (a batch counts as further rows m); None otherwise.
         dtype: dtype of the first input, such as "bfloat16".
         message: the message; None for kernels.
-        waits: numbers of earlier works (index in the list) that must have ended before this work can begin. The
+        waits: indices of earlier works, in the list of works, that must have ended before this work can begin. The
             previous work on the same stream is not listed.
     """
 

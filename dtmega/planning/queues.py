@@ -1,0 +1,132 @@
+"""Streams and events of the pretended device. They run nothing, but record which work waits for which."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from dtmega.planning.work import COMPUTE
+
+
+class Stream:
+    """A queue of work, with the interface of `torch.cuda.Stream`.
+
+    Attributes:
+        name: name of the stream in `Work.stream`.
+        last: index of the last work on the stream; -1 before the first.
+        awaited: indices of works on other streams that the next work on this stream waits for.
+    """
+
+    all: ClassVar[list[Stream]] = []
+    _streams: ClassVar[Streams]  # the device's streams, set by `Streams`
+
+    def __init__(self, *_: Any, name: str = "", **__: Any) -> None:
+        self.name = name or f"stream {len(Stream.all)}"
+        Stream.all.append(self)
+        self.last = -1
+        self.awaited: set[int] = set()
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let later work on this stream wait for all work that is on `stream` now."""
+        if stream is not self:
+            self.awaited |= stream.before_next()
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work on this stream wait for the work that the event marks."""
+        self.awaited |= event.works
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Mark the work that is on this stream now."""
+        event = event or Event()
+        event.works = self.before_next()
+        return event
+
+    def before_next(self) -> set[int]:
+        """The indices of works that end before the next work on this stream begins."""
+        last = {self.last} if self.last >= 0 else set()
+        return last | self.awaited
+
+    def queue(self, number: int) -> tuple[int, ...]:
+        """Put a work on the stream, and return the indices of works on other streams that the work waits for."""
+        waits = tuple(sorted(self.awaited))
+        self.last = number
+        self.awaited = set()
+        return waits
+
+    def synchronize(self) -> None:
+        """Wait on the host, which a plan does not time."""
+
+
+class Event:
+    """A mark in a stream, with the interface of `torch.cuda.Event`.
+
+    Attributes:
+        works: indices of the works that end before the mark.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.works: set[int] = set()
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """Mark the work that is on a stream now; the default is the current stream."""
+        return (stream or Stream._streams.current).record_event(self)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let later work on a stream wait for the marked work."""
+        (stream or Stream._streams.current).wait_event(self)
+
+    def query(self) -> bool:
+        """True: nothing runs, so everything has ended."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait on the host, which a plan does not time."""
+
+
+class Streams:
+    """The streams of one pretended device.
+
+    Attributes:
+        default: the stream on which kernels run unless the program chooses another one.
+        current: the stream on which kernels run now.
+    """
+
+    def __init__(self) -> None:
+        Stream.all = []
+        self.default = Stream(name=COMPUTE)
+        self.current = self.default
+        self._of_groups: dict[str, Stream] = {}
+        Stream._streams = self
+
+    def of_group(self, name: str) -> Stream:
+        """The stream on which a process group sends its messages."""
+        return self._of_groups.setdefault(name, Stream(name=f"messages over {name}"))
+
+    def restart(self) -> None:
+        """Forget all work, because the indices of works begin again at 0."""
+        for stream in Stream.all:
+            stream.last = -1
+            stream.awaited = set()
+
+    def use(self, stream: Stream | None) -> Using:
+        """A context manager that makes a stream the current one (`torch.cuda.stream`)."""
+        return Using(self, stream)
+
+    def set_current(self, stream: Stream) -> None:
+        """Make a stream the current one (`torch.cuda.set_stream`)."""
+        self.current = stream
+
+
+class Using:
+    """The current stream is another one inside a `with` block."""
+
+    def __init__(self, streams: Streams, stream: Stream | None) -> None:
+        self._streams, self._stream = streams, stream
+        self._before = streams.current
+
+    def __enter__(self) -> None:
+        self._before = self._streams.current
+        if self._stream is not None:
+            self._streams.current = self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.current = self._before

@@ -1,0 +1,333 @@
+"""The predicted time of one training step: the works of each pipeline rank on a fabric, and the pipeline's schedule.
+
+    time = step_time({0: first, 1: middle, 11: last}, table, fabric, sizes)
+    time.seconds, time.exposed_communication_s, time.bubble_fraction
+
+Each rank's streams are simulated first, with messages between pipeline ranks that take no time. This gives the duration
+of each action of the schedule, waits for the rank's own collectives included. Then `pipelining.table.simulate` runs the
+schedule with these durations and with the transfers between ranks. What comes before the first action and after the
+last one is added: a collective that joins several pipeline ranks begins when the last of them is there.
+
+The model leaves out that a collective may also use the bubbles of the pipeline, so it rather overstates the time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from dtmega.mesh import AXES, DERIVED, rank_groups
+from dtmega.pipelining.table import ACTION, Action, Table, Timeline, parse, simulate
+from dtmega.planning import pricing, streams
+from dtmega.planning.fabric import Fabric
+from dtmega.planning.streams import Span, StreamTimes
+from dtmega.planning.work import COMPUTE, Message, Work
+
+POINT_TO_POINT = ("send", "receive")
+JOINED = ("world", *(name for name, axes in DERIVED.items() if "pp" in axes))  # groups over several pipeline ranks
+
+
+class StepTime(NamedTuple):
+    """The predicted time of one step.
+
+    All times but `seconds` are means over the ranks of one pipeline, so the parts add up:
+    seconds = compute_s + exposed_communication_s + bubble_fraction x seconds.
+
+    Attributes:
+        seconds: time of the step.
+        compute_s: time in which the compute stream runs kernels.
+        exposed_communication_s: time in which the compute stream waits for messages within the rank's own part of the
+            model: tensor parallelism, gathered weights, reduced gradients.
+        bubble_fraction: fraction of the step in which a rank waits for other ranks of its pipeline, transfers included.
+        exposed_by_axis: exposed communication by the axis of the message.
+        communication_by_axis: duration of all messages by axis, exposed or not.
+        compute_by_action: computing time by kind of action: "F", "B", "I", "W" or the name of a phase.
+        exposed_by_action: exposed communication by the kind of action that launches the message.
+        timeline: the simulated schedule, in seconds from the start of the step; None without a pipeline.
+    """
+
+    seconds: float
+    compute_s: float
+    exposed_communication_s: float
+    bubble_fraction: float
+    exposed_by_axis: dict[str, float]
+    communication_by_axis: dict[str, float]
+    compute_by_action: dict[str, float]
+    exposed_by_action: dict[str, float]
+    timeline: Timeline | None
+
+
+class RankTimes(NamedTuple):
+    """The times of one pipeline rank, as if no other rank made it wait.
+
+    Attributes:
+        actions: seconds of each action of the schedule, with the waits for the rank's own collectives.
+        before_s: time before the first action, and its waits for collectives: these need nothing from other stages.
+        until_joined_s: time from the last action to the end of the last collective that joins pipeline ranks; 0 without
+            such a collective.
+        after_s: time from there to the end.
+        sends: sizes in bytes of the messages that the rank sends to other pipeline ranks.
+        streams: the rank's simulated streams.
+    """
+
+    actions: dict[Action, float]
+    before_s: float
+    until_joined_s: float
+    after_s: float
+    sends: list[int]
+    streams: StreamTimes
+
+
+def step_time(
+    roles: Mapping[int, Sequence[Work]],
+    table: Table | None,
+    fabric: Fabric,
+    sizes: Mapping[str, int],
+    n_microbatches: int | None = None,
+) -> StepTime:
+    """Predict the time of one step.
+
+    Microbatches that a role has not run take the median time of those that it has run.
+
+    Args:
+        roles: place in the pipeline -> works of that rank. A place that is left out takes the times of the nearest
+            place before it, stage by stage; place 0 must be there.
+        table: the pipeline's schedule, with all microbatches; None without a pipeline.
+        fabric: the fabric.
+        sizes: size of each axis of the mesh.
+        n_microbatches: number of microbatches without a pipeline, if the role has run fewer; None: as many as it has.
+
+    Raises:
+        ValueError: a role lacks a kind of action that its row of the table has, or the fabric lacks a dtype.
+    """
+    pipeline = rank_groups(dict(sizes), ("pp",))[0]
+    times = {}
+    for place, works in roles.items():
+        times[place] = time_rank(works, fabric, pipeline[place], groups_of(sizes, pipeline[place]))
+    if table is None:
+        return _without_pipeline(times[0], n_microbatches)
+    places = [max(known for known in roles if known <= place) for place in range(len(table))]
+    ranks = [times[known] for known in places]
+    durations: dict[Action, float] = {}
+    for rank, row in zip(ranks, table, strict=True):
+        durations |= _durations(rank, row)
+    n_outputs = {known: _n_outputs(rank.actions, table) for known, rank in times.items()}
+
+    def transfer_s(action: Action, sender: int, receiver: int) -> float:
+        total_s = 0.0
+        for n_bytes in ranks[sender].sends:
+            total_s += pricing.send_seconds(n_bytes, fabric, pipeline[sender], pipeline[receiver])
+        return total_s / max(1, n_outputs[places[sender]])
+
+    # Ranks wait for their first weights at the same time as for each other.
+    begins = [rank.before_s for rank in ranks]
+    timeline = simulate(table, duration=durations.__getitem__, transfer=transfer_s, begins=begins)
+    joined_s = max(row[-1].end + rank.until_joined_s for row, rank in zip(timeline.rows, ranks, strict=True))
+    seconds = joined_s + max(rank.after_s for rank in ranks)
+    scales = []
+    for rank, row in zip(ranks, table, strict=True):
+        scales.append(sum(durations[action] for action in row) / sum(rank.actions.values()))
+    return _mean(seconds, ranks, scales, timeline)
+
+
+def groups_of(sizes: Mapping[str, int], rank: int) -> pricing.Groups:
+    """A function that gives the ranks of one rank's process groups by name, as in `mesh.World.groups`.
+
+    The function knows "world" and groups of some places in the pipeline such as "pp 0+2", too.
+    """
+    known: dict[str, Sequence[int]] = {}
+
+    def ranks_of(name: str) -> Sequence[int]:
+        if name not in known:
+            axis, _, places = name.partition(" ")
+            axes = AXES if axis == "world" else DERIVED.get(axis, (axis,))
+            (mine,) = (ranks for ranks in rank_groups(dict(sizes), axes) if rank in ranks)
+            known[name] = [mine[int(place)] for place in places.split("+")] if places else mine
+        return known[name]
+
+    return ranks_of
+
+
+def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.Groups) -> RankTimes:
+    """The times of one pipeline rank, with messages between pipeline ranks that take no time.
+
+    Args:
+        works: the rank's kernels and messages.
+        fabric: the fabric.
+        rank: number of the rank in the world.
+        groups: function that gives the ranks of this rank's process groups.
+
+    Raises:
+        ValueError: the fabric lacks a dtype.
+    """
+    durations_s = []
+    sends = []
+    for work in works:
+        between_stages = work.message is not None and work.message.collective in POINT_TO_POINT
+        durations_s.append(0.0 if between_stages else pricing.seconds(work, fabric, rank, groups))
+        if work.message and work.message.collective == "send":
+            sends.append(work.message.n_bytes)
+    result = streams.run(works, durations_s)
+    scheduled = [number for number, work in enumerate(works) if ACTION.fullmatch(work.action)]
+    first, after = (scheduled[0], scheduled[-1] + 1) if scheduled else (0, 0)
+
+    # If the schedule's first kernel starts late, messages that need no kernel are already done. The difference is the
+    # wait for them.
+    delay_s = result.communication_s
+    late_works = [*works[:first], Work("", COMPUTE, "delay"), *_shifted(works[first:], first)]
+    late = streams.run(late_works, [*durations_s[:first], delay_s, *durations_s[first:]])
+    begun_late_s = _frontier_s(late_works, late.spans, first + 1)
+    actions = _advances(late_works[first + 1 : after + 1], late.spans[first + 1 : after + 1], begun_late_s)
+    ended_s = _frontier_s(works, result.spans, after)
+    before_s = ended_s - sum(actions.values())
+    joined_s = ended_s
+    for work, span in zip(works[after:], result.spans[after:], strict=True):
+        if work.message and _joins_places(work.message):
+            joined_s = max(joined_s, span.end_s)
+    return RankTimes(actions, before_s, joined_s - ended_s, result.seconds - joined_s, sends, result)
+
+
+def _shifted(works: Sequence[Work], first: int) -> list[Work]:
+    """Works that wait for the same works after one more has been put into the list at place `first`."""
+    shifted = []
+    for work in works:
+        waits = tuple(number + (number >= first) for number in work.waits)
+        shifted.append(work._replace(waits=waits))
+    return shifted
+
+
+def _frontier_s(works: Sequence[Work], spans: Sequence[Span], stop: int) -> float:
+    """The time at which the compute stream has ended all of its works before number `stop`."""
+    ends = [span.end_s for work, span in zip(works[:stop], spans[:stop], strict=True) if work.stream == COMPUTE]
+    return ends[-1] if ends else 0.0
+
+
+def _advances(works: Sequence[Work], spans: Sequence[Span], begun_s: float) -> dict[Action, float]:
+    """The time that the compute stream takes for each action, waits included.
+
+    Args:
+        works: works from the first action to the last one. Other works between them count to the action before.
+        spans: their times.
+        begun_s: time at which the compute stream is ready for the first action.
+    """
+    advances: dict[Action, float] = {}
+    current: Action | None = None
+    now_s = begun_s
+    for work, span in zip(works, spans, strict=True):
+        if ACTION.fullmatch(work.action):
+            (current,) = parse(work.action)
+            advances.setdefault(current, 0.0)
+        if work.stream == COMPUTE and current is not None:
+            advances[current] += span.end_s - now_s
+            now_s = span.end_s
+    return advances
+
+
+def _joins_places(message: Message) -> bool:
+    """True for a collective whose ranks are at several places in the pipeline."""
+    if message.collective in POINT_TO_POINT:
+        return False
+    return message.axis in JOINED or message.axis.startswith("pp")
+
+
+def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
+    """The duration of each action in a row of the table.
+
+    Args:
+        rank: times of this place, or of another place with as many stages, whose stages stand for those of the row.
+        row: actions of this place, in order.
+
+    Raises:
+        ValueError: the rank has not run a kind of action that the row has.
+    """
+    own_stages = sorted({action.stage for action in rank.actions})
+    row_stages = sorted({action.stage for action in row})
+    stands_for = dict(zip(row_stages, own_stages, strict=False))
+    seen: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for action, seconds in rank.actions.items():
+        seen[action.stage, action.kind].append(seconds)
+    medians = {key: statistics.median(values) for key, values in seen.items()}
+    durations = {}
+    for action in row:
+        stage = stands_for.get(action.stage, -1)
+        if (stage, action.kind) not in medians:
+            raise ValueError(
+                f"the schedule has {action}, but the works of this rank have only {sorted(map(str, rank.actions))}"
+            )
+        own = action._replace(stage=stage)
+        durations[action] = rank.actions.get(own, medians[stage, action.kind])
+    return durations
+
+
+def _n_outputs(actions: Iterable[Action], table: Table) -> int:
+    """The number of these actions whose output another rank needs."""
+    rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    n_outputs = 0
+    for stage, kind, _ in actions:
+        next_stage = stage + 1 if kind == "F" else stage - 1
+        if kind != "W" and next_stage in rank_of and rank_of[next_stage] != rank_of[stage]:
+            n_outputs += 1
+    return n_outputs
+
+
+def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
+    """The step of a rank without a pipeline; microbatches that it has not run take the median times."""
+    seen: dict[str, list[float]] = defaultdict(list)
+    for action, seconds in rank.actions.items():
+        seen[action.kind].append(seconds)
+    n_seen = max(map(len, seen.values()), default=0)
+    further = max(0, (n_microbatches or n_seen) - n_seen)
+    one_more_s = sum(statistics.median(values) for values in seen.values())
+    own_s = sum(rank.actions.values())
+    scale = (own_s + further * one_more_s) / own_s if own_s else 1.0
+    return _mean(rank.streams.seconds + further * one_more_s, [rank], [scale], None)
+
+
+def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], timeline: Timeline | None) -> StepTime:
+    """Average the ranks of a pipeline.
+
+    Args:
+        seconds: time of the step.
+        ranks: times of each place.
+        scales: for each place, the time of all its actions in the schedule, divided by the time of those it has run.
+        timeline: the simulated schedule.
+    """
+    compute: dict[str, float] = defaultdict(float)
+    exposed_by_axis: dict[str, float] = defaultdict(float)
+    exposed_by_action: dict[str, float] = defaultdict(float)
+    communication: dict[str, float] = defaultdict(float)
+    n = len(ranks)
+    for rank, scale in zip(ranks, scales, strict=True):
+        for action, busy_s in rank.streams.compute.items():
+            compute[_kind(action)] += busy_s * _scale(action, scale) / n
+        for (action, axis), waited_s in rank.streams.exposed.items():
+            exposed_by_axis[axis] += waited_s * _scale(action, scale) / n
+            exposed_by_action[_kind(action)] += waited_s * _scale(action, scale) / n
+        for message in rank.streams.messages:
+            communication[message.axis] += message.seconds * _scale(message.action, scale) / n
+    compute_s, exposed_s = sum(compute.values()), sum(exposed_by_axis.values())
+    bubble = 1 - (compute_s + exposed_s) / seconds if seconds else 0.0
+    return StepTime(
+        seconds,
+        compute_s,
+        exposed_s,
+        bubble,
+        dict(exposed_by_axis),
+        dict(communication),
+        dict(compute),
+        dict(exposed_by_action),
+        timeline,
+    )
+
+
+def _kind(action: str) -> str:
+    """The kind of a schedule's action, such as "F"; the name of the phase outside of the schedule."""
+    matched = ACTION.fullmatch(action)
+    return matched[2] if matched else action
+
+
+def _scale(action: str, scale: float) -> float:
+    """The factor for an action's time: 1 outside of the schedule."""
+    return scale if ACTION.fullmatch(action) else 1.0

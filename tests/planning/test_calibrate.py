@@ -1,0 +1,52 @@
+"""planning/calibrate.py: what this machine measures can be written, read, and priced with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dtmega.planning import calibrate, fabric, pricing
+from dtmega.planning.fabric import Fabric
+from tests import ranks
+
+CPU = torch.device("cpu")
+
+
+def quick() -> Fabric:
+    with (
+        patch.object(calibrate, "SIDES", (32, 64)),
+        patch.object(calibrate, "COPY_BYTES", 2**16),
+        patch.object(calibrate, "LEAST_S", 0.0),
+        patch.object(calibrate, "GATHERS", 3),
+    ):
+        return calibrate.calibrate(CPU)
+
+
+def test_the_file_of_a_measured_machine_is_a_fabric_again(tmp_path: Path):
+    measured = quick()
+    path = tmp_path / "here.toml"
+    calibrate.write(measured, str(path))
+    assert fabric.load(str(path)) == measured
+
+
+def test_several_ranks_measure_their_links_and_agree():
+    one, two = ranks.run(2, quick)
+    assert one.node == two.node
+    assert one.node.ranks == 2
+    assert one.network.bytes_per_s == one.node.bytes_per_s > 0
+    assert one.node.sources["bytes_per_s"].startswith("measured")
+
+
+def test_products_of_measured_sides_reach_what_was_measured():
+    measured = quick()
+    for dtype, points in measured.gpu.measured.items():
+        for side, flops in points:
+            assert pricing.reached_flops(measured.gpu, dtype, (side, 4096, 4096)) == pytest.approx(flops)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"cannot write the fabric to .*none/x\.toml: No such file"):
+        calibrate.write(quick(), str(tmp_path / "none" / "x.toml"))

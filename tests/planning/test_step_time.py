@@ -1,0 +1,187 @@
+"""planning/step_time.py: steps whose time can be written down, with and without a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtmega.mesh import group_lists
+from dtmega.pipelining.table import SCHEDULES, Action, named_table, simulate
+from dtmega.planning import fabric as fabrics
+from dtmega.planning.step_time import groups_of, step_time
+from dtmega.planning.work import COMPUTE, Message, Work
+
+SECOND = 10**9  # moved bytes that take one second
+TOY = fabrics.parse(
+    {
+        "gpu": {"name": "toy", "memory_bytes": 1, "memory_bytes_per_s": 1.0 * SECOND, "peak_flops": {"bfloat16": 1.0}},
+        "node": {"ranks": 2, "bytes_per_s": 1000.0},
+        "network": {"bytes_per_s": 100.0},
+    },
+    "toy.toml",
+)
+ONE = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+
+
+def mesh(pp: int, dp_shard: int = 1, tp: int = 1) -> dict[str, int]:
+    return {"pp": pp, "dp_replicate": 1, "dp_shard": dp_shard, "cp": 1, "tp": tp}
+
+
+def busy(action: str, seconds: float, waits: tuple[int, ...] = ()) -> Work:
+    return Work(action, COMPUTE, "aten.copy_", moved_bytes=round(seconds * SECOND), waits=waits)
+
+
+def collective(action: str, axis: str, n: int, n_bytes: int, waits: tuple[int, ...] = ()) -> Work:
+    return Work(action, f"nccl {axis}", "c10d", message=Message("all-gather", axis, n, n_bytes), waits=waits)
+
+
+def stage_works(place: int, n: int, forward_s: float, backward_s: float, sent_bytes: int, last: int) -> list[Work]:
+    """1F1B's works of one place in the pipeline, in any order of actions: durations do not depend on it."""
+    works = [busy("counts", 0.5)]
+    for m in range(n):
+        works.append(busy(f"{place}F{m}", forward_s))
+        if place < last:
+            works.append(Work(f"{place}F{m}", "pp", "send", message=Message("send", "pp", 2, sent_bytes, peer=1)))
+        works.append(busy(f"{place}B{m}", backward_s))
+        if place > 0:
+            works.append(Work(f"{place}B{m}", "pp", "send", message=Message("send", "pp", 2, sent_bytes, peer=0)))
+    return [*works, busy("optimizer", 0.25)]
+
+
+@pytest.mark.parametrize("rank", [0, 5, 11, 23])
+def test_groups_are_those_of_the_mesh(rank: int):
+    sizes = {"pp": 3, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
+    groups = groups_of(sizes, rank)
+    for name, lists in group_lists(sizes).items():
+        assert [groups(name)] == [ranks for ranks in lists if rank in ranks]
+    assert groups("world") == list(range(24))
+    assert groups("pp 0+2") == [rank % 8, rank % 8 + 16]
+
+
+def test_without_a_pipeline_a_step_is_its_kernels_and_the_messages_they_do_not_cover():
+    works = [
+        collective("0F0", "fsdp", 2, 4000),  # 4,000 / 2 bytes by 1,000 bytes/s: 2 s
+        busy("0F0", 3, waits=(0,)),
+        busy("0B0", 6),
+        collective("0B0", "fsdp", 2, 8000, waits=(2,)),  # 4 s
+        busy("0B1", 1),
+        busy("optimizer", 1, waits=(3,)),
+    ]
+    time = step_time({0: works}, None, TOY, ONE)
+    assert time.seconds == pytest.approx(2 + 3 + 6 + 4 + 1)
+    assert time.compute_by_action == pytest.approx({"F": 3, "B": 7, "optimizer": 1})
+    assert time.exposed_by_axis == pytest.approx({"fsdp": 2 + 3})
+    assert time.exposed_by_action == pytest.approx({"F": 2, "B": 3})
+    assert time.communication_by_axis == pytest.approx({"fsdp": 6})
+    assert time.bubble_fraction == pytest.approx(0)
+
+
+def test_microbatches_that_were_not_run_take_the_median_time():
+    works = [busy("counts", 1)]
+    for m, seconds in enumerate((9, 2, 2)):
+        works += [busy(f"0F{m}", seconds), busy(f"0B{m}", 4)]
+    time = step_time({0: works}, None, TOY, ONE, n_microbatches=10)
+    assert time.seconds == pytest.approx(1 + 9 + 9 * 2 + 10 * 4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_even_stages_take_the_schedules_bubble_and_what_comes_before_and_after(schedule: str):
+    pp, n, per_rank = 4, 8, int(SCHEDULES[schedule].per_rank[0])
+    table = named_table(schedule, pp, per_rank, n)
+    roles = {}
+    for place, row in enumerate(table):
+        works = [busy("counts", 0.5)]
+        works += [busy(str(action), 3.0 * (2 if action.kind == "B" else 1)) for action in row]
+        roles[place] = [*works, busy("optimizer", 0.25)]
+    time = step_time(roles, table, TOY, mesh(pp))
+    units = simulate(table)
+    makespan = 3 * max(row[-1].end for row in units.rows)
+    assert time.seconds == pytest.approx(0.75 + makespan)
+    assert time.compute_s == pytest.approx(0.75 + (1 - units.bubble) * makespan)
+    assert time.bubble_fraction == pytest.approx(units.bubble * makespan / time.seconds)
+
+
+def test_1f1b_with_transfers_takes_the_closed_form():
+    """n microbatches on the last of pp ranks, and the way to it and back: (pp - 1)(F + B + 2 transfers)."""
+    pp, n, sent_bytes = 4, 6, 50
+    table = named_table("1F1B", pp, 1, n)
+    roles = {place: stage_works(place, n, 1.0, 2.0, sent_bytes, pp - 1) for place in range(pp)}
+    time = step_time(roles, table, TOY, mesh(pp))
+    hops_s = 2 * 2 * sent_bytes / 1000 + 2 * sent_bytes / 100  # ranks 0, 1 and 2, 3 share a node; 1 and 2 do not
+    least_s = n * 3 + (pp - 1) * 3 + hops_s
+    assert least_s + 0.75 <= time.seconds <= least_s + 0.75 + 2 * n * sent_bytes / 100
+    assert time.seconds == pytest.approx(time.compute_s + time.bubble_fraction * time.seconds)
+
+
+def test_one_microbatch_passes_through_all_ranks_and_links_and_back():
+    table = named_table("GPipe", 4, 1, 1)
+    roles = {place: stage_works(place, 1, 1.0, 2.0, 50, 3) for place in range(4)}
+    time = step_time(roles, table, TOY, mesh(4))
+    assert time.seconds == pytest.approx(0.75 + 4 * 3 + 2 * (0.05 + 0.5 + 0.05))
+
+
+def test_places_that_are_left_out_take_the_place_before_them():
+    table = named_table("1F1B", 4, 1, 6)
+    seconds = {0: 3.0, 1: 2.0, 3: 4.0}
+    given = {place: stage_works(place, 6, each, 2 * each, 8, 3) for place, each in seconds.items()}
+    every = given | {2: stage_works(2, 6, 2.0, 4.0, 8, 3)}
+    found, expected = (step_time(roles, table, TOY, mesh(4)) for roles in (given, every))
+    assert found == expected
+
+
+def test_stages_of_a_place_that_is_left_out_are_matched_in_order():
+    table = named_table("ZBVZeroBubble", 4, 2, 8)
+    costs = {0: 3.0, 7: 2.0, 1: 1.0, 6: 4.0}
+    roles = {}
+    for place in (0, 1):
+        roles[place] = [busy(str(action), costs[action.stage]) for action in table[place]]
+    costs |= {2: 1.0, 3: 1.0, 4: 4.0, 5: 4.0}
+    expected = simulate(table, duration=lambda action: costs[action.stage])
+    assert step_time(roles, table, TOY, mesh(4)).timeline == expected
+
+
+def test_a_collective_over_all_places_begins_when_the_last_rank_is_there():
+    """Rank 0 ends last and then reduces for 1 s; rank 1 waits; then all join, and rank 1's optimizer is slower."""
+    table = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
+    roles = {}
+    for place, (reduce_s, optimizer_s) in enumerate([(1, 2), (3, 5)]):
+        roles[place] = [
+            busy(f"{place}F0", 1),
+            busy(f"{place}B0", 2),
+            busy("reduction", reduce_s),
+            collective("norm", "world", 2, 1000, waits=(2,)),  # 500 bytes by 1,000 bytes/s
+            busy("optimizer", optimizer_s, waits=(3,)),
+        ]
+    time = step_time(roles, table, TOY, mesh(2))
+    assert time.seconds == pytest.approx(max(6 + 1, 4 + 3) + 0.5 + 5)
+
+
+def test_all_places_wait_for_their_first_weights_at_the_same_time_but_for_partial_sums_in_turn():
+    table = named_table("1F1B", 2, 1, 4)
+    sizes = mesh(2, dp_shard=2, tp=2)
+    plain, gathered, summed = ({}, {}, {})
+    for place in (0, 1):
+        plain[place] = [busy(str(action), 2) for action in table[place]]
+        gathered[place] = [collective(f"{place}F0", "fsdp", 2, 2000)]
+        gathered[place] += [work._replace(waits=(0,)) for work in plain[place]]
+        summed[place] = []
+        for number, work in enumerate(plain[place]):
+            summed[place] += [work, collective(work.action, "tp", 2, 1000, waits=(2 * number,))]
+            if number:
+                summed[place][2 * number] = work._replace(waits=(2 * number - 1,))
+    expected = step_time(plain, table, TOY, sizes)
+    time = step_time(gathered, table, TOY, sizes)
+    gather_s = 1000 / 100  # the two ranks with the same part of the weights are on two nodes
+    assert time.seconds == pytest.approx(expected.seconds + gather_s)
+    assert time.exposed_by_axis == pytest.approx({"fsdp": gather_s})
+    time = step_time(summed, table, TOY, sizes)
+    assert time.exposed_by_axis == pytest.approx({"tp": 8 * 0.5})
+    # Each action but a rank's first waits for the sum of the action before; the last sum follows the last action.
+    slots = simulate(table, duration=lambda action: 2.0 if action.kind == "F" and action.microbatch == 0 else 2.5)
+    assert time.seconds == pytest.approx(max(row[-1].end for row in slots.rows) + 0.5)
+
+
+def test_a_schedule_with_a_kind_of_action_that_no_role_has_run_is_refused():
+    table = named_table("1F1B", 2, 1, 4)
+    roles = {0: [busy("0F0", 1), busy("0I0", 1), busy("0W0", 1)]}
+    with pytest.raises(ValueError, match=r"the schedule has 0B0, but the works of this rank have only .*0I0"):
+        step_time(roles, table, TOY, mesh(2))
