@@ -43,7 +43,8 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, share: float) -> tuple[
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.share = inputs
+    *tensors, share = inputs
+    ctx.share = share
     ctx.save_for_backward(*tensors, *output)
 
 

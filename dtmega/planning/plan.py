@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
@@ -110,7 +110,7 @@ def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device:
 
 
 def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
-    """A key that is equal for ranks whose stages do alike: the costs of their pieces, and whether they are at an end."""
+    """A key that is equal for places with the same work: the costs of their pieces, and whether they are at an end."""
     costs = {piece.name: piece._replace(name="") for piece in pieces}
     key: list[object] = []
     for stage in stages:
@@ -198,14 +198,14 @@ class Totals(NamedTuple):
         messages: number of messages by (axis, collective, bytes of one message).
     """
 
-    flops: Counter[str]
-    messages: Counter[tuple[str, str, int]]
+    flops: dict[str, int]
+    messages: dict[tuple[str, str, int], int]
 
 
 def totals(role: Role) -> Totals:
     """Add up the works of a rank's step, those of repeated microbatches included."""
-    flops: Counter[str] = Counter()
-    messages: Counter[tuple[str, str, int]] = Counter()
+    flops: dict[str, float] = defaultdict(float)
+    messages: dict[tuple[str, str, int], float] = defaultdict(float)
     n_run = role.n_microbatches - role.repeated
     for work in role.works:
         times = times_repeated(work, n_run, role.n_microbatches)
@@ -213,8 +213,9 @@ def totals(role: Role) -> Totals:
         if work.message is not None:
             message = work.message
             messages[message.axis, message.collective, message.n_bytes] += times
-    exact = {key: round(times) for key, times in messages.items()}
-    return Totals(Counter({operator: n for operator, n in flops.items() if n}), Counter(exact))
+    whole_flops = {operator: round(n) for operator, n in flops.items() if n}
+    whole_messages = {key: round(times) for key, times in messages.items()}
+    return Totals(whole_flops, whole_messages)
 
 
 def times_repeated(work: Work, n_run: int, n: int) -> float:

@@ -276,12 +276,13 @@ def _fixed_messages_at_start() -> Any:
     """Spare pipelines the vote in which neighbours agree on shapes; ours are known (`pipelining/stage.py`)."""
     from torch.distributed.pipelining import schedules
 
-    if not hasattr(schedules, "InferenceMode"):  # torch 2.11 does not vote
+    modes = getattr(schedules, "InferenceMode", None)
+    if modes is None:  # torch 2.11 does not vote
         return contextlib.nullcontext()
 
     def vote(_: Any, stages: Any, *__: Any) -> None:
         for stage in stages:
-            stage._inference_mode = schedules.InferenceMode.STATIC
+            stage._inference_mode = modes.STATIC
 
     return patch.object(schedules._PipelineSchedule, "_warmup_p2p", vote)
 

@@ -96,10 +96,10 @@ class Recorder:
         self._outstanding = set()
         self._results = {}
 
-    def enter(self, phase: str) -> None:
+    def enter(self, name: str) -> None:
         """Begin a phase of the step (`training.phases.Phases.enter`)."""
         self._end_action()
-        self._phase = self.action = phase
+        self._phase = self.action = name
 
     @contextlib.contextmanager
     def range(self, what: str, stage: int | None, microbatch: int | None) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
 from dtmega.data.objectives.rows import IGNORED
+from dtmega.fsdp.masters import Masters
 from dtmega.mesh import World
 from dtmega.ops import ranges
 from dtmega.ops.loss_scale import LossScale
@@ -169,7 +170,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
             give(parameter.grad, GRADIENTS)
     for stage in model.stages.values():
         if (masters := getattr(stage, "masters", None)) is not None:
-            for copy in masters.copies:
+            for copy in cast(Masters, masters).copies:
                 give(copy, COPIES)
         for module in stage.modules():
             if isinstance(module, FSDPModule):
