@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 _NOTHING = nullcontext()
 Listener = Callable[[str, int | None, int | None], AbstractContextManager[object]]
-_listener: Listener | None = None
+_listeners: list[Listener] = []  # the last one makes the context managers; usually empty
 
 
 def recording() -> bool:
@@ -30,8 +30,8 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
         stage: number of the pipeline stage that does the work; 0 without a pipeline, None for work outside of stages.
         microbatch: number of the microbatch within the step, from 0; None for work of the whole step.
     """
-    if _listener is not None:
-        return _listener(what, stage, microbatch)
+    if _listeners:
+        return _listeners[-1](what, stage, microbatch)
     if not recording():
         return _NOTHING
     name = what
@@ -45,9 +45,8 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
 @contextlib.contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
     """Let a listener make the context managers of `named`, inside the `with` block only. The planner listens so."""
-    global _listener
-    before, _listener = _listener, listener
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _listener = before
+        _listeners.pop()
