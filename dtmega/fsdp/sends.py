@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtmega.ops.shards import begin_at_same_place
+
 
 class _Allocates:
     """Base class with the method `allocate`, which FSDP requires of a custom collective."""
@@ -35,7 +37,7 @@ class Gathers(_Allocates):
         """
         parts = output_tensor.view(group.size(), -1)
         mine = parts[group.rank()]
-        if mine.data_ptr() != input_tensor.data_ptr():
+        if not begin_at_same_place(mine, input_tensor):
             mine.copy_(input_tensor)
         messages = _exchange([mine] * group.size(), [*parts], group)
         if async_op:

@@ -206,17 +206,16 @@ def token_losses(
     weights: Tensor | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """The tokens' losses [N] in fp32, from logits [N, V_local]. All ranks of the group call this function together.
+    """The tokens' losses [N] in fp32, from logits [N, V_local].
 
-    A rank without columns has to call this function too, because all other ranks wait for this rank in the collective.
+    All ranks of the group call this function together, also a rank without columns.
 
     Args:
         logits: this rank's columns of the logits, [N, V_local].
         labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
         gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local], which may be
-            the memory of `logits`; None to compute no derivatives. Padding columns, which are never read, get a
-            gradient of 0.
+            the memory of `logits`; None to compute no derivatives. Padding columns, never read, get the gradient 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
         weights: factor of each loss, [N] fp32; None: all factors are 1.
     """

@@ -35,6 +35,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def begin_at_same_place(a: Tensor, b: Tensor) -> bool:
+    """True if the elements of two tensors begin at the same place of the same memory.
+
+    Unlike a comparison of `data_ptr`, this also works for tensors without memory.
+    """
+    same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same_storage and a.storage_offset() == b.storage_offset()
+
+
 def boxes(tensor: Tensor) -> list[Box]:
     """All boxes of this rank's part of a tensor, except empty boxes.
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtmega.ops.shards import begin_at_same_place
+
 # Number of logits to process at a time. On a CPU these logits take 1 MiB in fp32, half of a core's level-2 cache.
 SLICE_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 COMPILED_ON = {"cuda"}  # types of devices on which the compiled passes are faster
@@ -84,7 +86,7 @@ class CompiledPasses(Passes):
     ) -> None:
         # The kernel takes a single tensor and changes that tensor in place. If the kernel took x and dx as two views of
         # the same tensor, torch 2.13 would write to the tensor of the first call.
-        if dx is not x:
+        if not begin_at_same_place(dx, x):
             dx.copy_(x)
         smooth = None if smooth is None else _without_base(smooth)
         _compiled(_derivatives_)(_without_base(dx), _without_base(peak), _without_base(slope), smooth)
