@@ -30,7 +30,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "cp_form", "tp", "sequence_parallel"),
     "pipeline": ("schedule", "virtual_stages", "stages", "split", "csv", "draw"),
     "recompute": ("mode", "method", "layers"),
-    "fsdp": ("reshard_after_forward", "cpu_offload"),
+    "fsdp": ("reshard_after_forward", "cpu_offload", "accumulate"),
 }
 # Keys that change the learning rate or the end of the run. If any of these keys differ, the line about the last
 # differing key also states the combined effect of all changes.
