@@ -51,6 +51,8 @@ class ShardSums:
 
     def units(self) -> Iterator[set[nn.Parameter]]:
         """Yield the parameters of each unit, and sum the unit's gradients when the caller comes back."""
+        # FSDP2's hooks see some of what the caller computes, and would sum zeros in place of gradients still to come.
+        self._stage.set_requires_gradient_sync(False)
         seen = set[nn.Parameter]()
         for module in self._modules:
             unit = set(module.parameters()) - seen
@@ -58,8 +60,10 @@ class ShardSums:
             yield unit
             group = _state(module)._fsdp_param_group
             if group is not None:
+                module.set_requires_gradient_sync(True, recurse=False)
                 group.post_backward()
-        # Without a backward that FSDP2 sees, nothing else tells FSDP2 that the microbatch has ended.
+                module.set_requires_gradient_sync(False, recurse=False)
+        # Tell FSDP2 that the microbatch's backward has ended, as the hooks do not.
         _state(self._stage)._root_post_backward_final_callback()
 
     def finish(self) -> None:
