@@ -226,10 +226,10 @@ def _fsdp_traffic(
 ) -> list[Traffic]:
     """FSDP's traffic of one stage: a group for each layer, and the root's with the ends, the tied weight once.
 
-    Gradients are reduced once a step, or once a microbatch where they add up in shards, and weights gathered once. Layers
-    that are freed after forward are gathered for each microbatch, and all but the last one twice: with one microbatch
-    ZeRO's 2 + 1 times the parameters (arXiv:1910.02054, section 7). Over replicas the reduced shards are summed once a
-    step (HSDP, arXiv:2304.11277, section 3.2.2); with one shard nothing else is sent, as in DDP.
+    Gradients are reduced once a step, or once a microbatch where they add up in shards, and weights gathered once.
+    Layers that are freed after forward are gathered for each microbatch, and all but the last one twice: with one
+    microbatch ZeRO's 2 + 1 times the parameters (arXiv:1910.02054, section 7). Over replicas the reduced shards are
+    summed once a step (HSDP, arXiv:2304.11277, section 3.2.2); with one shard nothing else is sent, as in DDP.
     """
     if not wrapped:
         return _unwrapped_gradients(cfg, layers, ends, tp)

@@ -5,10 +5,10 @@ once, after a step's last microbatch, and a backward in two parts computes the g
 do not run.
 
     sums = ShardSums(stage)
-    sums.expect(last)             # in the backward that follows, FSDP2 sums each unit's gradients once they are complete
-    for unit in sums.units():     # or, in the second part of a backward in two parts:
-        ...                       # compute the gradients of the unit's parameters
-    sums.finish()                 # after a step's last microbatch: free the gathered weights
+    sums.expect(last)          # before each backward, in which FSDP2 sums each unit's gradients once they are complete
+    for unit in sums.units():  # or after that, in the second part of a backward in two parts:
+        ...                    # compute the gradients of the unit's parameters
+    sums.finish()              # after a step's last microbatch: free the gathered weights
 """
 
 from __future__ import annotations

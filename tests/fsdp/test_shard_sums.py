@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dtmega import config, families, mesh
 from dtmega.data.objectives.objective import IGNORED
 from dtmega.fsdp.sends import ReducesAndScatters
+from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.models.initial import init_weights
 from dtmega.ops import optim, ranges
 from dtmega.ops.shards import boxes, local
@@ -347,3 +348,38 @@ def test_twenty_losses_differ_by_at_most_a_millionth_from_those_of_whole_gradien
     whole, sharded = ranks.run(n, losses_of, sections)[0]
     assert abs(whole[0] - whole[-1]) > 0.1
     assert sharded == pytest.approx(whole, rel=1e-6, abs=0)
+
+
+class Noting(ShardSums):
+    """Notes for which microbatches it was told that they are a step's last."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__(stage)
+        self.lasts: list[bool] = []
+
+    def expect(self, last: bool) -> None:
+        self.lasts.append(last)
+        super().expect(last)
+
+
+def lasts_of(schedules: Sequence[str]) -> dict[str, list[list[bool]]]:
+    """What each of this rank's stages was told, in two steps with an evaluation after each."""
+    found = {}
+    for schedule in schedules:
+        model = built(layout(schedule=schedule, pp=2, dp_shard=1), "whole")
+        assert model.pipeline is not None
+        # FSDP2 wraps the stages of a backward in two parts on a single data rank, too.
+        sums = {number: Noting(stage) for number, stage in model.stages.items()}
+        model.pipeline._sums = {**sums}
+        for _ in range(2):
+            model.forward_backward(mine(rows(is_t5=False), model.world), {"tokens": 1.0})
+            model.losses(mine(rows(is_t5=False), model.world))
+        found[schedule] = [one.lasts for one in sums.values()]
+    return found
+
+
+def test_the_last_microbatch_of_a_step_is_the_one_whose_weights_come_last_on_each_stage():
+    n = SEQUENCES // B
+    for found in ranks.run(2, lasts_of, ("InterleavedZeroBubble", "DualPipeV")):
+        for of_stages in found.values():
+            assert of_stages == [([False] * (n - 1) + [True]) * 2] * 2

@@ -34,7 +34,7 @@ def small(accumulate: str = "auto", **sections: Any) -> config.Config:
 
 
 def sizes(**axes: int) -> dict[str, int]:
-    return {axis: 1 for axis in mesh.AXES} | axes
+    return dict.fromkeys(mesh.AXES, 1) | axes
 
 
 @pytest.mark.parametrize(
