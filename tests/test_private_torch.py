@@ -80,10 +80,10 @@ TORCH = {
         ("fsdp/shard_sums.py",), "tell FSDP2 that a backward which it did not see is over, as torch's own stages do"
     ),
     "torch.distributed.pipelining._backward.stage_backward": Private(
-        ("pipelining/stage.py",), "a stage's backward; torch's method would forbid FSDP2 to sum gradients in it"
+        ("pipelining/sums.py",), "a stage's backward; torch's method would forbid FSDP2 to sum gradients in it"
     ),
     "torch.distributed.pipelining._backward.stage_backward_weight": Private(
-        ("pipelining/stage.py",), "the part for weights, of one block at a time"
+        ("pipelining/sums.py",), "the part for weights, of one block at a time"
     ),
     "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": Private(
         ("pipelining/stage.py",), "torch 2.11 sends a first message to a stage on the same rank, where gloo fails"

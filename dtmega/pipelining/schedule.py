@@ -19,7 +19,8 @@ from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 if TYPE_CHECKING:  # torch.distributed.pipelining takes half a second to import, so only pipelines import it
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-    from dtmega.pipelining.stage import Boundary, Stage, Sums
+    from dtmega.pipelining.stage import Boundary, Stage
+    from dtmega.pipelining.sums import Sums
 
 
 def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:

@@ -9,29 +9,19 @@ Megatron's `MoEAuxLossAutoScaler`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
 
 from dtmega.ops import ranges
+from dtmega.pipelining.sums import Gradients, Sums, backward_and_sum
 
 Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and requires_grad of a handed-on tensor
-
-
-class Sums(Protocol):
-    """Sums of a stage's gradients over the data ranks after each microbatch: `dtmega.fsdp.shard_sums.ShardSums`."""
-
-    def expect(self, last: bool) -> None: ...
-
-    def units(self) -> Iterator[set[nn.Parameter]]: ...
-
-    def finish(self) -> None: ...
 
 
 class Stage(PipelineStage):
@@ -130,53 +120,23 @@ class Stage(PipelineStage):
         with ranges.named("backward-weights", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Run a backward, or one part of it. What computes gradients of weights also sums them, if there are `sums`.
-
-        Args:
-            backward_type: "full", or a part: "input", "weight".
-            bwd_kwargs: arguments of torch's functions for this type.
-            last_backward: not used. torch does not count a part for inputs that is a whole backward.
-        """
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Gradients:
+        """Run a backward, or one of its parts. With `sums`, gradients of weights are summed once they are computed."""
         if self._sums is None or backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # torch's `last_backward` does not count a part for inputs that is a whole backward.
         self._n_summed += 1
-        self._sums.expect(last=self._n_summed == self._n_microbatches)
-        if backward_type == "full":
-            inputs = bwd_kwargs["input_values"]
-            return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], inputs), None
-        self._backward_weights(self._sums, bwd_kwargs["param_groups"])
-        return (), None
-
-    def _backward_weights(self, sums: Sums, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Compute the gradients of weights unit by unit, so that only one unit's are whole at a time.
-
-        Args:
-            sums: sums the gradients of each unit.
-            param_groups: torch's groups of weights, each with the gradients of intermediate results that lead to them.
-        """
-        remaining = list(param_groups)
-        for unit in sums.units():
-            of_unit, others = [], []
-            for group in remaining:
-                # A group holds the nodes of the autograd graph that add gradients to weights.
-                touches = any(node.variable in unit for node in group["params"])
-                (of_unit if touches else others).append(group)
-            stage_backward_weight(self.submod.parameters(), of_unit)
-            remaining = others
-        assert not remaining
+        last = self._n_summed == self._n_microbatches
+        return backward_and_sum(self._sums, self.submod, backward_type, bwd_kwargs, last)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Sum the gradients of a step over the data ranks, unless this was done after each microbatch."""
+        """End a step: sum its gradients over the data ranks, unless this was done after each microbatch."""
         if self._sums is None:
-            super().perform_reduce_grad(grad_scale_factor)
-            return
+            return super().perform_reduce_grad(grad_scale_factor)
         # An evaluation has no gradients.
         assert self._n_summed == (self._n_microbatches if self.has_backward else 0)
         self._n_summed = 0
-        self._sums.finish()
+        return self._sums.finish()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """The first messages between neighbours, without messages from this rank to itself.
