@@ -192,6 +192,11 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     return features.HAS_FAST_BFLOAT16
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None for a CPU, whose memory ranks and other programs share."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def start(
     device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOUT_S, store: Store | None = None
 ) -> World:

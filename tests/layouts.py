@@ -241,6 +241,30 @@ LAYOUTS |= {
     "bf16, cp 2": (2, BF16 | {"mesh.cp": 2} | FOURS),
     "fp16, cp 2": (2, FP16 | {"mesh.cp": 2} | FOURS),
 }
+# Gradients that add up in shards, with what their sums could get wrong.
+SHARDED = {"fsdp.accumulate": "sharded"}
+LAYOUTS |= {
+    "dp_shard 2, sharded gradients": (2, SHARDED | LAYOUTS["dp_shard 2"][1]),
+    "HSDP 2 x 2, sharded gradients": (4, SHARDED | LAYOUTS["HSDP 2 x 2"][1]),
+    "pp 2 x dp_shard 2 x tp 2, sharded gradients": (8, SHARDED | LAYOUTS["pp 2 x dp_shard 2 x tp 2"][1]),
+    "pp 2 x HSDP 2 x 2, ZBV, sharded gradients": (
+        8,
+        SHARDED
+        | PAIRS
+        | {"mesh.pp": 2, "mesh.dp_replicate": 2, "mesh.dp_shard": 2, "pipeline.schedule": "ZBVZeroBubble"}
+        | {"batch.global_batch_size": 16},
+    ),
+    "cp 2 x pp 2, ZBV, heads, sharded gradients": (4, SHARDED | LAYOUTS["cp 2 x pp 2, ZBV, heads"][1]),
+    "compile, dp_shard 2, sharded gradients": (2, SHARDED | {"compile.enable": True, "mesh.dp_shard": 2}),
+    "fp16, dp_shard 2, sharded gradients": (2, SHARDED | FP16 | {"mesh.dp_shard": 2}),
+    "bf16, HSDP 2 x 2, sharded gradients": (4, SHARDED | BF16 | LAYOUTS["HSDP 2 x 2"][1]),
+    "bert, dp_shard 3, sharded gradients": (3, SHARDED | LAYOUTS["bert, dp_shard 3"][1]),
+    "t5, HSDP 2 x 2, sharded gradients": (4, SHARDED | LAYOUTS["t5, HSDP 2 x 2"][1]),
+    "t5 of megatron, pp 2 x dp_shard 2, fp16, sharded gradients": (
+        4,
+        SHARDED | MEGATRON | FP16_OF_T5 | {"mesh.pp": 2, "mesh.dp_shard": 2},
+    ),
+}
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # Ranks of cp compute what one process does, but for the order of a few sums.

@@ -173,8 +173,8 @@ class Built(Exception):
 def test_a_pipeline_gets_the_stages_of_its_rank_and_the_shape_of_what_goes_between_them(
     pretend, monkeypatch, keys, shape, dtype, rank, stage
 ):
-    def pipeline(wanted: Any, stages: Any, group: Any, boundaries: Any, device: Any) -> None:
-        assert (wanted, list(stages), device) == (cfg.pipeline, [stage], torch.device("cpu"))
+    def pipeline(wanted: Any, stages: Any, group: Any, boundaries: Any, device: Any, sums: Any) -> None:
+        assert (wanted, list(stages), device, sums) == (cfg.pipeline, [stage], torch.device("cpu"), {})
         assert dist.get_process_group_ranks(group) == [rank % 16, rank % 16 + 16, rank % 16 + 32]
         assert [[*boundary] for boundary in boundaries] == [["hidden"]] * 2
         for boundary in boundaries:

@@ -103,6 +103,7 @@ LIGHT_OF_CP |= {"gpt, cp 2 x dp_shard 2, gather", "llama, cp 2 x tp 2, gather"}
 LIGHT_OF_CP |= {"t5, cp 2, gather", "t5 of megatron, cp 3, heads"}
 FULL |= {name for name in LAYOUTS if "mesh.cp" in LAYOUTS[name][1]}
 FULL -= LIGHT_OF_CP
+FULL |= {name for name in LAYOUTS if "sharded gradients" in name}  # fsdp/test_shard_sums.py has every gradient
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 

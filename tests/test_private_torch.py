@@ -73,6 +73,18 @@ TORCH = {
         ("distributed/flight_recorder.py", "mesh.py"),
         "which groups this process has made: torch numbers the names of groups by it, and gloo's record lacks them",
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group": Private(
+        ("fsdp/shard_sums.py",), "sum one block's gradients, which backward in two parts computes unseen by FSDP2"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": Private(
+        ("fsdp/shard_sums.py",), "tell FSDP2 that a backward which it did not see is over, as torch's own stages do"
+    ),
+    "torch.distributed.pipelining._backward.stage_backward": Private(
+        ("pipelining/sums.py",), "a stage's backward; torch's method would forbid FSDP2 to sum gradients in it"
+    ),
+    "torch.distributed.pipelining._backward.stage_backward_weight": Private(
+        ("pipelining/sums.py",), "the part for weights, of one block at a time"
+    ),
     "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": Private(
         ("pipelining/stage.py",), "torch 2.11 sends a first message to a stage on the same rank, where gloo fails"
     ),
@@ -225,7 +237,8 @@ def test_a_private_name_of_the_list_exists_in_the_installed_torch(name: str):
     parts = name.split(".")
     place: Any = torch
     for i, part in enumerate(parts[1:], start=1):
-        # Instances have the attributes of a Module that its class only annotates.
-        if part not in getattr(place, "__annotations__", {}) and not hasattr(place, part):
+        # Instances have the attributes of a Module that its class only annotates, or that its constructor assigns.
+        assigned = place.__init__.__code__.co_names if isinstance(place, type) and "__init__" in vars(place) else ()
+        if part not in (*getattr(place, "__annotations__", {}), *assigned) and not hasattr(place, part):
             importlib.import_module(".".join(parts[: i + 1]))
         place = getattr(place, part, None)

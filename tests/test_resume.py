@@ -39,6 +39,7 @@ SHORT = {
 }
 BERT = {"model.name": "bert", "model.pad_vocab_to_multiple": 48}
 T5 = {"model.name": "t5"}
+ONES, SHARDED = {"batch.micro_batch_size": 1}, {"fsdp.accumulate": "sharded"}
 # The others repeat these: two schedules, two ways to cut data.
 RING = [name for name in LAYOUTS if name not in ("pp 2, 1F1B", "HSDP 2 x 2")]
 SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2", "cp 2")}
@@ -48,6 +49,9 @@ OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]]
     "bert, V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", BERT, {}),
     # Three parameters that several stages hold, of which tp cuts each.
     "t5, pp 2, 1F1B -> tp 2": Pair("pp 2, 1F1B", "tp 2", T5, {}),
+    # What a checkpoint holds does not depend on how gradients added up. Here each step has two microbatches or more.
+    "dp 2, whole gradients -> sharded": Pair("dp 2", "dp 2", ONES, SHARDED),
+    "dp 2, sharded gradients -> whole": Pair("dp 2", "dp 2", ONES | SHARDED, {"fsdp.accumulate": "whole"}),
     "dp 2 -> 1 with microbatches of 4": Pair("dp 2", "1", {}, {"batch.micro_batch_size": 4}),
 }
 PAIRS = SAME | OTHER

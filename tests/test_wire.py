@@ -75,6 +75,7 @@ AXES: dict[str, tuple[int, int, dict[str, Any]]] = {
 TP2: dict[str, Any] = {"mesh": {"tp": 2}}
 TP2_ALONE: dict[str, Any] = {"mesh": {"tp": 2, "sequence_parallel": False}}
 HSDP: dict[str, Any] = {"mesh": {"dp_replicate": 2, "dp_shard": 2}}
+SHARDED = {"fsdp": {"accumulate": "sharded"}}
 V32 = {"model": {"pad_vocab_to_multiple": 4}}  # every rank has as much of the tied weight
 FP32_STREAM = {"model": {"fp32_residual": True}}
 MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -104,6 +105,15 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "cp 2 x dp_shard 2": (4, 1, {"mesh": {"cp": 2, "cp_form": "heads", "dp_shard": 2}}),
     "cp 2 x dp_replicate 2": (4, 1, {"mesh": {"cp": 2, "cp_form": "gather", "dp_replicate": 2}}),
     "cp 2 x pp 2": (4, 2, {"mesh": {"cp": 2, "cp_form": "gather", "pp": 2}, **V32}),
+    "dp_shard 2, sharded gradients": (2, 2, {"mesh": {"dp_shard": 2}, **SHARDED}),
+    "dp_replicate 2, sharded gradients": (2, 2, {"mesh": {"dp_replicate": 2}, **SHARDED}),
+    "dp_replicate 2 x cp 2, sharded gradients": (4, 2, {"mesh": {"dp_replicate": 2, "cp": 2}, **SHARDED}),
+    "pp 2 x dp_shard 2, sharded gradients": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32, **SHARDED}),
+    "pp 2 x dp_shard 2, ZBV, sharded gradients": (
+        4,
+        2,
+        {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}, **V32, **SHARDED},
+    ),
     "dp_shard 2, more metrics": (2, 1, {"mesh": {"dp_shard": 2}, "log": {"num_zeros": True, "params_norm": True}}),
 }
 
@@ -257,6 +267,7 @@ def settings(keys: dict[str, Any], n_layers: int, sequences: int) -> dict[str, A
 # Each combines what other cases have one by one.
 REPEATS = {"pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
 REPEATS |= {"cp 2 x tp 2", "cp 2 x dp_shard 2", "cp 2 x dp_replicate 2"}
+REPEATS |= {f"{name}, sharded gradients" for name in ("dp_shard 2", "dp_replicate 2", "pp 2 x dp_shard 2")}
 
 
 @functools.cache

@@ -226,10 +226,10 @@ def _fsdp_traffic(
 ) -> list[Traffic]:
     """FSDP's traffic of one stage: a group for each layer, and the root's with the ends, the tied weight once.
 
-    Gradients are reduced once a step, and weights gathered once. Layers that are freed after forward are gathered for
-    each microbatch, and all but the last one twice: with one microbatch ZeRO's 2 + 1 times the parameters
-    (arXiv:1910.02054, section 7). Over replicas the reduced shards are summed (HSDP, arXiv:2304.11277, section 3.2.2);
-    with one shard nothing else is sent, as in DDP.
+    Gradients are reduced once a step, or once a microbatch where they add up in shards, and weights gathered once.
+    Layers that are freed after forward are gathered for each microbatch, and all but the last one twice: with one
+    microbatch ZeRO's 2 + 1 times the parameters (arXiv:1910.02054, section 7). Over replicas the reduced shards are
+    summed once a step (HSDP, arXiv:2304.11277, section 3.2.2); with one shard nothing else is sent, as in DDP.
     """
     if not wrapped:
         return _unwrapped_gradients(cfg, layers, ends, tp)
@@ -245,6 +245,7 @@ def _fsdp_traffic(
     freed = pp == 1 and bool(cfg.fsdp.reshard_after_forward)
     layer_gathers = n_microbatches * (2 * layers - 1) if freed else layers
     roots = min(ends, 1)
+    n_sums = n_microbatches if cfg.fsdp.accumulate == "sharded" else 1
     traffic: list[Traffic] = []
     for what, units, gathers, elements in (
         ("layer", layers, layer_gathers, of_layer),
@@ -254,7 +255,7 @@ def _fsdp_traffic(
         gradient_bytes = elements * BYTES[cfg.precision.reduce]
         traffic += [
             Traffic(f"weights, {what}", "fsdp", "all-gather", gathers, shard * weight_bytes),
-            Traffic(f"gradients, {what}", "fsdp", "reduce-scatter", units, shard * gradient_bytes),
+            Traffic(f"gradients, {what}", "fsdp", "reduce-scatter", n_sums * units, shard * gradient_bytes),
             Traffic(f"gradients, {what}", "dp_replicate", "all-reduce", units, gradient_bytes),
         ]
     return traffic

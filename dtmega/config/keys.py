@@ -552,12 +552,17 @@ class Recompute(Section):
 
 
 class Fsdp(Section):
-    """[fsdp]: when gathered weights are freed, and where shards are kept."""
+    """[fsdp]: when gathered weights are freed, where shards are kept, and how gradients add up."""
 
     reshard_after_forward: Literal["auto"] | bool = key(
         "auto", "free a layer's gathered weights after its forward; auto: yes, but not in a pipeline"
     )
     cpu_offload: bool = key(False, "keep shards and optimizer state in host memory")
+    accumulate: Literal["whole", "sharded", "auto"] = key(
+        "whole",
+        "what a rank keeps of its gradients between microbatches; whole: all of them, summed over ranks once a step; "
+        "sharded: its shards, summed after each microbatch; auto: sharded if whole ones took over a tenth of a GPU",
+    )
 
 
 class Precision(Section):

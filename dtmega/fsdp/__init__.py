@@ -149,15 +149,24 @@ def release(model: nn.Module) -> None:
             module.reshard()
 
 
-def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) -> None:
-    """Prepare for a microbatch's backward: only the last microbatch of a step reduces gradients over the data ranks.
+def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sharded: bool = False) -> None:
+    """Prepare for a microbatch's backward, without a pipeline: say which gradients are reduced over the data ranks.
 
-    Before the last microbatch, each rank accumulates its gradients, and the root's weights stay gathered. The blocks'
-    weights stay gathered too, unless `reshard` is True, which saves memory but causes more traffic.
+    Until the last microbatch of a step, the root's weights stay gathered. The blocks' weights stay gathered too, unless
+    `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
+
+    Args:
+        model: the model.
+        last_microbatch: True for the last microbatch of a step.
+        reshard: True to free each block's gathered weights after each backward.
+        sharded: True to reduce and scatter the gradients of each microbatch, and to add them to the sharded gradients.
+            Sums over copies of the shards (HSDP) are left to the last microbatch. False to add up whole gradients on
+            each rank, and to reduce them in the last microbatch.
     """
     masters = _masters(model)
     if masters is not None:
         masters.last = last_microbatch
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last_microbatch)
+        model.set_requires_gradient_sync(sharded or last_microbatch)
+        model.set_requires_all_reduce(last_microbatch)
         model.set_reshard_after_backward(last_microbatch, recurse=not reshard)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # torch.distributed.pipelining takes half a second to import,
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     from dtmega.pipelining.stage import Boundary, Stage
+    from dtmega.pipelining.sums import Sums
 
 
 def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
@@ -95,9 +96,9 @@ class Pipeline:
     (`scale_grads` is off), because the loss is already divided by global counts.
 
     Under FSDP, torch's stages gather weights once, before the first forward, and reduce gradients once, after the last
-    backward (after the last W, if backward runs in two parts). The modules must therefore be wrapped with
-    reshard_after_forward=False; the stages set all other FSDP switches themselves. With more than three stages per
-    rank, torch keeps only three stages gathered at a time, and gathers the other stages again.
+    backward (after the last W, if backward runs in two parts), or with `sums` after each backward. The modules must
+    therefore be wrapped with reshard_after_forward=False; the stages set all other FSDP switches themselves. With more
+    than three stages per rank, torch keeps only three stages gathered at a time, and gathers the other stages again.
 
     *Memory:* torch keeps two receive buffers per microbatch, one for the activation and one for the gradient
     (pytorch#136380). With one hidden state and n microbatches, the buffers hold 2 n B S D elements.
@@ -108,6 +109,7 @@ class Pipeline:
         group: the pp group.
         boundaries: meta tensors that describe the tensors that a stage hands on, for each stage except the last.
         device: device that this rank computes on.
+        sums: by stage number, what sums gradients over the data ranks after each microbatch; {} to sum once a step.
     """
 
     def __init__(
@@ -117,8 +119,10 @@ class Pipeline:
         group: dist.ProcessGroup,
         boundaries: Sequence[Boundary],
         device: torch.device,
+        sums: Mapping[int, Sums] | None = None,
     ) -> None:
         self.stages = dict(stages)
+        self._sums = dict(sums or {})
         self._pipeline, self._group, self._device = pipeline, group, device
         self._boundaries: list[Boundary] = [{}, *boundaries, {}]
         self._tally = Tally((), device)
@@ -165,7 +169,7 @@ class Pipeline:
             get_schedule_class,
         )
 
-        stages = [self._stage(number) for number in self.stages]
+        stages = [self._stage(number, n_microbatches) for number in self.stages]
         if self._pipeline.csv:
             schedule = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=_loss, scale_grads=False)
             schedule._load_csv(self._pipeline.csv)
@@ -174,7 +178,7 @@ class Pipeline:
         single = issubclass(kind, PipelineScheduleSingle)
         return kind(stages[0] if single else stages, n_microbatches, loss_fn=_loss, scale_grads=False)
 
-    def _stage(self, number: int) -> Stage:
+    def _stage(self, number: int, n_microbatches: int) -> Stage:
         from dtmega.pipelining.stage import Stage
 
         before, after = self._boundaries[number : number + 2]
@@ -187,6 +191,8 @@ class Pipeline:
             before,
             after,
             self._take,
+            n_microbatches,
+            self._sums.get(number),
         )
 
     def _take(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:

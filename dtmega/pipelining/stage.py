@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.pipelining import PipelineStage
 
 from dtmega.ops import ranges
+from dtmega.pipelining.sums import Gradients, Sums, backward_and_sum
 
 Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and requires_grad of a handed-on tensor
 
@@ -39,8 +40,9 @@ class Stage(PipelineStage):
         group: the pp group.
         before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage hands on; empty for the last stage.
-        take: function that takes the module's outputs and returns the sums that belong to the loss, each with a factor
-            (`Tally.add`).
+        take: function that takes the module's outputs and returns the loss's sums, each with a factor (`Tally.add`).
+        n_microbatches: number of microbatches in a step.
+        sums: sums gradients over the data ranks after each microbatch; None if torch does so once, after the last one.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Stage(PipelineStage):
         before: Boundary,
         after: Boundary,
         take: Callable[[Mapping[str, Tensor]], list[tuple[Tensor, float]]],
+        n_microbatches: int,
+        sums: Sums | None = None,
     ) -> None:
         # If the shapes were not given, torch would run the model once more and send pickles to find them.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
@@ -68,6 +72,8 @@ class Stage(PipelineStage):
         self._input_names, self._handed_on, self._take = list(before), dict(after), take
         # True if all earlier stages are frozen. Then no input needs a gradient, and backward has no part for inputs.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
+        self._sums, self._n_microbatches = sums, n_microbatches
+        self._n_summed = 0  # microbatches of this step
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with ranges.named("forward", self.stage_index, fwd_chunk_id):
@@ -114,6 +120,24 @@ class Stage(PipelineStage):
             return
         with ranges.named("backward-weights", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Gradients:
+        """Run a backward, or one of its parts. With `sums`, gradients of weights are summed once they are computed."""
+        if self._sums is None or backward_type == "input":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # torch's `last_backward` does not count a part for inputs that is a whole backward.
+        self._n_summed += 1
+        last = self._n_summed == self._n_microbatches
+        return backward_and_sum(self._sums, self.submod, backward_type, bwd_kwargs, last)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """End a step: sum its gradients over the data ranks, unless this was done after each microbatch."""
+        if self._sums is None:
+            return super().perform_reduce_grad(grad_scale_factor)
+        # An evaluation has no gradients.
+        assert self._n_summed == (self._n_microbatches if self.has_backward else 0)
+        self._n_summed = 0
+        return self._sums.finish()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """The first messages between neighbours, without messages from this rank to itself.

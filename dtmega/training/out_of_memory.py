@@ -55,6 +55,8 @@ def keys_to_turn(cfg: Config) -> list[str]:
         keys.append("[recompute] mode = 'full'")
     if cfg.precision.params == "float32":
         keys.append("[precision] params = 'bfloat16'")
+    if cfg.fsdp.accumulate == "whole" and (cfg.mesh.dp_shard, cfg.mesh.cp) != (1, 1):
+        keys.append("[fsdp] accumulate = 'sharded'")
     keys.append("[mesh] dp_shard, more ranks that share parameters and optimizer state")
     keys.append("[mesh] cp, more ranks that share each sequence")
     keys.append("[mesh] tp, more ranks that share each layer")

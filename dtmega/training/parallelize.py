@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtmega import config, families
+from dtmega import config, families, mesh
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
 from dtmega.fsdp.replicas import Replicas
+from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
@@ -42,6 +43,7 @@ from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
+from dtmega.training.accumulation import accumulates
 from dtmega.training.recompute import recompute
 
 LARGEST_FITTED = 4  # sequences; users can configure larger microbatches
@@ -54,10 +56,10 @@ class ShardedModel:
         stages: models by stage number; {0: the whole model} without a pipeline.
         partial: names, by stage number, of the parameters whose gradients must be summed over tp.
         reshard: True if FSDP frees a block's gathered weights after the block's forward and after each backward.
-        objective: training objective.
-        pipeline: schedule over all stages; None without a pipeline.
-        tied: parameters that this rank's stages share with other stages. Every stage that uses such a parameter holds
-            a copy.
+        objective: the objective that the model is trained for.
+        sharded: True if gradients add up in shards, summed over the data ranks after each microbatch.
+        pipeline: the schedule over all stages; None without a pipeline.
+        tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
         replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: the cp ranks, among which each sequence is divided; None if cp is 1.
@@ -74,6 +76,7 @@ class ShardedModel:
     ) -> None:
         self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
         self.objective = objective
+        self.sharded = False
         self.pipeline: Pipeline | None = None
         self.tied: list[Tied] = []
         self.replicas: list[Replicas] = []
@@ -153,10 +156,10 @@ class ShardedModel:
         """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
         (model,) = self.stages.values()
         for i, microbatch in enumerate(microbatches):
-            # The data ranks exchange gradients once per step, in the last microbatch. Before the last microbatch, each
-            # rank accumulates its gradients locally.
+            # Unless gradients add up in shards, the data ranks exchange gradients once per step, in the last
+            # microbatch. Before the last microbatch, each rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
-            sync_gradients(model, last, reshard=self.reshard)
+            sync_gradients(model, last, reshard=self.reshard, sharded=self.sharded)
             if last:
                 for replicas in self.replicas:
                     replicas.expect()
@@ -297,6 +300,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
+    model.sharded = accumulates(cfg, world.sizes, mesh.memory_bytes(world.device)) == "sharded"
     if world.sizes["cp"] > 1:
         by_heads = families.of(cfg.model).attends_by_heads(cfg, world.sizes)
         model.context = ContextParallel(world.groups["cp"], by_heads)
@@ -307,7 +311,8 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     if cut is not None:
         model.tied = _tied(world, cut, whole, stages)
         boundaries = _boundaries(cfg, world, cut, whole)
-        model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device)
+        sums = {number: ShardSums(stage) for number, stage in stages.items()} if model.sharded else {}
+        model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device, sums)
     return model
 
 

@@ -32,7 +32,7 @@ from dtmega.mesh import World
 from dtmega.ops import cost, optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
-from dtmega.training import history, out_of_memory, rank_log, trackers
+from dtmega.training import accumulation, history, out_of_memory, rank_log, trackers
 from dtmega.training.metrics import Metrics, describe_run
 from dtmega.training.parallelize import (
     ShardedModel,
@@ -55,7 +55,8 @@ class Settings(NamedTuple):
         device: this rank's device.
         sizes: size of each axis of the mesh, by name.
         pieces: the model's pieces, with their parameter counts and FLOPs.
-        digest: digest of the directory that [model] path names; '' if the model is not read from a directory.
+        digest: digest of the directory that [model] path names; '' if the model has no directory.
+        memory_bytes: memory of rank 0's device, the same number on all ranks; None on CPUs.
         auto_dtype: True if the configuration left the parameters' dtype open.
     """
 
@@ -65,6 +66,7 @@ class Settings(NamedTuple):
     sizes: dict[str, int]
     pieces: list[Piece]
     digest: str
+    memory_bytes: int | None
     auto_dtype: bool
 
 
@@ -97,7 +99,12 @@ def read_configuration(argv: list[str], startup: Startup) -> Settings:
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
-    return Settings(saved_cfg, cfg, device, sizes, pieces, digest, auto_dtype=cfg.precision.params == "auto")
+        # Devices may differ, and all ranks must sum the same gradients at the same time.
+        step.send = mesh.memory_bytes(device)
+    memory_bytes = step.received
+    cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
+    auto_dtype = cfg.precision.params == "auto"
+    return Settings(saved_cfg, cfg, device, sizes, pieces, digest, memory_bytes, auto_dtype)
 
 
 def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]:
@@ -287,6 +294,7 @@ def announcement(
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
     lines += families.of(cfg.model).notes(cfg.model)
+    lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
     if not cfg.eval.only:
         lines += optim.notes_on_warmup(cfg, end)
     if loaded:

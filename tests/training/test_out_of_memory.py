@@ -100,4 +100,7 @@ def test_keys_that_are_turned_already_are_not_named():
         return out_of_memory.keys_to_turn(cfg)
 
     assert keys()[0].startswith("[recompute] mode")
-    assert keys(recompute={"mode": "full"}, precision={"params": "bfloat16"})[0].startswith("[mesh] dp_shard")
+    turned = {"recompute": {"mode": "full"}, "precision": {"params": "bfloat16"}}
+    assert keys(**turned)[0] == "[fsdp] accumulate = 'sharded'"
+    assert keys(**turned, mesh={"dp_shard": 1, "dp_replicate": 2})[0].startswith("[mesh] dp_shard")
+    assert keys(**turned, fsdp={"accumulate": "sharded"})[0].startswith("[mesh] dp_shard")

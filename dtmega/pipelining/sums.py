@@ -1,0 +1,61 @@
+"""A pipeline stage's backward that sums the gradients of weights over the data ranks, after each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
+
+
+class Sums(Protocol):
+    """Sums of a stage's gradients over the data ranks after each microbatch: `dtmega.fsdp.shard_sums.ShardSums`."""
+
+    def expect(self, last: bool) -> None: ...
+
+    def units(self) -> Iterator[set[nn.Parameter]]: ...
+
+    def finish(self) -> None: ...
+
+
+Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # of inputs; torch's groups of weights
+
+
+def backward_and_sum(
+    sums: Sums, module: nn.Module, backward_type: str, arguments: dict[str, Any], last: bool
+) -> Gradients:
+    """Run a backward, or its part for weights. torch's own method would not let FSDP2 sum gradients in it.
+
+    Args:
+        sums: sums the gradients.
+        module: module of the stage.
+        backward_type: "full", or "weight" for the part.
+        arguments: what torch's methods pass on, by name.
+        last: True for the last microbatch of a step.
+    """
+    sums.expect(last)
+    if backward_type == "full":
+        return stage_backward(arguments["stage_output"], arguments["output_grads"], arguments["input_values"]), None
+    _backward_weights(sums, module, arguments["param_groups"])
+    return (), None
+
+
+def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
+    """Compute the gradients of weights unit by unit, so that only one unit's are whole at a time.
+
+    Args:
+        sums: sums the gradients of each unit.
+        module: module of the stage.
+        param_groups: torch's groups of weights, each with the gradients of intermediate results that lead to them.
+    """
+    remaining = list(param_groups)
+    for unit in sums.units():
+        of_unit, others = [], []
+        for group in remaining:
+            # A group holds the nodes of the autograd graph that add gradients to weights.
+            touches = any(node.variable in unit for node in group["params"])
+            (of_unit if touches else others).append(group)
+        stage_backward_weight(module.parameters(), of_unit)
+        remaining = others
+    assert not remaining
