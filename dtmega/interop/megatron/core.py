@@ -1,4 +1,4 @@
-"""Read a distributed megatron-core checkpoint as whole tensors, under the names in core_forms.py.
+"""Reads a distributed megatron-core checkpoint as whole tensors, under the names in core_forms.py.
 
     iter_0001000/metadata.json      the backend that wrote the tensors; torch_dist is torch.distributed.checkpoint
     iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
@@ -53,7 +53,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 class RunState(NamedTuple):
-    """The state, apart from the weights, of the run that wrote a checkpoint.
+    """State of the run that wrote a checkpoint, apart from the weights.
 
     Attributes:
         moments: exp_avg and exp_avg_sq, both under the names of the weights; empty if they are incomplete.

@@ -25,7 +25,7 @@ Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One row of a table: a rule, and how tensor parallelism cuts Megatron's tensor.
+    """One row of a table: a rule, and the tensor-parallel cut of Megatron's tensor.
 
     Attributes:
         ours: name of our tensor or module, or several names, as in `Rule`.
@@ -204,7 +204,7 @@ _OLDER_NAMES = (
 
 
 def flat_name(path: str) -> str:
-    """Convert the name of a tensor in a file of any version to today's name. Layer numbers stay local to the stage.
+    """Convert a tensor's name in a file of any version to today's name. Layer numbers stay local to the stage.
 
     language_model.transformer.layers.0.attention.dense.weight -> encoder.layers.0.self_attention.dense.weight
 

@@ -145,7 +145,7 @@ class SavedFile:
         """Read a tensor into host memory. The first read from a storage verifies the storage's checksum.
 
         Args:
-            part: (start, stop) in each dim, not empty; None reads the whole tensor.
+            part: non-empty range (start, stop) to read in each dim; None to read the whole tensor.
 
         Raises:
             ValueError: the file is damaged. The message names the path.

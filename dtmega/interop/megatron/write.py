@@ -29,7 +29,8 @@ from dtmega.formats.sources import Slices, Source
 from dtmega.interop.megatron.launch.corpora import WORDPIECE_OF
 from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
 
-# Each rank's vocabulary rows are a multiple of this number: Megatron's default for --make-vocab-size-divisible-by.
+# The number of vocabulary rows on each rank is a multiple of MULTIPLE, Megatron's default for
+# --make-vocab-size-divisible-by.
 MULTIPLE = 128
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -73,7 +74,7 @@ def write(
     tokenizer: str = "",
     work: Callable[[], object] = int,
 ) -> None:
-    """Write a checkpoint completely, or not at all. One rank's file is in memory at a time.
+    """Write a checkpoint completely, or not at all. Only one rank's file is in memory at a time.
 
     Args:
         folder: path of the checkpoint, a new folder or an empty one.

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     """An item of the checkpoint, and the item's contents.
 
     Attributes:
-        item: the item, as torch.distributed.checkpoint plans it.
+        item: the item's entry in torch.distributed.checkpoint's save plan.
         read: function that returns the contents.
     """
 
@@ -61,7 +61,7 @@ def write(
     tokenizer: str = "",
     work: Callable[[], object] = int,
 ) -> None:
-    """Write a checkpoint completely, or not at all. One layer is in memory at a time.
+    """Write a checkpoint completely, or not at all. Only one layer is in memory at a time.
 
     Args:
         folder: path of the checkpoint, a new folder or an empty one.
@@ -161,7 +161,7 @@ def _whole_entries(
 def _item(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> WriteItem:
-    """The item of one chunk.
+    """The write item for one chunk.
 
     Args:
         shape: shape of the whole tensor.

@@ -96,8 +96,8 @@ class StackBoundary(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        first: True for the first block.
-        last: True for the last block. If a stack has only one block, the block is both first and last.
+        first: flag, True for the first block.
+        last: flag, True for the last block. In a stack with only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
@@ -144,7 +144,7 @@ class Guard(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        drops: True if the model has dropout.
+        drops: flag, True if the model has dropout.
     """
 
     cost = ("", "")
