@@ -65,7 +65,7 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def make(self, folder: str) -> None:
-        """Make an empty folder, after deleting any folder of this name that a killed save has left."""
+        """Delete any folder of this name that a killed save has left, and make an empty folder."""
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:

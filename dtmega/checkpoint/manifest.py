@@ -41,7 +41,7 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint whose content differs from what was saved. The message names file, entry and reason.
+    """A checkpoint whose content differs from the saved content. The message names file, entry and reason.
 
     An older checkpoint of the run may be intact.
     """

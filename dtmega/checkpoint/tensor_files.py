@@ -64,7 +64,7 @@ class Failed(Exception):
 
 
 class DataFile:
-    """A writer of a data file: appends boxes of tensors, and computes a digest of every block.
+    """A writer for one data file: appends boxes of tensors, and computes a digest of every block.
 
     Attributes:
         name: name of the file.
@@ -114,7 +114,7 @@ def save(
         group: process group of all ranks; nothing else may use this group during the save.
 
     Returns:
-        The manifest on rank 0, whose caller still has to write the manifest; None on the other ranks.
+        On rank 0, the manifest, which the caller still has to write; on the other ranks, None.
 
     Raises:
         Failed: at least one rank could not write. Every rank raises this error.

@@ -29,8 +29,8 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# True if a process can find out which process sent a signal. On macOS no process can, so on macOS the signals end our
-# workers, just as these signals end torch's own workers.
+# Flag that is True if a process can find out which process sent a signal. macOS lacks this feature, so on macOS the
+# signals end our workers, just as they end torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
 # The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
@@ -73,7 +73,8 @@ class TrainBatches:
         rank: number of this data rank.
         world: number of data ranks.
         start_sample: number of samples that the run has consumed already.
-        pin_memory: True to deliver tensors in page-locked memory, so that copies to a GPU can overlap with compute.
+        pin_memory: flag, True to deliver tensors in page-locked memory, so that copies to a GPU can overlap with
+            compute.
 
     Raises:
         ValueError: the global batch size, or one of its ramp-up sizes, is not a multiple of B x world.
@@ -206,7 +207,7 @@ class TrainBatches:
 
 
 class _WorkerStartup:
-    """Start a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
+    """Starts a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
 
     Args:
         loader: loader with the workers to start.

@@ -63,8 +63,8 @@ class Text(NamedTuple):
     def compared(self) -> str:
         """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
 
-        The name is "valid" if that split has samples. If not, it is the alphabetically first name of a validation set
-        with samples.
+        The name is "valid" if that split has samples. Otherwise, the name is the alphabetically first name of a
+        validation set with samples.
         """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
         return "valid" if "valid" in with_samples else min(with_samples, default="")

@@ -20,8 +20,8 @@ class Key(NamedTuple):
             name is written.
         default: the other program's default, used if none of the names is present. None if the key is required; its
             value must then be a positive integer.
-        free: True if a run that starts from the weights may choose a different value, because the weights have the
-            same meaning for every value.
+        free: flag, True if a run that starts from the weights may choose a different value, because the weights have
+            the same meaning for every value.
         resolved: name of the section's property with the effective value, if the key's value 0 stands for "the usual
             value"; '' if the key itself has the effective value.
     """
@@ -138,8 +138,8 @@ class Format:
             model: the [model] section that the user asks for.
 
         Raises:
-            ValueError: `section` or `to_config` refuses its model, or the two models differ; the message then names
-                each differing key with both values.
+            ValueError: `section` refuses the configuration, the format cannot express the model, or the two models
+                differ. In the last case, the message names each differing key with both values.
         """
         self.refuse(model)
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)

@@ -189,7 +189,7 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
     """Runs of rows in a fused QKV: (first row if sorted by head, first row in the other order, number of rows).
 
-    The order by head is [groups, (the group's q heads, k, v), K], the other order is [(q, k, v), heads of each, K].
+    The order by head is [groups, (the group's q heads, k, v), K]; the other order is [(q, k, v), heads of each, K].
     """
     n_q = 0 if without_q else heads.n
     head_rows, remainder = divmod(total, n_q + 2 * heads.n_kv)
@@ -257,7 +257,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Reorder values that are given per dim, rows first as in rules, to match the dims of the stored tensor."""
+    """Convert one value per dim from the order of the rules (rows first) to the order of the stored tensor's dims."""
     return dims[::-1] if view == "transpose" else dims
 
 
@@ -285,7 +285,7 @@ class _Place(NamedTuple):
 
 
 def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
-    """(pattern, rule) for each of our names: the pattern matches the name, and the rule contains the name."""
+    """A (pattern, rule) pair for each of our names: the pattern matches the name, and the rule contains the name."""
     table = []
     for rule in rules:
         assert rule.words <= {*FORM_WORDS}, rule

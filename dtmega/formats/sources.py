@@ -72,7 +72,7 @@ class Cast:
 
         Args:
             where: path of the source, for messages.
-            dtype: dtype of the result of a read; None keeps each tensor's own dtype.
+            dtype: dtype of the tensors that `read` returns; None to keep each tensor's own dtype.
             allowed: names of tensors that may hold NaN and infinities.
             kind: kind of the tensors if they are not weights, such as "exp_avg", for messages.
             unchanged: names of tensors that keep their own dtype.

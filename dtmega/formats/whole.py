@@ -124,7 +124,7 @@ def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> di
 
 
 def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Refuse a [model] section whose sizes cannot match the stored tensors, before the model is built.
+    """Before the model is built, refuse a [model] section whose sizes cannot match the stored tensors.
 
     A configuration may be damaged or malicious. Building its model, even on the meta device, could add layer after
     layer until memory runs out, or request a tensor with more elements than torch can count.
@@ -205,7 +205,7 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
 
     Args:
         names: names of the tensors.
-        forms: key -> format; at least one format, all formats of one program, in any order.
+        forms: key -> format, for all formats of one program, in any order; not empty.
     """
     stored_modules = {_module(name) for name in names}
 
