@@ -111,10 +111,10 @@ def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
 
 
 def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """Memory-map the choices from the cache directory; make the file first if it is missing.
+    """Memory-map the choices from a file in the cache directory; create the file first if it is missing.
 
     Raises:
-        OSError, ValueError: no cache directory can be written, or the disk is full.
+        OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     made_from = f"{weights.tolist()} {n} {FORMAT}"
     path = cache_dir() / f"megatron-blend-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.bin"

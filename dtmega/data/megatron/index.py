@@ -143,12 +143,12 @@ def index_of(settings: OrderSettings) -> Indices:
 
 
 def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indices:
-    """Memory-map the indices from the cache directory; make the file first if it is missing.
+    """Memory-map the indices from a file in the cache directory; create the file first if it is missing.
 
-    The file holds the three arrays one after the other.
+    The file holds the three arrays one after another.
 
     Raises:
-        OSError, ValueError: no cache directory can be written, or the disk is full.
+        OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     version = f"{settings[1:]} {FORMAT}"
     name = hashlib.sha256(f"{index_path(settings.dataset)}/{version}".encode()).hexdigest()[:16]

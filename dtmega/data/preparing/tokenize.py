@@ -146,9 +146,10 @@ class Job:
     Attributes:
         tokenizer: spec of the tokenizer.
         key: key of a JSON object, or column of a parquet file, that holds the text.
-        append_eod: True to end each document with the end-of-document id.
-        longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 leaves each .txt whole.
-        sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None makes each document
+        append_eod: flag, True to end each document with the end-of-document id.
+        longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 to leave each .txt
+            whole.
+        sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None to make each document
             one sequence.
     """
 
@@ -164,7 +165,7 @@ class Result:
     """The documents of one batch of records.
 
     Attributes:
-        ids: token ids of all documents, one after the other, [sum(sizes)] in the output's dtype.
+        ids: token ids of all documents, one after another, [sum(sizes)] in the output's dtype.
         sizes: number of tokens in each sequence, as one list per document.
         n_empty: number of records whose text has no tokens.
         malformed: message "file:line: reason" for each record that could not be read.

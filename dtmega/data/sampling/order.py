@@ -95,12 +95,12 @@ def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
 
 
 def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """Memory-map the order from the cache directory; make the file first if it is missing.
+    """Memory-map the order from a file in the cache directory; create the file first if it is missing.
 
     The file holds `starts`, then `documents`.
 
     Raises:
-        OSError, ValueError: no cache directory can be written, or the disk is full.
+        OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     n = documents[1] - documents[0]
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{stream}".encode()).hexdigest()[:16]

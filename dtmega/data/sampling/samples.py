@@ -137,8 +137,8 @@ class Samples:
         # ends. Megatron's `_build_sample_idx` finds the same bounds with a loop.
         a = np.searchsorted(starts, offset, "right") - 1
         b = np.searchsorted(starts, stop, "left")
-        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` is, for each document, the difference
-        # between its place in the file and its place in the stream.
+        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` holds each document's place in the file
+        # minus its place in the stream.
         cuts = starts[a : b + 1].clip(offset, stop)
         to_file = self.dataset.first_token(documents[a:b].astype(np.int64) + self.documents[0]) - starts[a:b]
         pieces = zip(cuts[:-1] + to_file, cuts[1:] + to_file, strict=True)
