@@ -1,8 +1,8 @@
 """File operations that checkpoints need: on a disk (`Disk`), or under an fsspec URL (`Remote`).
 
-Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk a
-checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores cannot rename a
-folder atomically, so under a URL the manifest is written last, and a folder counts as a checkpoint once it has a
+Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk,
+a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores cannot rename a
+folder atomically, so under a URL, the manifest is written last, and a folder counts as a checkpoint once it has a
 manifest.
 """
 
@@ -185,7 +185,7 @@ class Remote:
         return None
 
     def _ls(self, folder: str) -> list[dict[str, Any]]:
-        # Drop fsspec's cached listing, which lacks files that other ranks have written after it was made.
+        # Drop fsspec's cached listing, which lacks the files that other ranks have written since then.
         self._fs.invalidate_cache()
         return self._fs.ls(self._at(folder), detail=True)
 

@@ -1,4 +1,4 @@
-"""Start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open the checkpoints.
+"""Startup of a run: rank 0 claims the folders and finds the checkpoints to resume from, and all ranks open them.
 
 Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
 resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each

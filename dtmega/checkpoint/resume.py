@@ -145,7 +145,7 @@ def step_of(folder: str) -> int:
 def finished(files: Disk | Remote) -> list[str]:
     """The folder names of the complete checkpoints, oldest first."""
     folders = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
-    # On a disk a checkpoint gets its final name last; under a URL its manifest is written last.
+    # On a disk, a checkpoint gets its final name last; under a URL, a checkpoint's manifest is written last.
     if isinstance(files, Disk):
         return folders
     return [folder for folder in folders if manifest.NAME in files.sizes(folder)]
@@ -409,7 +409,7 @@ def how_to_resume(cfg: config.Config) -> str:
 def set_aside_newer(cfg: config.Config, step: int) -> None:
     """Move the checkpoints of steps after `step` into a folder `superseded-N`.
 
-    The run restarts from `step`. Without the move, the next start would resume from one of the later checkpoints.
+    The run restarts from `step`. Without the move, the next startup would resume from one of the later checkpoints.
     Leftovers of killed saves are deleted.
     """
     files = open_root(root_of(cfg))

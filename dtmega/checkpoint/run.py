@@ -1,4 +1,6 @@
-"""Checkpoints saved during training. Each is complete or absent, and readable in any layout; the newest few are kept.
+"""Checkpoints saved during training.
+
+Each checkpoint is complete or absent, and readable in any layout. The newest few checkpoints are kept.
 
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
@@ -284,11 +286,14 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all checkpoints except the newest `keep` ones and the best. A failed deletion only costs space."""
+        """Delete all checkpoints except the newest `keep` checkpoints and the best checkpoint.
+
+        A failed deletion only costs space.
+        """
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
-            # Keep the last keep - 1 other checkpoints. For keep = 1 the slice would be [:0]; `or None` makes it [:].
+            # Keep the last keep - 1 of the others. For keep = 1, the slice would be [:0]; `or None` makes it [:].
             for old in others[: -keep + 1 or None]:
                 # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:

@@ -2,8 +2,8 @@
 
 For a save, torch plans which rank writes which box of which tensor (a replicated tensor is written once). For a load,
 torch plans which saved boxes make up the part that a rank now holds. dtmega itself reads and writes the bytes: raw data
-with digests, and a JSON manifest. torch's own file format is not used, because torch unpickles these files on load and
-does not detect flipped bits in them (docs/reliability.md).
+with digests, and a JSON manifest. torch's own file format is not used, because torch unpickles its files on load and
+does not detect flipped bits in the files (docs/reliability.md).
 """
 
 from __future__ import annotations

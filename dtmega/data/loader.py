@@ -45,7 +45,7 @@ class StepBatch:
     Attributes:
         first_sample: number of the first sample in the global batch.
         samples: number of sequences in the global batch, over all data ranks.
-        microbatches: this rank's microbatches; each one maps tensor names to tensors (`rows.py`).
+        microbatches: this rank's microbatches; each microbatch maps tensor names to tensors (`rows.py`).
     """
 
     first_sample: int
@@ -54,7 +54,7 @@ class StepBatch:
 
 
 class TrainBatches:
-    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first.
+    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first loop.
 
     The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
     a different number of workers or data ranks. StatefulDataLoader's own state is less flexible: with a different
@@ -236,7 +236,7 @@ class _WorkerStartup:
         """Wait until the workers have answered; return an iterator over the rows of each step.
 
         Raises:
-            Exception: the error that kept the workers from starting.
+            Exception: the workers did not start; the original error is raised again.
         """
         self._thread.join()
         if self._error is not None:
@@ -323,7 +323,7 @@ def _hear_only_the_trainer(worker: int) -> None:
 
     When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
     """
-    # The trainer may have died before this line. torch's watchdog would then take the new parent (init) for the
+    # The trainer may have died before this line runs. torch's watchdog would then take the new parent (init) for the
     # trainer, and the worker would never end.
     trainer = multiprocessing.parent_process()
     if trainer is not None and os.getppid() != trainer.pid:

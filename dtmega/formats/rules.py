@@ -10,14 +10,14 @@ A name that ends in a dot names a module, and stands for the module's weight and
     same        both tensors are equal
     transpose   their matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
     concat      a tensor on one side concatenates, along the rows, several equally sized tensors of the other side
-    heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
+    heads       one side has the rows of q, k and v one after another (or in three tensors); the other side has one
                 tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted by head, unless
                 the rule names several of our tensors. Two names on one side are k and v, without q.
     stack       our tensor is [entries, rows per entry, ...], and each of their tensors is one entry; their name has one
                 more `{}` for the entry's number. With concat, each of our entries concatenates, along the rows, several
                 of their tensors
 
-Every form moves whole rows (for a stack: the rows of all entries, one entry after the other). A rule is therefore
+Every form moves whole rows (for a stack: the rows of all entries, one entry after another). A rule is therefore
 equivalent to runs of rows, and a reader that needs a box of a tensor reads only the box's rows.
 """
 
@@ -214,7 +214,8 @@ def _cut(
     """Cut runs wherever a tensor on either side ends.
 
     Args:
-        runs: (first row counted through all our tensors, first row counted through all their tensors, number of rows).
+        runs: tuples (first row counted through all our tensors, first row counted through all their tensors, number of
+            rows).
         ours: name -> number of rows, for our tensors in a rule, in order.
         theirs: name -> number of rows, for their tensors in the rule, in order.
 

@@ -1,4 +1,4 @@
-"""Megatron's token files: PREFIX.bin holds the tokens, PREFIX.idx the position of each sequence.
+"""Megatron's token files: PREFIX.bin holds the tokens, and PREFIX.idx holds the position of each sequence.
 
 The files are memory-mapped. Both layouts of the .idx can be read (`idx_file.py`). Only the MMIDIDX layout is written,
 byte for byte as Megatron writes it.

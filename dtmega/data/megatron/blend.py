@@ -68,7 +68,7 @@ class MegatronBlend:
         return self.n
 
     def __getitem__(self, g: int) -> Any:
-        """Sample 0 <= g < n."""
+        """Sample g, with 0 <= g < n."""
         corpus, sample = self.locate(g)
         return self.parts[corpus][sample]
 

@@ -143,7 +143,7 @@ class MegatronSamples:
         return len(self.indices.shuffle)
 
     def __getitem__(self, g: int) -> NDArray[Any]:
-        """Tokens [S + 1] of sample g, 0 <= g < len.
+        """Tokens [S + 1] of sample g, with 0 <= g < len.
 
         Raises:
             IndexError: g is out of range.

@@ -34,7 +34,7 @@ SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
 DEFINITION = re.compile(r"(?<=\n)[ \t\r\f]*\n(?=class |def |async def |@)")  # the blank line before a definition
 MIN_CHARS = 200_000  # a library with less text is incomplete
-# Left out: installed packages, tests, generated tables, and the build settings of one machine.
+# The corpus leaves out installed packages, tests, generated tables, and the build settings of one machine.
 SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"
 }  # fmt: skip

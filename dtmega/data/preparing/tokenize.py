@@ -217,7 +217,10 @@ class Worker:
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
-        """The documents of each text, one sequence per document: several if the text is cut, [] if it has no tokens."""
+        """The documents of each text, with one sequence per document.
+
+        A text that is cut has several documents. A text without tokens has an empty list of documents.
+        """
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
@@ -270,7 +273,7 @@ def _receive(pipe: Connection) -> Result:
 
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the worker and this process's end of the pipe to it."""
+    """Start a worker process; return the worker and this process's end of the worker's pipe."""
     # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()

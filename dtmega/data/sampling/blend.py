@@ -100,7 +100,7 @@ class Blend:
 
     Args:
         parts: the samples of each corpus.
-        weights: positive weight of each part; if empty, the weight of a part is its number of tokens.
+        weights: positive weights, one per part; if the sequence is empty, a part's weight is its number of tokens.
     """
 
     def __init__(self, parts: Sequence[AnySamples], weights: Sequence[float]) -> None:

@@ -1,6 +1,6 @@
 """Samples of running text: the S + 1 tokens of sample g are a pure function of (seed, g).
 
-The tokens depend neither on the samples read before nor on the length of the run.
+The tokens depend neither on the samples that were read earlier nor on the length of the run.
 
     samples = Samples(dataset, documents=(0, 1000), seq_len=256, seed=1234, split="train")
     samples[g]  # [S + 1] token ids

@@ -1,8 +1,8 @@
 """Exports a model to a directory that transformers' `from_pretrained` and `AutoTokenizer` can load.
 
 OUT/config.json               made from the model, or copied from the original with class and dtype replaced
-OUT/generation_config.json    and the tokenizer files
-OUT/model.safetensors         or several files; see write.py
+OUT/generation_config.json    written together with the tokenizer files
+OUT/model.safetensors         one file or several files; see write.py
 
 If the model came from a directory (the original), that directory's tokenizer files (TOKENIZER_FILES) are copied byte
 for byte. Code and other weights are never copied.
