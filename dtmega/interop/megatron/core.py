@@ -80,7 +80,7 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
         master with the weight's name and shape.
 
     Raises:
-        ValueError: the backend is not torch_dist; a file is damaged or crafted; a layer's tensor is stored twice.
+        ValueError: the backend is not torch_dist, a file is damaged or crafted, or a layer's tensor is stored twice.
     """
     backend = read_object(folder / METADATA).get("sharded_backend")
     if backend != BACKEND:

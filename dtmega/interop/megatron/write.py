@@ -82,7 +82,7 @@ def write(
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        tokenizer: the model's tokenizer spec. If a run in Megatron has a vocabulary, its loader checks the kind of
+        tokenizer: the model's tokenizer spec. If a Megatron run has a vocabulary, Megatron's loader checks the kind of
             tokenizer.
         work: function that is called before each tensor is copied.
 
@@ -236,7 +236,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
 
 
 def args_of_files(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """The arguments that do not depend on the model, but on the layout, the dtype and the tokenizer."""
+    """The arguments that depend on the layout, the dtype and the tokenizer rather than on the model."""
     args = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

@@ -67,7 +67,7 @@ def write(
         folder: path of the checkpoint, a new folder or an empty one.
         source: the whole model under the names in core_forms.py, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
-        tokenizer: the model's tokenizer spec. If a run in Megatron has a vocabulary, its loader checks the kind of
+        tokenizer: the model's tokenizer spec. If a Megatron run has a vocabulary, Megatron's loader checks the kind of
             tokenizer.
         work: function that is called before each tensor is read.
 
@@ -178,8 +178,8 @@ def _state(module: str, number: int, n_layers: int) -> Entry:
 
     Args:
         module: name of the module in the checkpoint.
-        number: number of the layer, 0 if the module is outside the layers.
-        n_layers: number of layers that have this module, 1 if the module is outside the layers.
+        number: number of the layer; 0 if the module is outside the layers.
+        n_layers: number of layers that have this module; 1 if the module is outside the layers.
     """
 
     def read() -> io.BytesIO:

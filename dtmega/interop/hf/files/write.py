@@ -147,7 +147,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """Path of a temporary folder next to the final folder, for the files until all files are complete."""
+        """Path of the temporary folder, next to the final folder, in which the files are written."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:

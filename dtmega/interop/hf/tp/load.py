@@ -49,7 +49,7 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
 
     Args:
         directory: directory with the safetensors.
-        model: the model; it may be on meta, and may be cut.
+        model: the model, which may be on meta and may be cut.
 
     Raises:
         ValueError: `TensorFiles` refuses the files; a parameter is missing from the files, or is stored with a

@@ -71,7 +71,7 @@ def parallelize_hf(
 
     Every parameter becomes a DTensor, and tied parameters stay one parameter. The model is called as before:
     `model(input_ids, attention_mask=..., labels=...)` computes the loss, and `generate` works with its cache. After
-    each backward the gradients equal the gradients that one process would compute. (Under FSDP2, the loss of that
+    each backward, the gradients equal the gradients that one process would compute. (Under FSDP2, the loss of that
     process is the mean of the data ranks' losses.)
 
     Args:

@@ -169,7 +169,7 @@ def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHe
 
 
 def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
-    """Give all remaining modules that have parameters a style that keeps them whole on each rank.
+    """Add a style for each remaining module that has parameters; the style keeps the module whole on each rank.
 
     A module needs no style of its own if other styles already cover all its parameters through ties. For example, BERT
     has a second name for the head's bias.
@@ -278,7 +278,7 @@ def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
 
 
 def base_model(model: Any) -> tuple[str, nn.Module]:
-    """The model without its head: (name, module), or ("", model) if the model has no head."""
+    """The model without its head, as (name, module); ("", model) if the model has no head."""
     prefix = model.base_model_prefix
     return (prefix, getattr(model, prefix)) if prefix and hasattr(model, prefix) else ("", model)
 

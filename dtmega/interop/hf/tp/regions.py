@@ -90,7 +90,7 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 
 
 class StackBoundary(ParallelStyle):
-    """Style of a stack's first and last block: cuts the sequence before the first block, gathers it after the last.
+    """Style of a stack's first and last block: the sequence is cut before the first and gathered after the last block.
 
     The decision to cut the sequence is made separately for each forward; see `styles.Stack`.
 

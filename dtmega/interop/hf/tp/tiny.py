@@ -126,7 +126,7 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     n_experts = _first(config, EXPERT_KEYS)
     per_token = getattr(config, "num_experts_per_tok", None)
     if n_experts and per_token and not getattr(config, "n_group", None):
-        # At least two experts for each rank, and more experts than a token uses.
+        # Keep at least two experts for each rank, and more experts than a token uses.
         _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
     # The next keys decide which layers are dense. If any layer has experts, the clone's second layer must have experts.
     _put(config, new, ("first_k_dense_replace",), 1)
@@ -215,7 +215,7 @@ def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run a forward, and return a loss and the output from which the loss is computed.
 
     Returns:
-        (loss, logits) with labels; (a random linear function of the hidden states, the hidden states) without labels.
+        With labels, (loss, logits). Without labels, (a random linear function of the hidden states, the hidden states).
     """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]

@@ -168,7 +168,7 @@ class Draft:
         return number if kind in (int, float) else value
 
     def close(self, allowed: Sequence[str]) -> None:
-        """Record every flag that no step has carried over, then close every decision that the user allows to be left.
+        """Record every flag that no step has carried over, then close the decisions that `allowed` names.
 
         Args:
             allowed: names of flags, words and keys that may be missing, as given by the user.
@@ -248,7 +248,7 @@ class Draft:
         ]
 
     def _refusal(self, values: Mapping[str, Any]) -> list[str]:
-        """The error that a run would raise for the values, as comment lines; [] if the values of keys are missing."""
+        """The error that a run would raise for the values, as comment lines; [] while values are missing."""
         if self.lacking:
             return []
         try:
