@@ -185,7 +185,7 @@ class Remote:
         return None
 
     def _ls(self, folder: str) -> list[dict[str, Any]]:
-        # Drop fsspec's cached listing, which lacks the files that other ranks have written since then.
+        # Drop fsspec's cached listing, which lacks files that other ranks wrote later.
         self._fs.invalidate_cache()
         return self._fs.ls(self._at(folder), detail=True)
 

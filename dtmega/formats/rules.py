@@ -1,4 +1,4 @@
-"""Rules that translate between our tensors and another program's. Rules are data, and apply in both directions.
+"""Rules that translate between our tensors and another program's tensors. Rules are data and apply in both directions.
 
     Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose")
     Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")

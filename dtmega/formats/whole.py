@@ -86,7 +86,7 @@ class Deduplicated:
         self.tensors = {name: weights.tensors[stored[0]] for name, stored in copies.items()}
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor), in its stored dtype.
+        """Read the part `index` of a tensor, or the whole tensor if `index` is None, in the stored dtype.
 
         Raises:
             ValueError: another stored copy of this tied parameter has different values in that part.
@@ -229,7 +229,7 @@ def _module(name: str) -> str:
 
 
 def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a source whose tensors do not match the model's.
+    """Refuse a source whose tensors do not match the model's tensors.
 
     Args:
         shapes: name -> shape of the model's tensors; in the source, tensors in BY_TOKEN may have more rows.

@@ -11,8 +11,8 @@ all stretches are computed in parallel, each from a guess of the counts at its b
 the previous stretch differ from the guess, the stretch is repaired: its samples are computed again from those end
 counts, until the new counts equal the counts of the last pass. A repair takes only a few samples, because the sum of
 the absolute differences between two sets of counts never grows: wherever the two sets choose different corpora, both
-differences shrink. In the end, each stretch begins with the counts at the end of the previous stretch. So for any guess
-the result equals Megatron's, including rounding.
+differences shrink. In the end, each stretch begins with the counts at the end of the previous stretch. So for any
+guess, the result equals Megatron's result, including rounding.
 """
 
 from __future__ import annotations

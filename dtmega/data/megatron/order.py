@@ -3,10 +3,10 @@
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))
 
-Training reads entry g of the order as its sample g, whatever the parallel layout. The three forks of Megatron differ in
-how they round the parts of a split, in how many samples they request from each corpus of a blend, and in when they
-shuffle the last epoch separately. Each order depends on the number of samples that the run was started for, so this
-number must not change when the run is continued.
+Training reads entry g of the order as its sample g, regardless of the parallel layout. Megatron's three forks differ in
+how they round the parts of a split, how many samples they request from each corpus of a blend, and when they shuffle
+the last epoch separately. Each order depends on the number of samples that the run was started for, so this number must
+not change when the run is continued.
 
 Only next-token models can follow Megatron's order, because Megatron draws their order from numpy's generator. For BERT
 and T5, Megatron draws from a generator in compiled code while it cuts documents.

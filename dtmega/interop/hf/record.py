@@ -156,7 +156,7 @@ class Transformers:
 
 
 def _always_fp32(hf: Any, name: str) -> bool:
-    """True if transformers keeps this tensor in float32, whatever the parameters' dtype."""
+    """True if transformers keeps this tensor in float32, regardless of the parameters' dtype."""
     return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())
 
 

@@ -161,7 +161,7 @@ class WholeTensors:
         self._average = average
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor)."""
+        """Read the part `index` of a tensor, or the whole tensor if `index` is None."""
         dtype, shape = self.tensors[name]
         parts = self.parts[name]
         index = index or (slice(None),) * len(shape)

@@ -118,7 +118,7 @@ def open_optimizer(
 
 
 def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """(data rank, model-parallel rank) -> file of the bf16 optimizer.
+    """The paths of the bf16 optimizer's files: (data rank, model-parallel rank) -> path.
 
     Raises:
         IncompleteMoments: there is no file of a bf16 optimizer.

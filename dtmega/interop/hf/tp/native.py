@@ -1,6 +1,6 @@
 """Makes an `HFPlan` for a model from transformers' own plan: `config.base_model_tp_plan` and `_tp_plan`.
 
-The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. No other test checks that
+The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nothing else checks that
 gradients under these plans equal the gradients of a single process, so `parallelize_hf` checks a small clone each time.
 """
 

@@ -143,7 +143,7 @@ def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify transformers' own plan: cut a small clone of the model, and compare its results with an uncut clone's.
+    """Verify transformers' own plan: compare a small clone of the model that is cut by the plan with an uncut clone.
 
     Raises:
         ValueError: the cut clone's results differ from the uncut clone's results.
