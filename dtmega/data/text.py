@@ -117,7 +117,7 @@ def open_text(cfg: Config, objective: Objective) -> Text:
 
 
 def check_order(data: Data, objective: Objective) -> None:
-    """Check that the objective can follow the order of samples that [data] order names.
+    """Check that the objective can follow the sample order that [data] order names.
 
     Raises:
         ValueError: the objective cannot follow the order; the message gives the reason.
@@ -151,7 +151,7 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
 def parts_by_split(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
     """The corpus parts that each split reads, by split name; the extra validation sets are included.
 
-    The corpora are named in [data] path or in the mixtures of [data].
+    The corpora come from [data] path or from the mixtures in [data].
     """
     mixture = data.train_mixture
     if mixture is None:

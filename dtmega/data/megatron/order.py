@@ -1,4 +1,4 @@
-"""The order of samples in a Megatron run, so that the run can be continued here: `[data] order`.
+"""The sample order of a Megatron run, so that the run can be continued with dtmega: `[data] order`.
 
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))
@@ -34,7 +34,7 @@ MOST_CORPORA = 254  # maximum in a blend of Megatron-LM or Megatron-DeepSpeed, w
 
 
 class Fork(NamedTuple):
-    """One of Megatron's three forks: the rules that affect the order of samples.
+    """One of Megatron's three forks: the rules that affect the sample order.
 
     Attributes:
         cutoff: share of an epoch's samples; if less of the last epoch is needed, that epoch is shuffled separately.

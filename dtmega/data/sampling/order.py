@@ -28,9 +28,10 @@ class Order(NamedTuple):
     """The order of the documents in one epoch.
 
     Attributes:
-        documents: numbers of the documents in stream order, uint32 or int64 [n]; number 0 is the part's first document.
+        documents: numbers of the documents in stream order, uint32 or int64 [n], counted from the range's first
+            document.
         starts: number of the epoch's tokens before each document in stream order, int64 [n + 1]; the last entry is the
-            number of all tokens.
+            total number of tokens.
     """
 
     documents: NDArray[Any]

@@ -126,7 +126,7 @@ class _Decoder:
         of_type(self.stack[-1], list, "the target of APPENDS").extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:
-        """Add keys and values, given in turn, to the dict or OrderedDict on top of the stack."""
+        """Add alternating keys and values to the dict or OrderedDict on top of the stack."""
         target = of_type(items_of(self.stack[-1]), dict, "the target of SETITEMS")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             # Refuse tuples, because hashing a tuple that is nested a million levels deep overflows the C stack.
