@@ -10,7 +10,7 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code can compute, for every possible first sentence at once, where the sample would end, and then cut all
+So the code can compute, for all possible first sentences at once, where the sample would end, and then cut all
 documents in parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample
 (`pairs.py`).
 """
