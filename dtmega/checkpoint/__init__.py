@@ -10,7 +10,7 @@
     run.py           saves during training: writes and publishes checkpoints, and keeps the newest ones
     resume.py        finds the checkpoint that a run resumes from, and refuses a checkpoint of a different run
     changes.py       configuration keys that may change when a run resumes
-    found.py         start of a run: rank 0 claims the folders and finds the checkpoints; all ranks open the checkpoints
+    found.py         startup of a run: rank 0 claims the folders and finds checkpoints, and all ranks open them
     weights.py       initial weights, from a checkpoint or from another program's files
 
 The commands that convert and inspect checkpoints are in cli/convert/.

@@ -2,7 +2,7 @@
 
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
-refused   every other key, such as the model, the data or the seed: a change would make it a different run.
+refused   every other key, such as the model, the data or the seed: a change would turn the run into a different run.
           A key that is new in dtmega is refused until somebody lists the key in one of the tables below.
 """
 
@@ -140,8 +140,8 @@ def lines(
         now: the current configuration.
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
-        overflowed: number of (steps, samples) that were skipped because a gradient overflowed in float16. Skipped
-            steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
+        overflowed: numbers (steps, samples) of the steps and samples that were skipped because a gradient overflowed in
+            float16. Skipped steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
     """
     printed = changed(then, now, "printed")
     course_changes = [change for change in printed if change.within(COURSE)]

@@ -21,7 +21,7 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
 
     Args:
         shape: shape of the tensor.
-        boxes: (offsets, sizes) of each box, one number per dim of the tensor. No box is empty.
+        boxes: offsets and sizes of each box, one number per dim of the tensor. No box is empty.
 
     Raises:
         ValueError: the tensor is cut along more than MAX_CUT_DIMS dims; each cut dim doubles the work.

@@ -1,8 +1,8 @@
 """File operations that checkpoints need: on a disk (`Disk`), or under an fsspec URL (`Remote`).
 
-Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk a
-checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores cannot rename a
-folder atomically, so under a URL the manifest is written last, and a folder counts as a checkpoint once it has a
+Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk,
+a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores cannot rename a
+folder atomically, so under a URL, the manifest is written last, and a folder counts as a checkpoint once it has a
 manifest.
 """
 
@@ -65,7 +65,7 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def make(self, folder: str) -> None:
-        """Make an empty folder, after deleting any folder of this name that a killed save has left."""
+        """Delete any folder of this name that a killed save has left, and make an empty folder."""
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
@@ -185,7 +185,7 @@ class Remote:
         return None
 
     def _ls(self, folder: str) -> list[dict[str, Any]]:
-        # Drop fsspec's cached listing, which lacks files that other ranks have written after it was made.
+        # Drop fsspec's cached listing, which lacks files that other ranks wrote later.
         self._fs.invalidate_cache()
         return self._fs.ls(self._at(folder), detail=True)
 

@@ -1,4 +1,4 @@
-"""Start of a run: rank 0 claims the folders and finds the checkpoints to resume from; all ranks open the checkpoints.
+"""Startup of a run: rank 0 claims the folders and finds the checkpoints to resume from, and all ranks open them.
 
 Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
 resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
@@ -66,7 +66,7 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
     Args:
         run_dir: the run directory; None if the command line does not name it.
         exit_status: record that receives the exit code and the reason.
-        first: True on the first rank, which writes for all ranks.
+        first: flag, True on the first rank, which writes for all ranks.
     """
     try:
         yield
@@ -144,7 +144,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
     Args:
         cfg: the run's configuration.
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        fast_bfloat16: True if bfloat16 is fast on the device.
+        fast_bfloat16: flag, True if bfloat16 is fast on the device.
     """
     if cfg.precision.params != "auto":
         return cfg.precision.params
@@ -163,14 +163,15 @@ def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str,
 
 
 def remove_probe(cfg: config.Config, by_rank_0: CandidatePaths) -> None:
-    """Remove the probe folder. If the removal fails, as may happen under a URL, the next start removes the folder."""
+    """Remove the probe folder. If the removal fails, as may happen under a URL, the next startup removes the folder."""
     with contextlib.suppress(Exception):
         open_root(resume.root_of(cfg)).remove(by_rank_0.probe)
 
 
 def _make_probe(files: Disk | Remote) -> str:
     """Make a folder that other ranks see only if they share this file system, and return the folder's name."""
-    # If this start is killed, the next start removes folders with this prefix (`resume.set_aside_newer`).
+    # If this process is killed, the next process of the run removes folders with this prefix
+    # (`resume.set_aside_newer`).
     probe = f".tmp-step-probe-{uuid4().hex}"
     try:
         files.make(probe)

@@ -2,10 +2,10 @@
 
     {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
 
-Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per BLOCK_BYTES, so
-a rank that needs only some rows reads and verifies little more than those rows. A digest detects damage; it is not a
-signature. `parse` checks that each value has the right type, that each chunk lies within its file, and that sizes are
-plausible, so a reader may rely on these sizes when allocating memory.
+Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per block of
+BLOCK_BYTES, so a rank that needs only some rows reads and verifies little more than those rows. A digest detects
+damage; it is not a signature. `parse` checks that each value has the right type, that each chunk lies within its file,
+and that sizes are plausible, so a reader may rely on the sizes when allocating memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint whose content differs from what was saved. The message names file, entry and reason.
+    """A checkpoint whose content differs from the saved content. The message names file, entry and reason.
 
     An older checkpoint of the run may be intact.
     """
@@ -92,7 +92,7 @@ class Manifest:
     Attributes:
         step: number of the optimizer step after which the checkpoint was saved.
         state: JSON object of the program that saved the checkpoint; for a training run, the content of `resume.State`.
-        files: data file -> its size in bytes.
+        files: name of a data file -> size of the file in bytes.
         tensors: name in the checkpoint, such as `model/NAME` -> entry.
     """
 
@@ -108,7 +108,7 @@ def digest(data: Any) -> str:
 
 
 def block_digests(data: memoryview) -> tuple[str, ...]:
-    """The digests of contiguous bytes, one per BLOCK_BYTES."""
+    """The digests of contiguous bytes, one per block of BLOCK_BYTES."""
     return tuple(digest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
 
 

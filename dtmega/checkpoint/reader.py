@@ -47,7 +47,7 @@ class Checkpoint:
         self._held: dict[str, Any] = {}
 
     def hold(self) -> Checkpoint:
-        """Open every data file now, so that the files stay readable if a run deletes the checkpoint while it trains.
+        """Open every data file now, so that the files stay readable even if a run in progress deletes the checkpoint.
 
         Does nothing if there are more data files than a process may open. Does nothing under a URL either: an open file
         there loses its content when the file is deleted.

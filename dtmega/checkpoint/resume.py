@@ -37,8 +37,8 @@ class Progress(NamedTuple):
         step: number of steps done, including skipped steps.
         samples: number of samples read.
         skipped: number of steps that changed no weight.
-        overflowed: number of steps that were skipped because a gradient overflowed in float16. The learning rate did
-            not move during these steps.
+        overflowed: number of steps that were skipped because a gradient overflowed in float16. These steps did not
+            advance the learning rate.
         overflowed_samples: number of samples that the overflowed steps read.
     """
 
@@ -69,7 +69,7 @@ class HealthState(NamedTuple):
 
 START = Progress()
 HEALTHY = HealthState()
-# Identity of a run that another program began. dtmega has no description of the data of such a run.
+# Identity of a run that another program began, and whose data dtmega therefore cannot describe.
 ELSEWHERE = {"origin": "another program"}
 
 
@@ -79,7 +79,7 @@ class State(BaseModel):
     Attributes:
         progress: counts of steps and samples done.
         updates: number of weight updates; AdamW calls this number `step`.
-        recent: (loss, gradient norm) of the last steps, if [train] skip_spikes needs them.
+        recent: pairs (loss, gradient norm) for the last steps, if [train] skip_spikes needs these pairs.
         loss_scale: state of float16's loss scale; None in other precisions.
         health: counts of high losses.
         identity: everything besides the weights that determines the run's results, such as the seed and digests of data
@@ -145,7 +145,7 @@ def step_of(folder: str) -> int:
 def finished(files: Disk | Remote) -> list[str]:
     """The folder names of the complete checkpoints, oldest first."""
     folders = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
-    # On a disk a checkpoint gets its final name last; under a URL its manifest is written last.
+    # On a disk, a checkpoint gets its final name last; under a URL, a checkpoint's manifest is written last.
     if isinstance(files, Disk):
         return folders
     return [folder for folder in folders if manifest.NAME in files.sizes(folder)]
@@ -165,8 +165,8 @@ def split_path(path: str) -> tuple[Disk | Remote, str]:
 def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
     """Open the checkpoint at `path`, or the newest intact checkpoint if `path` is a run or a folder of checkpoints.
 
-    If a run directory's `config.toml` sets `[checkpoint] dir`, only that folder is searched for checkpoints. On a disk
-    the data files are held open, because the run may still be training and delete the checkpoint.
+    If a run directory's `config.toml` sets `[checkpoint] dir`, only that folder is searched for checkpoints. Data files
+    on a local disk are held open, because the run may still be training and delete the checkpoint.
 
     Args:
         path: folder or URL of a checkpoint, a run directory, or a folder of checkpoints.
@@ -208,7 +208,7 @@ def _no_checkpoint(path: str) -> str:
 
 
 def newest_of_run(run_dir: Path) -> tuple[int, str]:
-    """(step, path) of the run's newest checkpoint, without opening it; (0, "") if there is no checkpoint."""
+    """The (step, path) of the run's newest checkpoint, which is not opened; (0, "") if there is no checkpoint."""
     try:
         files = open_root(_checkpoint_dir_of_run(str(run_dir)) or str(run_dir / "checkpoints"))
         folders = finished(files)
@@ -266,7 +266,7 @@ def named_checkpoints(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
     """The checkpoint that `[checkpoint] resume` names or, if that key names a run, the run's checkpoints, newest first.
 
     Returns:
-        (place that holds the checkpoint, folder name) pairs; [] if `resume` is "auto" or "none".
+        Pairs (place that holds the checkpoint, folder name); [] if `resume` is "auto" or "none".
 
     Raises:
         ValueError: the path in `[checkpoint] resume` has no checkpoint.
@@ -317,9 +317,9 @@ def find_checkpoints(
             damage.append(f"damaged: {files.path(folder)}: {error}")
             continue
         # Without "auto", the run's own folder is read only if torchrun has restarted the job. Checkpoints that the
-        # previous attempt saved there record the value of [checkpoint] resume that this attempt has, and are
-        # candidates. Older checkpoints may also be there, if the previous attempt died before it set them aside; they
-        # are not candidates, because the user asked not to resume from them.
+        # previous attempt saved there are candidates: they record the same value of [checkpoint] resume as this
+        # attempt. The folder also holds older checkpoints if the previous attempt died before setting these aside.
+        # Older checkpoints are not candidates, because the user asked not to resume from them.
         if requested == "auto" or files is not own_root or written_under == requested:
             candidates.append(checkpoint)
     if damage and not candidates:
@@ -409,7 +409,7 @@ def how_to_resume(cfg: config.Config) -> str:
 def set_aside_newer(cfg: config.Config, step: int) -> None:
     """Move the checkpoints of steps after `step` into a folder `superseded-N`.
 
-    The run restarts from `step`. Without the move, the next start would resume from one of the later checkpoints.
+    The run restarts from `step`. Without the move, the next startup would resume from one of the later checkpoints.
     Leftovers of killed saves are deleted.
     """
     files = open_root(root_of(cfg))

@@ -1,4 +1,6 @@
-"""Checkpoints saved during training. Each is complete or absent, and readable in any layout; the newest few are kept.
+"""Checkpoints saved during training.
+
+Each checkpoint is complete or absent, and readable in any layout. The newest few checkpoints are kept.
 
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
@@ -61,7 +63,8 @@ class Checkpoints:
         device: device for tensors that are sent through the default process group.
 
     Attributes:
-        newest: path of the newest complete checkpoint that this object has loaded or saved; '' before that.
+        newest: path of the newest complete checkpoint that this object has loaded or saved; '' before the first load or
+            save.
         best: folder name of the checkpoint with the best validation loss, which is kept in addition to the newest
             checkpoints; '' if validations are not compared.
     """
@@ -155,7 +158,7 @@ class Checkpoints:
         return [SaveOutcome(step, stall_s + time.perf_counter() - started, error, warning)]
 
     def _remove_unfinished(self, step: int) -> None:
-        """Remove a failed save's files. The next start, or the next save of this step, removes files that remain."""
+        """Remove a failed save's files. The next startup, or the next save of this step, removes files that remain."""
         with contextlib.suppress(Exception):
             # Under a URL a save writes directly into the final folder, which may hold an older, complete checkpoint.
             if self._unpublished(step) not in finished(self._files):
@@ -283,11 +286,14 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all checkpoints except the newest `keep` and the best. A failed deletion only costs space."""
+        """Delete all checkpoints except the newest `keep` checkpoints and the best checkpoint.
+
+        A failed deletion only costs space.
+        """
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
-            # Keep the last keep - 1 other checkpoints. For keep = 1 the slice would be [:0]; `or None` makes it [:].
+            # Keep the last keep - 1 of the others. For keep = 1, the slice would be [:0]; `or None` makes it [:].
             for old in others[: -keep + 1 or None]:
                 # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:
@@ -316,7 +322,7 @@ def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -
         optimizer: optimizer of the trained parameters.
     """
     trained = {n: p for n, p in stored.items() if p.requires_grad}
-    # If FSDP has left a module gathered, `stored` holds whole parameters, which are not the optimizer's.
+    # If FSDP has left a module gathered, `stored` holds whole parameters instead of the optimizer's parameters.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters have been updated {counts} times"

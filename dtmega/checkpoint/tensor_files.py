@@ -2,8 +2,8 @@
 
 For a save, torch plans which rank writes which box of which tensor (a replicated tensor is written once). For a load,
 torch plans which saved boxes make up the part that a rank now holds. dtmega itself reads and writes the bytes: raw data
-with digests, and a JSON manifest. torch's own file format is not used, because torch unpickles these files on load and
-does not detect flipped bits in them (docs/reliability.md).
+with digests, and a JSON manifest. torch's own file format is not used, because torch unpickles its files on load and
+does not detect flipped bits in the files (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Failed(Exception):
 
 
 class DataFile:
-    """A writer of a data file: appends boxes of tensors, and computes a digest of every block.
+    """A writer for one data file: appends boxes of tensors, and computes a digest of every block.
 
     Attributes:
         name: name of the file.
@@ -114,7 +114,7 @@ def save(
         group: process group of all ranks; nothing else may use this group during the save.
 
     Returns:
-        The manifest on rank 0, whose caller still has to write the manifest; None on the other ranks.
+        On rank 0, the manifest, which the caller still has to write; on the other ranks, None.
 
     Raises:
         Failed: at least one rank could not write. Every rank raises this error.

@@ -82,10 +82,10 @@ def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab
 
     Args:
         source: weights, under their names in the whole model.
-        parameters: (name in the whole model, tensor or DTensor) pairs. If a name appears twice, both tensors are
+        parameters: pairs (name in the whole model, tensor or DTensor). If a name appears twice, both tensors are
             filled.
-        vocab: `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows after the first `vocab` rows, and the
-            source may have more or fewer padding rows. Rows that the source lacks are filled with zeros.
+        vocab: value of `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows after the first `vocab` rows,
+            and the source may have more or fewer padding rows. Rows that the source lacks are filled with zeros.
 
     Raises:
         ValueError: the source lacks a parameter, or holds a parameter in a different shape.

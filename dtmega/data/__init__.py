@@ -23,7 +23,7 @@ from pathlib import Path
 def cache_dir() -> Path:
     """The cache directory, for files that can be rebuilt. The directory is created if it is missing.
 
-    The function takes the first writable directory of `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's
+    The function takes the first writable directory among `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's
     folder in the temp directory.
 
     Raises:

@@ -29,8 +29,8 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# True if a process can find out which process sent a signal. On macOS no process can, so on macOS the signals end our
-# workers, just as these signals end torch's own workers.
+# Flag that is True if a process can find out which process sent a signal. macOS lacks this feature, so on macOS the
+# signals end our workers, just as they end torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
 # The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
@@ -45,7 +45,7 @@ class StepBatch:
     Attributes:
         first_sample: number of the first sample in the global batch.
         samples: number of sequences in the global batch, over all data ranks.
-        microbatches: this rank's microbatches; each one maps tensor names to tensors (`rows.py`).
+        microbatches: this rank's microbatches; each microbatch maps tensor names to tensors (`rows.py`).
     """
 
     first_sample: int
@@ -54,7 +54,7 @@ class StepBatch:
 
 
 class TrainBatches:
-    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first.
+    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first loop.
 
     The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
     a different number of workers or data ranks. StatefulDataLoader's own state is less flexible: with a different
@@ -73,7 +73,8 @@ class TrainBatches:
         rank: number of this data rank.
         world: number of data ranks.
         start_sample: number of samples that the run has consumed already.
-        pin_memory: True to deliver tensors in page-locked memory, so that copies to a GPU can overlap with compute.
+        pin_memory: flag, True to deliver tensors in page-locked memory, so that copies to a GPU can overlap with
+            compute.
 
     Raises:
         ValueError: the global batch size, or one of its ramp-up sizes, is not a multiple of B x world.
@@ -206,7 +207,7 @@ class TrainBatches:
 
 
 class _WorkerStartup:
-    """Start a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
+    """Starts a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
 
     Args:
         loader: loader with the workers to start.
@@ -235,7 +236,7 @@ class _WorkerStartup:
         """Wait until the workers have answered; return an iterator over the rows of each step.
 
         Raises:
-            Exception: the error that kept the workers from starting.
+            Exception: the workers did not start; the original error is raised again.
         """
         self._thread.join()
         if self._error is not None:
@@ -322,7 +323,7 @@ def _hear_only_the_trainer(worker: int) -> None:
 
     When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
     """
-    # The trainer may have died before this line. torch's watchdog would then take the new parent (init) for the
+    # The trainer may have died before this line runs. torch's watchdog would then take the new parent (init) for the
     # trainer, and the worker would never end.
     trainer = multiprocessing.parent_process()
     if trainer is not None and os.getppid() != trainer.pid:

@@ -63,8 +63,8 @@ class Text(NamedTuple):
     def compared(self) -> str:
         """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
 
-        The name is "valid" if that split has samples. If not, it is the alphabetically first name of a validation set
-        with samples.
+        The name is "valid" if that split has samples. Otherwise, the name is the alphabetically first name of a
+        validation set with samples.
         """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
         return "valid" if "valid" in with_samples else min(with_samples, default="")
@@ -117,7 +117,7 @@ def open_text(cfg: Config, objective: Objective) -> Text:
 
 
 def check_order(data: Data, objective: Objective) -> None:
-    """Check that the objective can follow the order of samples that [data] order names.
+    """Check that the objective can follow the sample order that [data] order names.
 
     Raises:
         ValueError: the objective cannot follow the order; the message gives the reason.
@@ -151,7 +151,7 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
 def parts_by_split(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
     """The corpus parts that each split reads, by split name; the extra validation sets are included.
 
-    The corpora are named in [data] path or in the mixtures of [data].
+    The corpora come from [data] path or from the mixtures in [data].
     """
     mixture = data.train_mixture
     if mixture is None:
@@ -234,7 +234,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """A list of one line for the user if a split has fewer samples than an evaluation reads; otherwise []."""
+    """One line for the user, as a list, if a split has fewer samples than an evaluation reads; otherwise []."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):

@@ -5,5 +5,6 @@
     format.py     `Format`: one program's rules, and the keys of the configuration stored next to the weights
     whole.py      applies a `Format` to all tensors of a model, in both directions
 
-"Ours" means dtmega's tensors and keys, "theirs" the other program's. Nothing here opens a file; interop/ does that.
+"Ours" means dtmega's tensors and keys; "theirs" means the other program's tensors and keys. Files are opened by
+interop/, not here.
 """

@@ -20,8 +20,8 @@ class Key(NamedTuple):
             name is written.
         default: the other program's default, used if none of the names is present. None if the key is required; its
             value must then be a positive integer.
-        free: True if a run that starts from the weights may choose a different value, because the weights have the
-            same meaning for every value.
+        free: flag, True if a run that starts from the weights may choose a different value, because the weights have
+            the same meaning for every value.
         resolved: name of the section's property with the effective value, if the key's value 0 stands for "the usual
             value"; '' if the key itself has the effective value.
     """
@@ -47,22 +47,24 @@ class Format:
     Attributes:
         rules: rules that relate our tensors to theirs.
         rules_of: function that returns further rules for a model, if tensor names depend on the model's configuration.
-        keys: keys of [model] that each correspond to a single key of their configuration.
-        fixed: entries that their configuration has for every model of the family, including `model_type`. If a
-            configuration has one of these keys, the value must be equal, except for the class names (`architectures`).
-        base: prefix of most of their names. The names in files of a bare base model lack this prefix.
+        keys: keys of [model] that each correspond to a single key of the other program's configuration.
+        fixed: entries that the other program's configuration has for every model of the family, including
+            `model_type`. If a configuration has one of these keys, the value must be equal, except for the class names
+            (`architectures`).
+        base: prefix of most of the other program's tensor names. The names in files of a bare base model lack this
+            prefix.
         ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
         older: name suffix in old files -> current name suffix.
         implied: [model] values shared by all models in this format. If a program stores a family in several formats,
             these values determine which format applies.
         heads: function that returns the model's head counts, for rules with the word "heads".
         refuse: function that raises ValueError for a model that the format cannot express.
-        to_section: function that returns keys of [model] that follow from several entries of their configuration, or
-            raises ValueError.
-        section_from_tensors: function that returns keys of [model] that follow from the stored tensors, not from
-            their configuration.
-        from_section: function that returns entries of their configuration that follow from [model], in addition to
-            `fixed` and `keys`.
+        to_section: function that returns keys of [model] that follow from several entries of the other program's
+            configuration, or raises ValueError.
+        section_from_tensors: function that returns keys of [model] that follow from the stored tensors, not from the
+            other program's configuration.
+        from_section: function that returns entries of the other program's configuration that follow from [model], in
+            addition to `fixed` and `keys`.
     """
 
     rules: tuple[Rule, ...]
@@ -138,8 +140,8 @@ class Format:
             model: the [model] section that the user asks for.
 
         Raises:
-            ValueError: `section` or `to_config` refuses its model, or the two models differ; the message then names
-                each differing key with both values.
+            ValueError: `section` refuses the configuration, the format cannot express the model, or the two models
+                differ. In the last case, the message names each differing key with both values.
         """
         self.refuse(model)
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
@@ -155,6 +157,6 @@ class Format:
             raise ValueError(f"{file} is of a model with {'; '.join(wrong)}")
 
     def _further_keys(self, theirs: Mapping[str, Any], stored: Source | None) -> dict[str, Any]:
-        """The keys of [model] that follow from several entries of their configuration, or from the stored tensors."""
+        """The keys of [model] that follow from several entries of `theirs`, or from the stored tensors."""
         from_tensors = self.section_from_tensors(stored) if stored is not None else {}
         return {**self.to_section(theirs), **from_tensors}

@@ -1,4 +1,4 @@
-"""Rules that translate between our tensors and another program's. Rules are data, and apply in both directions.
+"""Rules that translate between our tensors and another program's tensors. Rules are data and apply in both directions.
 
     Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose")
     Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")
@@ -10,14 +10,14 @@ A name that ends in a dot names a module, and stands for the module's weight and
     same        both tensors are equal
     transpose   their matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
     concat      a tensor on one side concatenates, along the rows, several equally sized tensors of the other side
-    heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
+    heads       one side has the rows of q, k and v one after another (or in three tensors); the other side has one
                 tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted by head, unless
                 the rule names several of our tensors. Two names on one side are k and v, without q.
     stack       our tensor is [entries, rows per entry, ...], and each of their tensors is one entry; their name has one
                 more `{}` for the entry's number. With concat, each of our entries concatenates, along the rows, several
                 of their tensors
 
-Every form moves whole rows (for a stack: the rows of all entries, one entry after the other). A rule is therefore
+Every form moves whole rows (for a stack: the rows of all entries, one entry after another). A rule is therefore
 equivalent to runs of rows, and a reader that needs a box of a tensor reads only the box's rows.
 """
 
@@ -189,7 +189,7 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
     """Runs of rows in a fused QKV: (first row if sorted by head, first row in the other order, number of rows).
 
-    The order by head is [groups, (the group's q heads, k, v), K], the other order is [(q, k, v), heads of each, K].
+    The order by head is [groups, (the group's q heads, k, v), K]; the other order is [(q, k, v), heads of each, K].
     """
     n_q = 0 if without_q else heads.n
     head_rows, remainder = divmod(total, n_q + 2 * heads.n_kv)
@@ -214,7 +214,8 @@ def _cut(
     """Cut runs wherever a tensor on either side ends.
 
     Args:
-        runs: (first row counted through all our tensors, first row counted through all their tensors, number of rows).
+        runs: tuples (first row counted through all our tensors, first row counted through all their tensors, number of
+            rows).
         ours: name -> number of rows, for our tensors in a rule, in order.
         theirs: name -> number of rows, for their tensors in the rule, in order.
 
@@ -257,7 +258,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Reorder values that are given per dim, rows first as in rules, to match the dims of the stored tensor."""
+    """Convert one value per dim from the order of the rules (rows first) to the order of the stored tensor's dims."""
     return dims[::-1] if view == "transpose" else dims
 
 
@@ -285,7 +286,7 @@ class _Place(NamedTuple):
 
 
 def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
-    """(pattern, rule) for each of our names: the pattern matches the name, and the rule contains the name."""
+    """A (pattern, rule) pair for each of our names: the pattern matches the name, and the rule contains the name."""
     table = []
     for rule in rules:
         assert rule.words <= {*FORM_WORDS}, rule

@@ -32,7 +32,7 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]: ...
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor) into host memory."""
+        """Read the part `index` of a tensor, or the whole tensor if `index` is None, into host memory."""
         ...
 
 
@@ -72,7 +72,7 @@ class Cast:
 
         Args:
             where: path of the source, for messages.
-            dtype: dtype of the result of a read; None keeps each tensor's own dtype.
+            dtype: dtype of the tensors that `read` returns; None to keep each tensor's own dtype.
             allowed: names of tensors that may hold NaN and infinities.
             kind: kind of the tensors if they are not weights, such as "exp_avg", for messages.
             unchanged: names of tensors that keep their own dtype.
@@ -87,7 +87,7 @@ class Cast:
             self.tensors[name] = (stored_dtype if dtype is None or name in unchanged else dtype, shape)
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor).
+        """Read the part `index` of a tensor, or the whole tensor if `index` is None.
 
         Raises:
             ValueError: a number in that part is not finite in the new dtype; the message gives the number's position.
@@ -152,7 +152,7 @@ class Translated:
             self.tensors[name] = (functools.reduce(torch.promote_types, dtypes), assembly.shape)
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor).
+        """Read the part `index` of a tensor, or the whole tensor if `index` is None.
 
         The result for a transposed tensor is a view that is not contiguous.
         """
@@ -208,7 +208,7 @@ class Translated:
 
 
 def _box(assembly: Assembly, index: Slices | None) -> Slices:
-    """The slices of an index (None: the whole tensor), with all starts and stops filled in."""
+    """The slices of an index, with all starts and stops filled in; an index of None means the whole tensor."""
     index = index or (slice(None),) * len(assembly.shape)
     bounds = [part.indices(size) for part, size in zip(index, assembly.shape, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)

@@ -86,7 +86,7 @@ class Deduplicated:
         self.tensors = {name: weights.tensors[stored[0]] for name, stored in copies.items()}
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor), in its stored dtype.
+        """Read the part `index` of a tensor, or the whole tensor if `index` is None, in the stored dtype.
 
         Raises:
             ValueError: another stored copy of this tied parameter has different values in that part.
@@ -124,7 +124,7 @@ def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> di
 
 
 def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Refuse a [model] section whose sizes cannot match the stored tensors, before the model is built.
+    """Before the model is built, refuse a [model] section whose sizes cannot match the stored tensors.
 
     A configuration may be damaged or malicious. Building its model, even on the meta device, could add layer after
     layer until memory runs out, or request a tensor with more elements than torch can count.
@@ -205,7 +205,7 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
 
     Args:
         names: names of the tensors.
-        forms: key -> format; at least one format, all formats of one program, in any order.
+        forms: key -> format, for all formats of one program, in any order; not empty.
     """
     stored_modules = {_module(name) for name in names}
 
@@ -229,7 +229,7 @@ def _module(name: str) -> str:
 
 
 def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a source whose tensors do not match the model's.
+    """Refuse a source whose tensors do not match the model's tensors.
 
     Args:
         shapes: name -> shape of the model's tensors; in the source, tensors in BY_TOKEN may have more rows.

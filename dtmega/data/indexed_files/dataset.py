@@ -1,4 +1,4 @@
-"""Megatron's token files: PREFIX.bin holds the tokens, PREFIX.idx the position of each sequence.
+"""Megatron's token files: PREFIX.bin holds the tokens, and PREFIX.idx holds the position of each sequence.
 
 The files are memory-mapped. Both layouts of the .idx can be read (`idx_file.py`). Only the MMIDIDX layout is written,
 byte for byte as Megatron writes it.
@@ -37,8 +37,8 @@ class IndexedDataset:
 
     Args:
         prefix: path of the two files without their suffixes.
-        by_sequence: True if the caller reads sequences and never documents. The document index is then not checked,
-            because files that Megatron has merged have no usable document index.
+        by_sequence: flag, True if the caller reads sequences and never documents. The document index is then not
+            checked, because files that Megatron has merged have no usable document index.
 
     Attributes:
         dtype: dtype of the tokens.
@@ -179,7 +179,7 @@ def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:
 
 
 def _advice(prefix: str) -> str:
-    """The last part of the message about a missing file, which explains how to set [data] path."""
+    """Suffix for the message about a missing file; the suffix explains how to set [data] path."""
     if prefix.endswith((".bin", ".idx")):
         return f"[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: {prefix[:-4]}"
     if "," in prefix or prefix.startswith("["):
@@ -201,7 +201,7 @@ def check_free(prefix: str, overwrite: bool) -> None:
 
 
 class IndexedWriter:
-    """A writer of a `.bin/.idx` pair. A PREFIX.idx exists only next to the complete PREFIX.bin from the same write.
+    """A writer for a `.bin/.idx` pair. A PREFIX.idx exists only next to the complete PREFIX.bin from the same write.
 
         with IndexedWriter("data/mine", token_dtype(vocab_size)) as writer:
             writer.add([5, 7, 2])  # a document

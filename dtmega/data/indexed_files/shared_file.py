@@ -45,7 +45,7 @@ class SharedFile:
     Args:
         path: path of the file.
         made_from: text that names all inputs of the content; the file is replaced if this text changes.
-        pieces: function that yields the arrays of the content, one after the other.
+        pieces: function that yields the arrays of the content, one after another.
         about: a line for the user, printed by the process that makes the file.
     """
 

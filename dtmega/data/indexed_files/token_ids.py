@@ -1,4 +1,4 @@
-"""Check that all ids of a file are inside a vocabulary. The file is scanned once, and its range of ids is cached."""
+"""Check that all ids in a file are inside a vocabulary. The file is scanned once, and its range of ids is cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples in the order in which Megatron would read them, to continue a Megatron run here (`[data] order`).
+"""Samples in the order in which Megatron would read them, to continue a Megatron run with dtmega (`[data] order`).
 
 order.py    the samples of each split; start reading here
 index.py    the three indices of one corpus, equal to Megatron's

@@ -11,8 +11,8 @@ all stretches are computed in parallel, each from a guess of the counts at its b
 the previous stretch differ from the guess, the stretch is repaired: its samples are computed again from those end
 counts, until the new counts equal the counts of the last pass. A repair takes only a few samples, because the sum of
 the absolute differences between two sets of counts never grows: wherever the two sets choose different corpora, both
-differences shrink. In the end, each stretch begins with the counts at the end of the previous stretch. So for any guess
-the result equals Megatron's, including rounding.
+differences shrink. In the end, each stretch begins with the counts at the end of the previous stretch. So for any
+guess, the result equals Megatron's result, including rounding.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MegatronBlend:
         return self.n
 
     def __getitem__(self, g: int) -> Any:
-        """Sample 0 <= g < n."""
+        """Sample g, with 0 <= g < n."""
         corpus, sample = self.locate(g)
         return self.parts[corpus][sample]
 
@@ -111,10 +111,10 @@ def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
 
 
 def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """Memory-map the choices from the cache directory; make the file first if it is missing.
+    """Memory-map the choices from a file in the cache directory; create the file first if it is missing.
 
     Raises:
-        OSError, ValueError: no cache directory can be written, or the disk is full.
+        OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     made_from = f"{weights.tolist()} {n} {FORMAT}"
     path = cache_dir() / f"megatron-blend-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.bin"

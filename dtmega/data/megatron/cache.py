@@ -47,8 +47,8 @@ class OrderName(NamedTuple):
         split: "train", "valid" or "test".
         matrix: range (start, end) of each split in fractions of the corpus; None for an empty split. The whole matrix
             is None if the splits read different corpora.
-        is_described: True for megatron-core's caches, which have description files; False for caches with the settings
-            in their file names.
+        is_described: flag, True for megatron-core's caches, which have description files; False for caches with the
+            settings in their file names.
     """
 
     name: str
@@ -79,8 +79,8 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
     missing = [path for path in paths if not Path(path).is_file()]
     if not missing:
         return FoundIndices(_load(paths, settings), f"the order of '{name}' is that of {wanted}_*.npy")
-    # No cache has the right settings, so the order will be computed. If there is a cache with other settings, name this
-    # cache to the user, because one of the run's settings may be a mistake.
+    # No cache has the right settings, so the order will be computed. If there is a cache with other settings, mention
+    # this cache to the user, because one of the run's settings may be a mistake.
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return FoundIndices(None, "")

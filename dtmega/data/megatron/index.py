@@ -4,8 +4,9 @@
     indices.shuffle[g]  # number of sample g in the stream
 
 The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and laid end to end. In
-this stream, sample k consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the run needs
-less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are shuffled separately.
+this stream, sample k consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the share of
+the last epoch's samples that the run needs is below `cutoff`, that epoch's sequences and samples are shuffled
+separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
@@ -38,7 +39,7 @@ RUN_ENTRIES = 1 << 12  # ... of this length
 
 
 class OrderSettings(NamedTuple):
-    """The settings that determine the order of a corpus.
+    """The settings that determine the sample order of a corpus.
 
     Attributes:
         dataset: the corpus.
@@ -143,12 +144,12 @@ def index_of(settings: OrderSettings) -> Indices:
 
 
 def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indices:
-    """Memory-map the indices from the cache directory; make the file first if it is missing.
+    """Memory-map the indices from a file in the cache directory; create the file first if it is missing.
 
-    The file holds the three arrays one after the other.
+    The file holds the three arrays one after another.
 
     Raises:
-        OSError, ValueError: no cache directory can be written, or the disk is full.
+        OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     version = f"{settings[1:]} {FORMAT}"
     name = hashlib.sha256(f"{index_path(settings.dataset)}/{version}".encode()).hexdigest()[:16]

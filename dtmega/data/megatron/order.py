@@ -1,12 +1,12 @@
-"""The order of samples in a Megatron run, so that the run can be continued here: `[data] order`.
+"""The sample order of a Megatron run, so that the run can be continued with dtmega: `[data] order`.
 
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))
 
-Training reads entry g of the order as its sample g, whatever the parallel layout. The three forks of Megatron differ in
-how they round the parts of a split, in how many samples they request from each corpus of a blend, and in when they
-shuffle the last epoch separately. Each order depends on the number of samples that the run was started for, so this
-number must not change when the run is continued.
+Training reads entry g of the order as its sample g, regardless of the parallel layout. Megatron's three forks differ in
+how they round the parts of a split, how many samples they request from each corpus of a blend, and when they shuffle
+the last epoch separately. Each order depends on the number of samples that the run was started for, so this number must
+not change when the run is continued.
 
 Only next-token models can follow Megatron's order, because Megatron draws their order from numpy's generator. For BERT
 and T5, Megatron draws from a generator in compiled code while it cuts documents.
@@ -34,7 +34,7 @@ MOST_CORPORA = 254  # maximum in a blend of Megatron-LM or Megatron-DeepSpeed, w
 
 
 class Fork(NamedTuple):
-    """One of Megatron's three forks: the rules that affect the order of samples.
+    """One of Megatron's three forks: the rules that affect the sample order.
 
     Attributes:
         cutoff: share of an epoch's samples; if less of the last epoch is needed, that epoch is shuffled separately.
@@ -42,8 +42,8 @@ class Fork(NamedTuple):
         shares: function from the weights of a blend to shares that add up to 1.
         n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
             must provide, which is a little more than the blend will use.
-        is_core: True for megatron-core, which has caches with descriptions, numbers corpora in two bytes, and does not
-            allow a split without sequences.
+        is_core: flag, True for megatron-core, which has caches with descriptions, numbers corpora in two bytes, and
+            does not allow a split without sequences.
     """
 
     cutoff: float
@@ -143,7 +143,7 @@ class MegatronSamples:
         return len(self.indices.shuffle)
 
     def __getitem__(self, g: int) -> NDArray[Any]:
-        """Tokens [S + 1] of sample g, 0 <= g < len.
+        """Tokens [S + 1] of sample g, with 0 <= g < len.
 
         Raises:
             IndexError: g is out of range.

@@ -91,7 +91,7 @@ class PrefixRows(NextTokenRows):
         rows = self.rows_of([sample.tokens for sample in samples], indices)
         tokens = rows["tokens"].numpy()
         n_tokens = tokens.shape[1]
-        # If attention stays inside documents, each document has a prefix. If not, the whole sample is one document.
+        # If attention stays inside documents, each document has a prefix. Otherwise, the sample counts as one document.
         if self.data.reset_attention_mask:
             ends = tokens == self.eod_id
         else:
@@ -185,7 +185,7 @@ def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end
 
 
 def blank_rows(n_rows: int, n_tokens: int) -> dict[str, Tensor]:
-    """The tensors that all objectives have, without text: every token has a label."""
+    """The tensors that all objectives have, with zeros instead of text; every token has a label."""
     tokens = torch.zeros(n_rows, n_tokens, dtype=torch.int64)
     return {"tokens": tokens, "labels": torch.zeros_like(tokens), **_numbers(range(n_rows), tokens)}
 

@@ -64,7 +64,7 @@ class Tally:
         return self.add({term.name: outputs[term.name] for term in self._sums})
 
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the sums that a pipeline stage returned for a microbatch: scalars by name. Other outputs are ignored.
+        """Add the sums, scalars by name, that a pipeline stage returned for a microbatch. Ignore other outputs.
 
         Returns:
             The sums that belong to the loss and have a gradient, each with its factor.

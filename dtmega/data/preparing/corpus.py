@@ -27,14 +27,14 @@ from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.lock import Lock
 
-# Raise FORMAT when a code change alters the corpus of an unchanged Python and vocabulary. Raise SENTENCES_FORMAT when a
-# code change alters only the corpus of sentences. Files of an earlier format are no longer read.
+# Raise FORMAT when a code change alters the corpus for an unchanged Python and vocabulary. Raise SENTENCES_FORMAT when
+# a code change alters only the corpus of sentences. Files in an earlier format are no longer read.
 FORMAT = 2
 SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
 DEFINITION = re.compile(r"(?<=\n)[ \t\r\f]*\n(?=class |def |async def |@)")  # the blank line before a definition
 MIN_CHARS = 200_000  # a library with less text is incomplete
-# Left out: installed packages, tests, generated tables, and the build settings of one machine.
+# The corpus leaves out installed packages, tests, generated tables, and the build settings of one machine.
 SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"
 }  # fmt: skip
@@ -113,11 +113,11 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
 
     Args:
         tokenizer: tokenizer of the corpus.
-        in_sentences: True to make each sequence a sentence or a block (`sentence_documents`); False to make each
-            sequence a whole document that ends with `eod_id`.
+        in_sentences: flag, True to make each sequence a sentence or a block (`sentence_documents`); if False, each
+            sequence is a whole document that ends with `eod_id`.
 
     Raises:
-        ValueError: this Python lacks the library's sources, or no cache directory can be written.
+        ValueError: this Python lacks the library's sources, or no cache directory is writable.
     """
     version = ".".join(map(str, sys.version_info[:3]))
     form = f"-sentences-v{SENTENCES_FORMAT}" if in_sentences else ""

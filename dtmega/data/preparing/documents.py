@@ -1,4 +1,4 @@
-"""The documents of a batch: raw records, and the text inside each record.
+"""Extracts the documents from a batch: the raw records, and the text inside each record.
 
 A byte order mark at the start of a file is not part of its text.
 """

@@ -67,7 +67,8 @@ def _matching(pattern: str, *, of_any_kind: bool) -> list[str]:
             f"--kind txt reads others as text"
         )
     else:
-        # A pattern that is the path of an existing file means that file, even if it contains a star or brackets.
+        # A pattern that is the path of an existing file selects that file, even if the path contains a star or
+        # brackets.
         is_path = pattern == STDIN or os.path.exists(pattern)
         matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
         paths = [path for path in matches if not os.path.isdir(path)]
@@ -102,7 +103,10 @@ def _file(path: str, kind: str | None) -> File:
 
 
 def _below(folder: str, *, of_any_kind: bool) -> list[str]:
-    """Sorted paths of the visible files below a folder; unless `of_any_kind`, only files with a suffix in KINDS."""
+    """Sorted paths of the visible files below a folder.
+
+    Unless `of_any_kind` is True, files whose suffix is not in KINDS are left out.
+    """
     paths: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden folders

@@ -146,9 +146,10 @@ class Job:
     Attributes:
         tokenizer: spec of the tokenizer.
         key: key of a JSON object, or column of a parquet file, that holds the text.
-        append_eod: True to end each document with the end-of-document id.
-        longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 leaves each .txt whole.
-        sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None makes each document
+        append_eod: flag, True to end each document with the end-of-document id.
+        longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 to leave each .txt
+            whole.
+        sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None to make each document
             one sequence.
     """
 
@@ -164,7 +165,7 @@ class Result:
     """The documents of one batch of records.
 
     Attributes:
-        ids: token ids of all documents, one after the other, [sum(sizes)] in the output's dtype.
+        ids: token ids of all documents, one after another, [sum(sizes)] in the output's dtype.
         sizes: number of tokens in each sequence, as one list per document.
         n_empty: number of records whose text has no tokens.
         malformed: message "file:line: reason" for each record that could not be read.
@@ -216,7 +217,10 @@ class Worker:
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
-        """The documents of each text, one sequence per document: several if the text is cut, [] if it has no tokens."""
+        """The documents of each text, with one sequence per document.
+
+        A text that is cut has several documents. A text without tokens has an empty list of documents.
+        """
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
@@ -269,7 +273,7 @@ def _receive(pipe: Connection) -> Result:
 
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the worker and this process's end of the pipe to it."""
+    """Start a worker process; return the worker and this process's end of the worker's pipe."""
     # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()

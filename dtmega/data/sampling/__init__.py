@@ -1,1 +1,1 @@
-"""The tokens of sample g: the order of documents, the cut into samples, and blends of several corpora."""
+"""The tokens of sample g: ordering documents, cutting them into samples, and blending several corpora."""

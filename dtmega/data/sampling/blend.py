@@ -100,7 +100,7 @@ class Blend:
 
     Args:
         parts: the samples of each corpus.
-        weights: positive weight of each part; if empty, the weight of a part is its number of tokens.
+        weights: positive weights, one per part; if the sequence is empty, a part's weight is its number of tokens.
     """
 
     def __init__(self, parts: Sequence[AnySamples], weights: Sequence[float]) -> None:
@@ -125,8 +125,8 @@ class SplitRule(NamedTuple):
 
     Attributes:
         size: function that returns the number of units (documents or sequences) in a corpus.
-        split: function that takes this number and the splits' weights, and returns a (start, stop) range of units for
-            each weight.
+        split: function that takes the number of units and the splits' weights, and returns a (start, stop) range of
+            units for each weight.
     """
 
     size: Callable[[IndexedDataset], int]
@@ -167,7 +167,7 @@ class Splits(NamedTuple):
 def parts_of(
     data: Data, datasets: Sequence[IndexedDataset], rule: SplitRule = BY_DOCUMENT
 ) -> dict[str, list[CorpusPart]]:
-    """The parts of each split, from the corpora of [data] path. A split with weight 0 has no parts."""
+    """The parts of each split, cut from the corpora in [data] path. A split with weight 0 has no parts."""
     parts: dict[str, list[CorpusPart]] = {split: [] for split in SPLITS}
     for corpus, dataset in enumerate(datasets):
         ranges = rule.split(rule.size(dataset), data.split_weights)

@@ -1,4 +1,4 @@
-"""The order of documents in an epoch. Each node makes a long order once, in a file that all its processes map.
+"""The order of documents in an epoch. Each node makes a long order once, in a file that the node's processes map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
@@ -28,9 +28,10 @@ class Order(NamedTuple):
     """The order of the documents in one epoch.
 
     Attributes:
-        documents: numbers of the documents in stream order, uint32 or int64 [n]; number 0 is the part's first document.
+        documents: numbers of the documents in stream order, uint32 or int64 [n], counted from the range's first
+            document.
         starts: number of the epoch's tokens before each document in stream order, int64 [n + 1]; the last entry is the
-            number of all tokens.
+            total number of tokens.
     """
 
     documents: NDArray[Any]
@@ -95,12 +96,12 @@ def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
 
 
 def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """Memory-map the order from the cache directory; make the file first if it is missing.
+    """Memory-map the order from a file in the cache directory; create the file first if it is missing.
 
     The file holds `starts`, then `documents`.
 
     Raises:
-        OSError, ValueError: no cache directory can be written, or the disk is full.
+        OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     n = documents[1] - documents[0]
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{stream}".encode()).hexdigest()[:16]

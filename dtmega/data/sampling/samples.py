@@ -1,6 +1,6 @@
 """Samples of running text: the S + 1 tokens of sample g are a pure function of (seed, g).
 
-The tokens depend neither on the samples read before nor on the length of the run.
+The tokens depend neither on the samples that were read earlier nor on the length of the run.
 
     samples = Samples(dataset, documents=(0, 1000), seq_len=256, seed=1234, split="train")
     samples[g]  # [S + 1] token ids
@@ -137,8 +137,8 @@ class Samples:
         # ends. Megatron's `_build_sample_idx` finds the same bounds with a loop.
         a = np.searchsorted(starts, offset, "right") - 1
         b = np.searchsorted(starts, stop, "left")
-        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` is, for each document, the difference
-        # between its place in the file and its place in the stream.
+        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` holds each document's place in the file
+        # minus its place in the stream.
         cuts = starts[a : b + 1].clip(offset, stop)
         to_file = self.dataset.first_token(documents[a:b].astype(np.int64) + self.documents[0]) - starts[a:b]
         pieces = zip(cuts[:-1] + to_file, cuts[1:] + to_file, strict=True)

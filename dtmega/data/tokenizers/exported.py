@@ -50,7 +50,7 @@ def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}
     names |= {mark_ids.start: "[BOS]", mark_ids.end: "[EOS]"}
     # Marks that the tokenizer already has need no new token. The other marks are added in ascending order of their
-    # ids, because `add_special_tokens` numbers new tokens one after the other.
+    # ids, because `add_special_tokens` numbers new tokens consecutively.
     added = {i: name for i, name in sorted(names.items()) if i >= tokenizer.vocab_size}
     exported = tokenizers.Tokenizer.from_str(to_json(tokenizer.name))
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added.values()])

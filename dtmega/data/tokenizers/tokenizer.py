@@ -145,7 +145,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
 
 
 def _advice(spec: str) -> str:
-    """The end of the message about an unknown spec, which suggests other specs."""
+    """Suffix for the message about an unknown spec; the suffix suggests other specs."""
     path = Path(spec)
     folder = path if path.is_dir() else path.parent
     saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"

@@ -49,7 +49,7 @@ def try_out(path: str) -> Callable[[str], int]:
     An error while encoding or decoding does not fail the trial: a valid vocabulary without [UNK] refuses some texts.
 
     Returns:
-        A function, because `Confined` expects one; it is never called.
+        A dummy function, which is never called; `Confined` expects the result to be a function.
     """
     try:
         loaded = tokenizers.Tokenizer.from_file(path)

@@ -4,8 +4,8 @@ Text is split at blanks, and around each punctuation mark and each Chinese chara
 left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut in
 this way becomes a single [UNK]. Blanks, line ends and indentation are lost.
 
-The ids are the same as in transformers' BertTokenizer. One difference from google-research/bert is known: there, a
-capital sigma at the end of a word is lowercased to ς; here, to σ.
+The ids are the same as in transformers' BertTokenizer. One difference from google-research/bert is known: that code
+lowercases a capital sigma at the end of a word to ς, and this code lowercases it to σ.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
 
     Args:
         tokens: tokens of the vocabulary, by id.
-        lower: True to lowercase the text and strip its accents, as for the uncased models.
+        lower: flag, True to lowercase the text and strip its accents, as for the uncased models.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(

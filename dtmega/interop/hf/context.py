@@ -1,4 +1,4 @@
-"""Attention of `transformers` models whose sequences several ranks share ([mesh] cp).
+"""Attention for `transformers` models when several ranks share each sequence ([mesh] cp).
 
 transformers looks up two functions by the name in `config._attn_implementation`: one makes the attention mask of a
 forward, and one computes attention in each layer. `switch` changes the name, so that transformers finds the functions
@@ -24,7 +24,7 @@ from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.context_parallel import ContextParallel
 
 NAME = "dtmega_over_cp"
-# Keyword arguments of attention that have no effect, because the rules hold the tokens' places and nothing is cached.
+# Keyword arguments that attention ignores: the rules already hold the tokens' places, and nothing is cached.
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k"})
 Rules: TypeAlias = dict[int, AttentionRule]
 
@@ -33,7 +33,7 @@ class Tokens:
     """This rank's part of the tokens in the current forward.
 
     Args:
-        places: place of each token in the token's sequence, [B, S / cp].
+        places: each token's place in its sequence, [B, S / cp].
         document_ids: document number of each token, [B, S / cp]; None if each sequence is one document.
         context: ranks that share the sequences.
         fused: argument of `attention_rule`.

@@ -1,4 +1,4 @@
-"""Proves on a small clone, before a run, that ranks that share sequences get the same results as one process."""
+"""Checks on a small clone, before a run, that ranks sharing sequences compute the same results as one process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dtmega.ops.context_parallel import ContextParallel
 
 LEAST_TOKENS = 16  # minimum length of the clone's sequences; attention windows in the clone hold 6 tokens
 # In fp32, correct gradients deviate by at most 6e-6, except in OPT: OPT's gradients are small differences of large
-# numbers and deviate by up to 1e-5. Known wrong attention deviates by at least 1e-2.
+# numbers and deviate by up to 1e-5. Implementations that are known to be wrong deviate by at least 1e-2.
 TOLERANCE = 1e-4
 
 
 def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
-    """Compare a small clone that is computed over `ranks` with a small clone that each rank computes alone.
+    """Compare a small clone computed over `ranks` with an identical clone that each rank computes alone.
 
     All ranks must call this function.
 
     Args:
-        model: `transformers` model on meta, whole or one stage; only the config and the model's class are used.
+        model: `transformers` model on meta, whole or one stage; only its class and its config are used.
         ranks: ranks that share the sequences.
         device: device of this rank.
 

@@ -1,9 +1,9 @@
 """Facts about transformers families, as data: one row per family.
 
-A row gives the location of the blocks, the modules that only the first or last pipeline stage keeps, the way in which
-tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow `transformers`
-5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number. `model.py` uses the
-ends, and `tp/plan.py` uses the styles.
+A row lists the module that holds the blocks, the modules that only the first or last pipeline stage keeps, the style in
+which tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow
+`transformers` 5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number.
+`model.py` uses `FamilyFacts.ends`, and `tp/plan.py` uses `FamilyFacts.styles`.
 
 If a family has no row, or a row without `styles`, its models are cut by transformers' own plan (`tp/native.py`). A
 family without a row cannot run in a pipeline.
@@ -17,12 +17,12 @@ from typing import TypeAlias
 # Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-# A linear whose rows are either [q, k, v] for each head in turn, or q for all heads, followed by one shared k and v.
+# A linear whose rows are [q, k, v] head by head, or the queries of all heads followed by one shared k and one shared v.
 QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
-# Stand-ins, which replace a module on the pipeline stages that do not hold the module.
+# Stand-ins that replace a module on pipeline stages without that module.
 NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
 ZERO = "zero"  # a module that returns 0, because the first stage has already added the positions
@@ -38,12 +38,13 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Families whose models are always causal, even if config.json has `is_decoder` = false.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
-# Families whose sequences several ranks can share ([mesh] cp). Each layer of these families passes everything that
-# affects attention through transformers' attention interface, and each model accepts the positions of a rank's tokens.
+# Families that support context parallelism ([mesh] cp), in which several ranks share each sequence. Each layer of these
+# families passes everything that affects attention through transformers' attention interface, and each model accepts
+# the positions of a rank's tokens.
 OVER_CP = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
 OVER_CP += ("cohere2", "phi", "phi3", "granite", "glm", "glm4", "smollm3", "arcee", "ernie4_5", "exaone4", "starcoder2")
 OVER_CP += ("gpt2", "gpt_neox", "gpt_bigcode", "opt", "stablelm", "mixtral", "olmoe", "qwen3_moe")
-# Family whose sequences ranks cannot share -> reason.
+# Family that does not support context parallelism -> reason.
 WHOLE_SEQUENCES = {
     "bloom": "its class has no attention interface (name = 'bloom' trains the same model over cp)",
     "gpt_oss": "its attention has sinks, which it passes as 's_aux'",
@@ -53,7 +54,7 @@ WHOLE_SEQUENCES = {
 
 @dataclass(frozen=True)
 class Attention:
-    """Style of an attention module, whose projections share one input; see `regions.EnterHeads`.
+    """Style of an attention module whose projections share one input; see `regions.EnterHeads`.
 
     Attributes:
         also: names of further keyword arguments that hold hidden states.
@@ -77,8 +78,8 @@ class Packed:
 
     Attributes:
         parts: number of matrices.
-        by_input: True if the matrices are side by side along the input, as in attention's output projection; False if
-            the matrices are side by side along the output.
+        by_input: flag, True if the matrices are side by side along the input, as in attention's output projection;
+            False if the matrices are side by side along the output.
     """
 
     parts: int
@@ -118,13 +119,15 @@ class FamilyFacts:
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: module name pattern -> style of the matching modules. A pattern without a match is skipped: a model may
-            lack an optional norm, or an encoder may have no decoder. If no pattern matches a module inside a block, the
-            model is refused. If no pattern matches a module outside the blocks, every rank computes the whole module.
-        in_embedding_dtype: names of modules without parameters whose fp32 output is added to the embeddings; the output
-            is first cast to the embeddings' dtype.
+            lack an optional norm, and an encoder-only model has no decoder. If no pattern matches a module inside a
+            block, the model is refused. If no pattern matches a module outside the blocks, every rank computes the
+            whole module.
+        in_embedding_dtype: names of parameterless modules whose fp32 output is cast to the embeddings' dtype and then
+            added to the embeddings.
         heads: config key for the number of heads.
         kv_heads: config key for the number of kv heads; None if each head has its own keys.
-        head_blocks: number of equal groups in which the weights store heads; tp must divide each group's head count.
+        head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
+            heads per group.
         sizes: further config keys whose values tp must divide.
         refused: config key -> reason why this key must not be set.
     """

@@ -1,4 +1,4 @@
-"""Finds the distributions that a `transformers` family draws initial values from.
+"""Finds the distributions from which a `transformers` family draws initial values.
 
 Runs the family's own initialisation on a meta model, and records every draw.
 """

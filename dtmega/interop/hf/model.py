@@ -27,7 +27,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class _Zero(nn.Module):
-    """Stand-in for the position embedding on later stages, because the first stage has already added the positions."""
+    """Stand-in for the position embedding on later stages; the first stage has already added the positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         # A 0-dim tensor does not take part in type promotion, so adding this zero keeps the other summand's dtype.
@@ -71,7 +71,7 @@ class HF(Model):
     def context(self) -> ContextParallel | None:
         """Ranks that share the sequences of the current batch; None if each rank has whole sequences.
 
-        With such ranks, the functions in `context.py` compute attention.
+        If ranks share the sequences, the functions in `context.py` compute attention.
         """
         return self._context
 

@@ -1,4 +1,4 @@
-"""The family record of `[model] name = "hf"`: the methods that the trainer calls, for any `transformers` decoder."""
+"""The family record for `[model] name = "hf"`: the methods that the trainer calls on any `transformers` decoder."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Transformers:
 
 
 def _always_fp32(hf: Any, name: str) -> bool:
-    """True if transformers keeps this tensor in float32, whatever the parameters' dtype."""
+    """True if transformers keeps this tensor in float32, regardless of the parameters' dtype."""
     return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())
 
 
@@ -193,6 +193,6 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
 
 
 def _rope_parameters(hf_config: Any) -> list[dict[str, Any]]:
-    """A config's `rope_parameters`, followed by the tables in `rope_parameters` for single kinds of layers."""
+    """A config's `rope_parameters`, followed by the tables that `rope_parameters` holds for each kind of layer."""
     rope = getattr(hf_config, "rope_parameters", None) or {}
     return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]

@@ -106,7 +106,7 @@ def is_decayed(name: str) -> bool:
 
 
 def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: Any) -> dict[TensorPlace, Stored]:
-    """The fp32 masters, matched with the parameters by their position.
+    """The fp32 masters, matched with the parameters by position.
 
     Args:
         lists: the file's lists of masters, one list for each group; empty if the weights are fp32 themselves.

@@ -1,4 +1,4 @@
-"""Read a distributed megatron-core checkpoint as whole tensors, under the names in core_forms.py.
+"""Reads a distributed megatron-core checkpoint as whole tensors, under the names in core_forms.py.
 
     iter_0001000/metadata.json      the backend that wrote the tensors; torch_dist is torch.distributed.checkpoint
     iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
@@ -53,7 +53,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 class RunState(NamedTuple):
-    """The state, apart from the weights, of the run that wrote a checkpoint.
+    """State of the run that wrote a checkpoint, apart from the weights.
 
     Attributes:
         moments: exp_avg and exp_avg_sq, both under the names of the weights; empty if they are incomplete.
@@ -80,7 +80,7 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
         master with the weight's name and shape.
 
     Raises:
-        ValueError: the backend is not torch_dist; a file is damaged or crafted; a layer's tensor is stored twice.
+        ValueError: the backend is not torch_dist, a file is damaged or crafted, or a layer's tensor is stored twice.
     """
     backend = read_object(folder / METADATA).get("sharded_backend")
     if backend != BACKEND:

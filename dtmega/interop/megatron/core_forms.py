@@ -1,10 +1,10 @@
 """megatron-core's `Format`s for GPT and Llama: tensor names, and the run's arguments as keys of [model].
 
-families.py has these formats as `formats["megatron-core"]`. The formats use the names of a distributed checkpoint with
-one entry per layer; `core.py` splits stacks into entries, and `write_core.py` stacks entries. Row order does not depend
-on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and in the
-first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named after the next linear
-layer, even if the LayerNorm and the linear layer are not fused.
+families.py lists these formats as `formats["megatron-core"]`. The formats use the names of a distributed checkpoint
+with one entry per layer; `core.py` splits stacks into entries, and `write_core.py` stacks entries. Row order does not
+depend on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and in
+the first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named after the next
+linear layer, even if the LayerNorm and the linear layer are not fused.
 
 Source: `models/gpt/gpt_layer_specs.py` and `transformer/mlp.py` of megatron-core 0.16.1.
 """

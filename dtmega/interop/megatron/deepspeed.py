@@ -98,7 +98,8 @@ def _join_layers(
         ValueError: a rank lacks a tensor that another rank has.
     """
     parts: dict[str, list[Part]] = {}
-    # In sorted order, one layer's files are consecutive, so each file must add one part to each tensor in the file.
+    # In sorted order, a layer's files are consecutive, so each file must add exactly one part to each of the layer's
+    # tensors.
     for (number, tp), path in sorted(paths.items()):
         for name, part in _read_layer(path, names.layer_file_prefix(number, n_layers) or "").items():
             parts.setdefault(name, []).append(part)

@@ -1,4 +1,4 @@
-"""Megatron's `Format` of each family: tensor names, and the run's arguments as keys of [model].
+"""Megatron's `Format` for each model family: tensor names, and the run's arguments as keys of [model].
 
 families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given by its
 name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
@@ -65,7 +65,7 @@ def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
         feed_forward: variant in the feed-forward, "erf" or "tanh".
         head: variant in BERT's language-model head; '' for a model without this head.
     """
-    # openai_gelu selects the tanh variant in both places, and the fused kernel only in the feed-forward.
+    # openai_gelu selects the tanh variant in both places; the fused kernel selects it only in the feed-forward.
     openai = head == "tanh"
     return {"bias_gelu_fusion": feed_forward == "tanh" and not openai, "openai_gelu": openai, "onnx_safe": None}
 
@@ -174,7 +174,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """The arguments, for any family, that have no key in [model] or whose value differs from the key's value."""
+    """The arguments, common to all families, that do not simply copy a key of [model]."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {

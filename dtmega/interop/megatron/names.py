@@ -25,7 +25,7 @@ Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One row of a table: a rule, and how tensor parallelism cuts Megatron's tensor.
+    """One row of a table: a rule, and the tensor-parallel cut of Megatron's tensor.
 
     Attributes:
         ours: name of our tensor or module, or several names, as in `Rule`.
@@ -71,8 +71,8 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm after the preceding block, dtmega after the following block. In a decoder, self-attention
-    # is followed by cross-attention; in an encoder, by the feed-forward.
+    # Megatron names a norm after the preceding block, and dtmega names it after the following block. Self-attention is
+    # followed by cross-attention in a decoder, and by the feed-forward in an encoder.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (
@@ -204,7 +204,7 @@ _OLDER_NAMES = (
 
 
 def flat_name(path: str) -> str:
-    """Convert the name of a tensor in a file of any version to today's name. Layer numbers stay local to the stage.
+    """Convert a tensor's name in a file of any version to today's name. Layer numbers stay local to the stage.
 
     language_model.transformer.layers.0.attention.dense.weight -> encoder.layers.0.self_attention.dense.weight
 

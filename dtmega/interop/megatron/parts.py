@@ -1,6 +1,6 @@
 """Join the tensor-parallel ranks' parts into whole tensors, and compare the ranks' copies of replicated tensors.
 
-WholeTensors(parts)         a `Source` with the names in names.py; the parts of a tensor are read one after the other
+WholeTensors(parts)         a `Source` with the names in names.py; the parts of a tensor are read one after another
 drifted_copies(tensors)     the tensors whose copies on the ranks are no longer equal
 """
 
@@ -90,7 +90,7 @@ class ReorderedQKV(_Derived):
     """A fused QKV from a checkpoint before version 2.0, reordered to today's row order, [H, (q, k, v), K].
 
     Attributes:
-        qkv_outermost: True if the stored row order is [(q, k, v), H, K], as in files without a version; False for
+        qkv_outermost: flag, True if the stored row order is [(q, k, v), H, K], as in files without a version; False for
             [H, K, (q, k, v)], as in version 1.0.
         n_parts: number of fused projections: 3 for q, k and v; 2 for k and v.
         n_heads: number of heads on this rank.
@@ -150,8 +150,8 @@ class WholeTensors:
         """Check that the parts of each tensor fit together.
 
         Args:
-            average: True to read the mean of a tensor's copies; False to read rank 0's copy. The choice matters only if
-                the copies have drifted apart.
+            average: flag, True to read the mean of a tensor's copies; if False, rank 0's copy is read. The choice
+                matters only if the copies have drifted apart.
 
         Raises:
             ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.
@@ -161,7 +161,7 @@ class WholeTensors:
         self._average = average
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor (None: the whole tensor)."""
+        """Read the part `index` of a tensor, or the whole tensor if `index` is None."""
         dtype, shape = self.tensors[name]
         parts = self.parts[name]
         index = index or (slice(None),) * len(shape)
@@ -257,7 +257,7 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
 
     Args:
         drifts: drifts of all tensors with differing copies, worst first; not empty.
-        average: True if the mean of the copies is read, which is allowed for drifts of any size.
+        average: flag, True if the mean of the copies is read, which is allowed for drifts of any size.
 
     Raises:
         ValueError: the copies are further apart than MAX_DRIFT, and are not averaged.

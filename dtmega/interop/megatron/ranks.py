@@ -47,7 +47,8 @@ class Rank(NamedTuple):
     Attributes:
         args: the run's arguments as plain values (numbers, strings, lists of both); empty in files from 2019.
         version: checkpoint version; 0 if the file gives no version.
-        chunks: one dict per virtual stage, name within the stage -> tensor, in the file's order.
+        chunks: one dict per virtual stage, which maps each name within the stage to its tensor; a dict's tensors are in
+            the file's order.
         content: decoded content of the whole file.
     """
 
@@ -237,7 +238,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
     offsets: dict[tuple[int, int, str], int] = {}
     for stack in ("encoder", "decoder"):
         depths = {place: _depth(ranks[0, place[0]], chunk, stack) for place, chunk in stages.items()}
-        # The layers of chunk 0 come first, in order of stage, then the layers of chunk 1, and so on.
+        # The layers of chunk 0 come first, in stage order, then the layers of chunk 1, and so on.
         in_order = [place for place in sorted(depths, key=lambda place: place[::-1]) if depths[place]]
         if len({depths[place] for place in in_order}) > 1:
             counts = ", ".join(f"{depths[place]} in {ranks[0, place[0]].file.path}" for place in in_order)

@@ -26,7 +26,7 @@ LEFT_OUT = {
 def config_of_args(
     args: Mapping[str, Any], model: config.Model, order: str = ""
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The configuration that lets a checkpoint's run continue, without the layout.
+    """The configuration for continuing a checkpoint's run. The layout is left out.
 
     Args:
         args: the run's arguments as plain values; empty if only the model is known.

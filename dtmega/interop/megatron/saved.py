@@ -145,7 +145,7 @@ class SavedFile:
         """Read a tensor into host memory. The first read from a storage verifies the storage's checksum.
 
         Args:
-            part: (start, stop) in each dim, not empty; None reads the whole tensor.
+            part: non-empty range (start, stop) to read in each dim; None to read the whole tensor.
 
         Raises:
             ValueError: the file is damaged. The message names the path.
@@ -299,7 +299,7 @@ def _element_bytes(value: Any) -> dict[str, int]:
     """The bytes per element of each storage that a value refers to, by the storage's key.
 
     Raises:
-        ValueError: the type of a storage is unknown, or a storage is given two types with different sizes.
+        ValueError: the type of a storage is unknown, or one storage has two types with different sizes.
     """
     element_bytes: dict[str, int] = {}
     seen: set[int] = set()  # each part is visited once, although a pickle may put the same part in many places

@@ -41,7 +41,7 @@ def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
 
 
 def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tuple[config.Model, tuple[str, ...]]:
-    """The model with its true vocabulary size, padded to the same number of rows as before, and notes for the user.
+    """The model with its true vocabulary size and an unchanged number of embedding rows, and notes for the user.
 
     Args:
         model: the model with the padded vocabulary, i.e. one id per embedding row.

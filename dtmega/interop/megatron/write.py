@@ -29,7 +29,8 @@ from dtmega.formats.sources import Slices, Source
 from dtmega.interop.megatron.launch.corpora import WORDPIECE_OF
 from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
 
-# Each rank's vocabulary rows are a multiple of this number: Megatron's default for --make-vocab-size-divisible-by.
+# The number of vocabulary rows on each rank is a multiple of MULTIPLE, Megatron's default for
+# --make-vocab-size-divisible-by.
 MULTIPLE = 128
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -73,7 +74,7 @@ def write(
     tokenizer: str = "",
     work: Callable[[], object] = int,
 ) -> None:
-    """Write a checkpoint completely, or not at all. One rank's file is in memory at a time.
+    """Write a checkpoint completely, or not at all. Only one rank's file is in memory at a time.
 
     Args:
         folder: path of the checkpoint, a new folder or an empty one.
@@ -81,7 +82,7 @@ def write(
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        tokenizer: the model's tokenizer spec. If a run in Megatron has a vocabulary, its loader checks the kind of
+        tokenizer: the model's tokenizer spec. If a Megatron run has a vocabulary, Megatron's loader checks the kind of
             tokenizer.
         work: function that is called before each tensor is copied.
 
@@ -235,7 +236,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
 
 
 def args_of_files(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """The arguments that do not depend on the model, but on the layout, the dtype and the tokenizer."""
+    """The arguments that depend on the layout, the dtype and the tokenizer rather than on the model."""
     args = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

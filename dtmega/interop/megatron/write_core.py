@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     """An item of the checkpoint, and the item's contents.
 
     Attributes:
-        item: the item, as torch.distributed.checkpoint plans it.
+        item: the item's entry in torch.distributed.checkpoint's save plan.
         read: function that returns the contents.
     """
 
@@ -61,13 +61,13 @@ def write(
     tokenizer: str = "",
     work: Callable[[], object] = int,
 ) -> None:
-    """Write a checkpoint completely, or not at all. One layer is in memory at a time.
+    """Write a checkpoint completely, or not at all. Only one layer is in memory at a time.
 
     Args:
         folder: path of the checkpoint, a new folder or an empty one.
         source: the whole model under the names in core_forms.py, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
-        tokenizer: the model's tokenizer spec. If a run in Megatron has a vocabulary, its loader checks the kind of
+        tokenizer: the model's tokenizer spec. If a Megatron run has a vocabulary, Megatron's loader checks the kind of
             tokenizer.
         work: function that is called before each tensor is read.
 
@@ -161,7 +161,7 @@ def _whole_entries(
 def _item(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> WriteItem:
-    """The item of one chunk.
+    """The write item for one chunk.
 
     Args:
         shape: shape of the whole tensor.
@@ -178,8 +178,8 @@ def _state(module: str, number: int, n_layers: int) -> Entry:
 
     Args:
         module: name of the module in the checkpoint.
-        number: number of the layer, 0 if the module is outside the layers.
-        n_layers: number of layers that have this module, 1 if the module is outside the layers.
+        number: number of the layer; 0 if the module is outside the layers.
+        n_layers: number of layers that have this module; 1 if the module is outside the layers.
     """
 
     def read() -> io.BytesIO:

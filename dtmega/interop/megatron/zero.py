@@ -118,7 +118,7 @@ def open_optimizer(
 
 
 def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """(data rank, model-parallel rank) -> file of the bf16 optimizer.
+    """The paths of the bf16 optimizer's files: (data rank, model-parallel rank) -> path.
 
     Raises:
         IncompleteMoments: there is no file of a bf16 optimizer.
@@ -180,7 +180,7 @@ def _address(pickled: Any) -> tuple[int, int]:
 
 
 def _whole_name(name: Any, n_layers: int) -> str:
-    """The whole-model name of a parameter in the optimizer. A tied parameter gets its name in layer 1."""
+    """The whole-model name of a parameter in the optimizer. A tied parameter gets the name that it has in layer 1."""
     match = PARAMETER.fullmatch(of_type(name, str, "a parameter's name"))
     prefix = names.layer_file_prefix(int(match[1] or 1), n_layers) if match else None
     if match is None or prefix is None:

@@ -47,8 +47,8 @@ def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
     Args:
         pickle: bytes of the pickle, or a stream of several pickles. Decoding begins at the stream's position and leaves
             the stream at the end of that one pickle.
-        names: names that the pickle may ask for, each "module qualname". The name "persistent id" allows references to
-            objects outside of the pickle.
+        names: names that the pickle may ask for, each as "module qualname". The name "persistent id" allows references
+            to objects outside of the pickle.
 
     Raises:
         ValueError: the pickle is damaged, asks for any other name, or uses an opcode that is not allowed.
@@ -126,7 +126,7 @@ class _Decoder:
         of_type(self.stack[-1], list, "the target of APPENDS").extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:
-        """Add keys and values, given in turn, to the dict or OrderedDict on top of the stack."""
+        """Add alternating keys and values to the dict or OrderedDict on top of the stack."""
         target = of_type(items_of(self.stack[-1]), dict, "the target of SETITEMS")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             # Refuse tuples, because hashing a tuple that is nested a million levels deep overflows the C stack.
@@ -246,7 +246,7 @@ def of_type(value: Any, kind: type, what: str) -> Any:
 
 
 def kind_name(value: Any) -> str:
-    """Name the type of a decoded value in messages; for a `PickledObject`, use the name from the pickle."""
+    """The type name of a decoded value, for messages; for a `PickledObject`, the name from the pickle."""
     return f"'{value.name}'" if type(value) is PickledObject else type(value).__name__
 
 

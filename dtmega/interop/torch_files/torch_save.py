@@ -95,7 +95,7 @@ class SavedTensor(NamedTuple):
 
         Args:
             fd: descriptor of the file.
-            part: range (start, stop) in each dim; not empty.
+            part: non-empty range (start, stop) to read in each dim.
         """
         first = sum(start * stride for (start, _), stride in zip(part, self.strides, strict=True))
         last = sum((stop - 1) * stride for (_, stop), stride in zip(part, self.strides, strict=True))
@@ -178,7 +178,7 @@ class ZipEntry(NamedTuple):
     Attributes:
         at: byte position of the record's content in the file.
         n_bytes: length of the content.
-        crc32: checksum of the content; 0 if torch was told not to compute checksums.
+        crc32: checksum of the content; 0 if the file was saved without checksums.
     """
 
     at: int

@@ -10,9 +10,9 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code can compute, for all sentences at once, the end of a sample that begins with the sentence. Then the code
-cuts all documents in parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each
-sample (`pairs.py`).
+So the code can compute, for all possible first sentences at once, where the sample would end, and then cut all
+documents in parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample
+(`pairs.py`).
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def _from_file(
     dtype: np.dtype[Any],
     pieces: Callable[[], Iterator[NDArray[Any]]],
 ) -> NDArray[Any]:
-    """Memory-map the table from the cache directory; make the file first if it is missing.
+    """Memory-map the table from a file in the cache directory; create the file first if it is missing.
 
     Raises:
-        OSError, ValueError: no cache directory can be written, or the disk is full.
+        OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{targets}".encode()).hexdigest()[:16]
     path = cache_dir() / f"pairs-{name}.bin"

@@ -1,6 +1,6 @@
 """Samples made of sentences. Each row of the table from `cut.py` gives one sample per epoch.
 
-The order of samples is keyed by (seed, epoch). `pairs.py` and `separate_spans.py` turn a row's sentences into a sample.
+The sample order is keyed by (seed, epoch). `pairs.py` and `separate_spans.py` turn a row's sentences into a sample.
 """
 
 from __future__ import annotations

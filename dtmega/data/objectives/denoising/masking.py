@@ -70,7 +70,7 @@ def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int)
 
 
 def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngram: int) -> NDArray[np.int64]:
-    """Number of words n in each n-gram, [B, W]: 1 to min(max_ngram, most), with probability proportional to 1/n.
+    """Number n of words in each n-gram, [B, W]: 1 to min(max_ngram, most), with probability proportional to 1/n.
 
     Args:
         drawn: uniform numbers in [0, 1), [B, W].

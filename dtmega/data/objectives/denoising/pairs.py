@@ -32,7 +32,7 @@ class Segments(NamedTuple):
         tokens: tokens of both segments, in the order of the document, [n].
         n_first: number of tokens in the first segment.
         target: maximum number of tokens that the sample may take from both segments together.
-        key: 64-bit key of the sample; all its random draws are functions of the key.
+        key: 64-bit key of the sample; all of the sample's random draws are functions of the key.
     """
 
     tokens: NDArray[Any]

@@ -97,7 +97,7 @@ def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: i
         marks: ids of sentinels, start, end and padding.
         seq_len: S, length of the encoder's sequence.
         decoder_seq_len: T, length of the decoder's sequence.
-        end_of_input: True to put the end mark after the encoder's sequence too.
+        end_of_input: flag, True to put the end mark after the encoder's sequence too.
     """
     n_rows = len(spans.tokens)
     row = np.broadcast_to(np.arange(n_rows)[:, None], spans.tokens.shape)

@@ -59,18 +59,19 @@ def read_plain(directory: str | Path) -> dict[str, Any]:
 
 
 def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
-    """Make a transformers config from the file's content, without keys that choose an implementation.
+    """Make a transformers config from the content of config.json, without keys that choose an implementation.
 
     Args:
         directory: path of the directory, which becomes the config's `name_or_path`.
         plain: content of the directory's config.json, from `read_plain`.
 
     Raises:
-        ValueError: transformers refuses the file.
+        ValueError: transformers refuses config.json.
     """
     import transformers
 
-    # AutoConfig applies its own rules to the content, but reads only directories. So make a temporary directory.
+    # AutoConfig applies its own rules to the content, but reads only directories. So write the content to a temporary
+    # directory.
     with tempfile.TemporaryDirectory() as cleaned:
         Path(cleaned, NAME).write_text(json.dumps(_without_implementations(plain)), encoding="utf-8")
         try:

@@ -1,8 +1,8 @@
-"""Exports a model as a directory that transformers' `from_pretrained` and `AutoTokenizer` load.
+"""Exports a model to a directory that transformers' `from_pretrained` and `AutoTokenizer` can load.
 
 OUT/config.json               made from the model, or copied from the original with class and dtype replaced
-OUT/generation_config.json    and the tokenizer files
-OUT/model.safetensors         or several files; see write.py
+OUT/generation_config.json    written together with the tokenizer files
+OUT/model.safetensors         one file or several files; see write.py
 
 If the model came from a directory (the original), that directory's tokenizer files (TOKENIZER_FILES) are copied byte
 for byte. Code and other weights are never copied.
@@ -73,7 +73,7 @@ def export(
 
     Raises:
         ValueError: the folder exists and is not empty, an original file cannot be read, a tensor's dtype is not allowed
-            for weights, or the tokenizer has no token for an id. Every rank raises this error before it writes.
+            for weights, or the tokenizer has no token for an id. Every rank raises this error before writing.
         OSError: `write.write` fails.
     """
     tensors = tensor_specs(source)
@@ -112,7 +112,7 @@ def _tokenizer_files(
 
     Args:
         text: content of the tokenizer.json that `tokenizer` was made from.
-        reads_types: True if the model takes `token_type_ids`, which distinguish the two texts of a pair.
+        reads_types: flag, True if the model takes `token_type_ids`, which distinguish the two texts of a pair.
 
     Raises:
         ValueError: the tokenizer has no token for one of the ids.

@@ -153,7 +153,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def other_weights(directory: Path) -> str:
-    """The end of a message about missing weights: names a file that was found instead, and suggests a remedy."""
+    """Suffix for a message about missing weights; the suffix names a file that was found and suggests a remedy."""
 
     def first(*patterns: str) -> str | None:
         names: list[str] = []

@@ -2,7 +2,7 @@
 
 transformers renames tensors when it loads or saves a directory. For some families, transformers' *converters* also
 merge many stored tensors into one parameter: for example, the experts of a mixture are stored one by one. Converters
-that only stack and concatenate become naming rules here (formats/rules.py). So a rank reads only the experts it holds.
+that only stack and concatenate become naming rules here (formats/rules.py), so a rank reads only the experts it holds.
 
 Example, from the model's name to the file's name:
 
@@ -33,7 +33,7 @@ STACKS_JOINED = [*STACKS, ("Concatenate", 1)]
 
 
 def conversions(model: Any) -> list[Any]:
-    """The renamings and converters that transformers applies when it loads a model of this class."""
+    """The renamings and converters that transformers applies when it loads a model of the same class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     # FSDP2 replaces a model's class, but transformers looks up conversions by class name.

@@ -130,7 +130,7 @@ def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The steps by which all ranks together write a folder. A barrier follows each step.
+    """The steps in which all ranks write a folder together. A barrier follows each step.
 
     Attributes:
         folder: absolute final path of the folder.
@@ -147,7 +147,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """A folder next to the final folder. This temporary folder holds the files until all files are complete."""
+        """Path of the temporary folder, next to the final folder, in which the files are written."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:

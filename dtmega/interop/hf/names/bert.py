@@ -53,7 +53,7 @@ def _refuse(model: config.Model) -> None:
 
 
 def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ...]) -> Format:
-    """The format of one of transformers' two BERT classes. The two classes place their LayerNorms differently."""
+    """The format for one of transformers' two BERT classes, which place their LayerNorms differently."""
     attention = "bert.encoder.layer.{}.attention."
     apart = tuple(f"{attention}self.{name}." for name in ("query", "key", "value"))
     return Format(
@@ -100,7 +100,7 @@ def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ..
     )
 
 
-# Formats of transformers' BertForPreTraining and MegatronBertForPreTraining.
+# Formats for transformers' BertForPreTraining and MegatronBertForPreTraining.
 HF = (
     _format(
         *("BertForPreTraining", "bert", "post"),

@@ -17,7 +17,7 @@ def _refuse(model: config.Model) -> None:
         )
 
 
-# Format of transformers' BloomForCausalLM. The rows of the fused QKV are already in our order, so nothing is permuted.
+# Format for transformers' BloomForCausalLM. The rows of the fused QKV are already in our order, so nothing is permuted.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.word_embeddings."),

@@ -1,4 +1,4 @@
-"""Refuses models with a gated feed-forward. Most of the matching transformers classes do not support a gate."""
+"""Refuses models with a gated feed-forward, which most of the matching transformers classes do not support."""
 
 from __future__ import annotations
 

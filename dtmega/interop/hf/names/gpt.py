@@ -16,7 +16,7 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
     return {"embd_pdrop": model.hidden_dropout}
 
 
-# Format of transformers' GPT2LMHeadModel, whose linears are Conv1D with weights [in, out]. GPT2LMHeadModel's fused QKV
+# Format for transformers' GPT2LMHeadModel, whose linears are Conv1D with weights [in, out]. GPT2LMHeadModel's fused QKV
 # holds q for all heads, then k, then v; our fused QKV holds q, k and v for each head in turn.
 HF = Format(
     rules=(

@@ -22,7 +22,7 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] keys for rotary positions, read from a config.json.
 
     Raises:
-        ValueError: the file describes a Llama that this code would compute differently.
+        ValueError: config.json describes a Llama that dtmega would compute differently.
     """
     head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
     if theirs.get("head_dim") not in (None, head_dim):
@@ -54,7 +54,7 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
     }
 
 
-# Format of transformers' LlamaForCausalLM.
+# Format for transformers' LlamaForCausalLM.
 HF = Format(
     rules=(
         Rule("embed.", "model.embed_tokens."),

@@ -12,7 +12,7 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.formats.sources import Source
 
-# Kind of feed-forward in transformers -> our name for the activation, and True if the feed-forward is gated.
+# Kind of feed-forward in transformers -> (our name for the activation, whether the feed-forward is gated).
 FEED_FORWARDS = {
     "relu": ("relu", False),
     "gated-relu": ("relu", True),
@@ -111,7 +111,7 @@ def _up(model: config.Model) -> tuple[Rule, ...]:
     )
 
 
-# Format of transformers' T5ForConditionalGeneration, for the original T5 and for v1.1.
+# Format for transformers' T5ForConditionalGeneration; the format covers the original T5 and v1.1.
 HF = Format(
     rules=(
         Rule("embed.", "shared."),

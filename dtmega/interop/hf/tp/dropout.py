@@ -2,8 +2,8 @@
 
 Where every rank has the whole hidden state, all ranks must drop the same elements, so they draw from the shared stream.
 Where the sequence is cut, each rank draws masks for its tokens from its own stream. The masks are random, but differ
-from the masks of one process, because `transformers` draws masks from torch's generator and not from a key. Without
-sequence parallelism, heads on different ranks get the same masks.
+from those of a single-process run, because `transformers` draws masks from torch's generator rather than from a key.
+Without sequence parallelism, heads on different ranks get the same masks.
 """
 
 from __future__ import annotations

@@ -46,10 +46,11 @@ class Experts(Style):
         super().check(module, tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Check that the module is a transformers experts module that allows experts on other ranks.
+        """Check that the module is a transformers experts module that supports experts on other ranks.
 
         Raises:
-            ValueError: the class allows no experts on other ranks, or a parameter's first dim is not the experts.
+            ValueError: the class does not support experts on other ranks, or a parameter's first dim does not index
+                the experts.
         """
         n_experts = getattr(module, "num_experts", None)
         shapes = {name: list(p.shape) for name, p in module.named_parameters()}

@@ -27,7 +27,7 @@ from dtmega.interop.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import as_function, distribute
 from dtmega.plans.vocabulary import VocabEmbedding
 
-# Name patterns of linears in blocks: COLUMN linears are cut by output features, ROW linears by input features.
+# Name patterns of linears in blocks: COLUMN linears are cut by output features, and ROW linears by input features.
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
 COST = (

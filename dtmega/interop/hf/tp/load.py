@@ -42,14 +42,14 @@ TIED = 'config.json ties them; transformers un-ties such a model: set "tie_word_
 
 
 def open_folder(directory: Path | str, model: Any) -> Folder:
-    """Open a directory's parameters and stored buffers, under the names in a `transformers` model.
+    """Open a directory's parameters and stored buffers under the names that a `transformers` model uses.
 
     Tied parameters must be stored with equal values. If the stored values differ, transformers unties the parameters.
     dtmega raises an error instead, because config.json alone decides which parameters are tied in training.
 
     Args:
         directory: directory with the safetensors.
-        model: the model; it may be on meta, and may be cut.
+        model: the model, which may be on meta and may be cut.
 
     Raises:
         ValueError: `TensorFiles` refuses the files; a parameter is missing from the files, or is stored with a

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
-        """The parts of the logits multiplied by `factor`."""
+        """The `Parts` that define the logits multiplied by `factor`."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
         # If scale and softcap are both multiplied by the factor, z / softcap inside the tanh stays the same.

@@ -1,7 +1,7 @@
 """Makes an `HFPlan` for a model from transformers' own plan: `config.base_model_tp_plan` and `_tp_plan`.
 
-The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nobody else checks that
-the gradients under these plans equal the gradients of one process, so `parallelize_hf` checks a small clone each time.
+The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nothing else checks that
+gradients under these plans equal the gradients of a single process, so `parallelize_hf` checks a small clone each time.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
     Args:
         model: `transformers` model, real or on meta.
         tp: number of ranks.
-        loss_parallel: True if the loss is computed from each rank's part of the logits.
-        rest_whole: True to keep a module whole on every rank if STYLES lacks the plan's string for the module, or if tp
-            cannot cut the module in that style; False to raise an error instead.
+        loss_parallel: flag, True if each rank computes the loss from its part of the logits.
+        rest_whole: flag for modules whose string in the plan is not in STYLES, and for modules that tp cannot cut in
+            the string's style. If True, these modules stay whole on every rank; if False, such a module raises an
+            error.
 
     Raises:
         ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string that STYLES

@@ -32,8 +32,8 @@ def plan_for(
         tp: number of ranks to cut over.
         sequence_parallel: argument of `parallelize_hf`.
         loss_parallel: argument of `parallelize_hf`.
-        generic: True to plan any model: modules stay whole if no way to cut them is known, and a model without any plan
-            computes on DTensors.
+        generic: flag, True to plan any model: modules stay whole if no way to cut them is known, and a model without
+            any plan computes on DTensors.
 
     Raises:
         ValueError: the model has no plan, or tp does not divide its sizes.
@@ -71,21 +71,21 @@ def parallelize_hf(
 
     Every parameter becomes a DTensor, and tied parameters stay one parameter. The model is called as before:
     `model(input_ids, attention_mask=..., labels=...)` computes the loss, and `generate` works with its cache. After
-    each backward the gradients equal the gradients that one process would compute. (Under FSDP2, the loss of that
+    each backward, the gradients equal the gradients that one process would compute. (Under FSDP2, the loss of that
     process is the mean of the data ranks' losses.)
 
     Args:
-        model: `transformers` model, on meta or with weights. A check makes sure that all ranks have the same weights.
+        model: `transformers` model, on meta or with weights. All ranks must have the same weights, which is checked.
         mesh: 1-D mesh, or a mesh with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
-        sequence_parallel: True to give each rank S/tp of the tokens between attention and feed-forward. Forwards whose
-            S is not divisible by tp, forwards with output_hidden_states, and models with transformers' own plan use
-            plain tensor parallelism.
-        loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. All ranks of
-            tp then compute `out.logits` together, on first use.
-        generic: True to accept a model without any plan, which then computes on DTensors and causes a warning; and to
-            keep a module whole on every rank if transformers' own plan has an unknown string for the module.
-        verify_native: True to first verify transformers' own plan on a small clone, as `verify_plan` does. The check
-            takes about a second.
+        sequence_parallel: flag, True to give each rank S/tp of the tokens between attention and feed-forward. Plain
+            tensor parallelism remains for forwards whose S is not divisible by tp, for forwards with
+            output_hidden_states, and for models with transformers' own plan.
+        loss_parallel: flag, True to compute the loss from each rank's part of the logits if there are labels. The tp
+            ranks then compute `out.logits` together when it is first used.
+        generic: flag, True to accept a model without any plan; such a model computes on DTensors, with a warning. The
+            flag also keeps a module whole on every rank if transformers' own plan has an unknown string for the module.
+        verify_native: flag, True to verify transformers' own plan on a small clone first, as `verify_plan` does. The
+            check takes about a second.
 
     Returns:
         `model` itself.
@@ -107,7 +107,7 @@ def parallelize_hf(
 
 
 def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cut the model in `stage` over tp for the trainer, which applies FSDP2 itself. On one rank, only fuse the loss.
+    """Cut the model in `stage` over tp for the trainer, which applies FSDP2 itself. If tp is 1, only fuse the loss.
 
     Args:
         stage: the module that the trainer calls, with or without labels.
@@ -143,7 +143,7 @@ def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify transformers' own plan: cut a small clone of the model, and compare its results with an uncut clone's.
+    """Verify transformers' own plan: compare a small clone of the model that is cut by the plan with an uncut clone.
 
     Raises:
         ValueError: the cut clone's results differ from the uncut clone's results.

@@ -33,12 +33,12 @@ class HFPlan:
     Attributes:
         family: `model_type` of the config.
         tp: number of ranks over which the model is cut.
-        sequence_parallel: True if the hidden state between attention and feed-forward is cut along the sequence.
+        sequence_parallel: flag, True if the hidden state between attention and feed-forward is cut along the sequence.
         table: module name pattern -> style; an argument of `plans.apply_plan`.
         blocks: names of the modules that FSDP2 wraps one by one.
         head: style of the language model head; None if the model has no linear head.
         parameters: module name pattern -> parameter names of the matching modules.
-        native: True if this plan is based on transformers' own plan for the model.
+        native: flag, True if this plan is based on transformers' own plan for the model.
         notes: further lines to print for the user.
     """
 
@@ -169,7 +169,7 @@ def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHe
 
 
 def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
-    """Give every other module with parameters a style that keeps the module whole on each rank.
+    """Add a style for each remaining module that has parameters; the style keeps the module whole on each rank.
 
     A module needs no style of its own if other styles already cover all its parameters through ties. For example, BERT
     has a second name for the head's bias.
@@ -177,10 +177,10 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
     Args:
         plan: the plan, which must already have all other styles.
         model: the model.
-        in_blocks: True to keep modules inside blocks whole too; False to raise an error for a module inside a block.
+        in_blocks: flag that also allows modules inside blocks; if False, such a module raises an error.
 
     Raises:
-        ValueError: the plan does not cover the parameters of a module.
+        ValueError: the plan has no style for a module's parameters.
     """
     # These styles change a module's inputs and outputs, but not its parameters.
     without_parameters = (Guard, StackBoundary, Counts, Enter)
@@ -278,7 +278,7 @@ def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
 
 
 def base_model(model: Any) -> tuple[str, nn.Module]:
-    """The model without its head: (name, module), or ("", model) if the model has no head."""
+    """The model without its head, as (name, module); ("", model) if the model has no head."""
     prefix = model.base_model_prefix
     return (prefix, getattr(model, prefix)) if prefix and hasattr(model, prefix) else ("", model)
 

@@ -90,14 +90,14 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 
 
 class StackBoundary(ParallelStyle):
-    """Style of a stack's first and last block: cuts the sequence before the first block, gathers it after the last.
+    """Style of a stack's first and last block: the sequence is cut before the first and gathered after the last block.
 
     The decision to cut the sequence is made separately for each forward; see `styles.Stack`.
 
     Args:
         stack: the stack of blocks.
-        first: True for the first block.
-        last: True for the last block. If a stack has only one block, the block is both first and last.
+        first: flag, True for the first block.
+        last: flag, True for the last block. In a stack with only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
@@ -144,7 +144,7 @@ class Guard(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        drops: True if the model has dropout.
+        drops: flag, True if the model has dropout.
     """
 
     cost = ("", "")

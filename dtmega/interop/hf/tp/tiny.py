@@ -52,7 +52,7 @@ def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
         length: number of tokens that the clone must be able to read.
 
     Raises:
-        ValueError: the config has no number of heads (Mamba) or no hidden size.
+        ValueError: the config does not give the number of heads (as in Mamba) or the hidden size.
     """
     sizes = _attention_sizes(config, tp)
     new = copy.deepcopy(config)
@@ -85,7 +85,7 @@ def _first(config: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _put(config: Any, new: Any, keys: tuple[str, ...], value: Any) -> None:
-    """In `new`, set each key that `config` sets. Properties are skipped, because properties follow from other keys."""
+    """Set `value` in `new` for each key that `config` sets. Skip properties, which follow from other keys."""
     for key in keys:
         if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
             setattr(new, key, value)
@@ -126,7 +126,7 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     n_experts = _first(config, EXPERT_KEYS)
     per_token = getattr(config, "num_experts_per_tok", None)
     if n_experts and per_token and not getattr(config, "n_group", None):
-        # At least two experts for each rank, and more experts than a token uses.
+        # Keep at least two experts for each rank, and more experts than a token uses.
         _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
     # The next keys decide which layers are dense. If any layer has experts, the clone's second layer must have experts.
     _put(config, new, ("first_k_dense_replace",), 1)
@@ -186,7 +186,7 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
     Args:
         model: the model that will read the batch.
         length: number of tokens per row.
-        padded: True to mask the last three tokens of the first row and the first two of the last row.
+        padded: flag, True to mask the last three tokens of the first row and the first two tokens of the last row.
         rows: number of rows.
         seed: seed of the tokens.
 
@@ -212,10 +212,10 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward, and return a loss and the output that the loss depends on.
+    """Run a forward, and return a loss and the output from which the loss is computed.
 
     Returns:
-        (loss, logits) with labels; (a random linear function of the hidden states, the hidden states) without labels.
+        With labels, (loss, logits). Without labels, (a random linear function of the hidden states, the hidden states).
     """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]

@@ -113,7 +113,7 @@ class Assignments(Shell):
         return Flow.NEXT
 
     def _assign_text(self, word: Word, line: int) -> list[str]:
-        """Set a variable from the text NAME=VALUE. Returns a list with the name, empty if the name is not known."""
+        """Set a variable from the text NAME=VALUE. Return [NAME], or [] if the name is not known."""
         head = word[0] if word else None
         name, equals, rest = head.text.partition("=") if isinstance(head, Text) else ("", "", "")
         if not (equals and name.isidentifier()):

@@ -177,7 +177,7 @@ def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _read(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Give the variables that `read`, `mapfile` or `getopts` would set an unknown value."""
+    """Assign an unknown value to each variable that `read`, `mapfile` or `getopts` sets."""
     for word in words[1:]:
         name = known(word) or ""
         if name.isidentifier():

@@ -108,7 +108,7 @@ class Control(Shell):
         return self._arms(value_node, value, arms)
 
     def _arms(self, value_node: Node, value: Word, arms: Sequence[Node]) -> Flow:
-        """Follow the first arm of a `case` that has a matching pattern."""
+        """Follow the first `case` arm with a matching pattern."""
         if not arms:
             self.scope.status = True
             return Flow.NEXT
@@ -135,7 +135,7 @@ class Control(Shell):
         return self.then(left, operator, right) if flow is Flow.NEXT else flow
 
     def then(self, left: Node, operator: str, right: Node) -> Flow:
-        """Follow the right side of a list, after the left side has been followed."""
+        """Follow the right side of a list. The left side has already been followed."""
         if operator == "||":
             self.scope.status = conditions.negated(self.scope.status)
 

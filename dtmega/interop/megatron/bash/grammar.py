@@ -25,8 +25,8 @@ class Source(NamedTuple):
 
     Attributes:
         text: the text as UTF-8; the syntax tree's nodes hold offsets into these bytes.
-        starts: offsets at which the line in the script changes, in ascending order.
-        lines: line number in the script, from each offset in `starts` onwards.
+        starts: offsets at which the script's line number changes, in ascending order.
+        lines: line numbers in the script, one for each offset in `starts`, valid up to the next offset.
         unknown: name of a stand-in variable -> unknown piece of the text.
         root: root node of the syntax tree.
     """
@@ -42,7 +42,7 @@ class Source(NamedTuple):
         return self.lines[bisect.bisect_right(self.starts, offset) - 1]
 
     def segments(self, start: int, stop: int) -> Iterator[Text]:
-        """Yield the text between two offsets, split by line of the script."""
+        """Yield the text between two offsets, split into lines of the script."""
         while start < stop:
             i = bisect.bisect_right(self.starts, start)
             end = min(self.starts[i], stop) if i < len(self.starts) else stop

@@ -30,7 +30,7 @@ class Variable:
 
     Attributes:
         value: text of the variable; for an array, index -> item.
-        is_exported: True if child processes get the variable.
+        is_exported: flag, True if child processes get the variable.
     """
 
     value: Word | dict[str, Word]
@@ -62,7 +62,7 @@ class Scope:
         files: contents of files that the script wrote, by path.
         output: text written to standard output so far; None if nothing reads the output.
         input: text on standard input; None if the text is not known.
-        status: True if the last command succeeded, False if it failed; None if the outcome is not known.
+        status: outcome of the last command: True for success, False for failure, None if the outcome is not known.
     """
 
     variables: dict[str, Variable] = dataclasses.field(default_factory=dict)

@@ -121,7 +121,7 @@ class Fields:
         self._open.append(word)
 
     def add_split(self, word: Word) -> None:
-        """Split text at blanks and add the parts, as for a variable without quotes."""
+        """Split text at blanks and append each part, as the shell does for an unquoted variable."""
         for piece in word:
             if isinstance(piece, Unknown):
                 self.add((piece,))

@@ -33,8 +33,8 @@ ABSOLUTE = ("absolute", "learned_absolute")
 # Llama 3.1's scaling of rotary frequencies. Source: megatron-core, `rotary_pos_embedding.py`, _apply_scaling.
 ROPE_SCALING = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_length": 8192}
 # Query-key layer scaling was on by default until Megatron-LM's commit 94a3749f87 of 2 November 2023. A command with a
-# flag in UNTIL_2023 is older than this commit, because the flag was removed before; a command with a flag in SINCE_2023
-# is newer, because the flag was added afterwards. The DeepSpeed forks never changed the default.
+# flag in UNTIL_2023 is older than this commit, because an earlier commit removed the flag; a command with a flag in
+# SINCE_2023 is newer, because a later commit added the flag. The DeepSpeed forks never changed the default.
 UNTIL_2023 = (
     *("--checkpoint-activations", "--checkpoint-num-layers", "--activations-checkpoint-method", "--batch-size"),
     *("--model-parallel-size", "--data-impl", "--mmap-warmup", "--DDP-impl", "--scattered-embeddings", "--warmup"),
@@ -50,7 +50,7 @@ FOR_DEEPSPEED = (
     *("--embed-layernorm", "--pad-vocab-size-to", "--kill-switch-path", "--sync-tp-duplicated-parameters"),
     *("--train-weighted-split-paths", "--train-weighted-split-paths-path", "--glu-activation", "--valid-num-workers"),
 )
-# Value of --original -> True if query-key layer scaling is on by default.
+# Value of --original -> whether query-key layer scaling is on by default.
 SCALES_BY_DEFAULT = {"megatron-lm": True, "megatron-deepspeed": True, "megatron-core": False}
 
 

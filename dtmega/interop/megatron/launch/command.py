@@ -70,7 +70,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
     Raises:
         ValueError: `source` is not bash, has no Megatron command, has several Megatron commands although `number` is 0,
             or does not determine which command runs.
-        OSError: the file cannot be read.
+        OSError: the launch script cannot be read.
     """
     path = Path(source)
     is_line = " " in source.strip() and not _is_file(source)
@@ -117,7 +117,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """Path -> contents, for JSON files in the script's folder that the command names."""
+    """Path -> contents, for each JSON file that the command names and that is in the script's folder."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)

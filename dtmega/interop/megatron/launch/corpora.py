@@ -13,7 +13,7 @@ from dtmega.interop.megatron.launch.draft import Draft
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
 # Script -> objective, for scripts that do not train the family's default objective.
 OBJECTIVE_OF_SCRIPT = {"pretrain_prefix_lm": "prefix-lm", "pretrain_t5": "separate-spans"}
-# Megatron's name of a WordPiece tokenizer -> prefix in dtmega's tokenizer spec.
+# Megatron's name for a WordPiece tokenizer -> prefix in dtmega's tokenizer spec.
 WORDPIECE_OF = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
 OF_DIRECTORY = ("PretrainedFromHF", "HuggingFaceTokenizer", "HFTokenizer")
 

@@ -168,13 +168,13 @@ class Draft:
         return number if kind in (int, float) else value
 
     def close(self, allowed: Sequence[str]) -> None:
-        """Record every flag that no step has carried over, then settle every decision that the user allows to skip.
+        """Record every flag that no step has carried over, then close the decisions that `allowed` names.
 
         Args:
             allowed: names of flags, words and keys that may be missing, as given by the user.
 
         Raises:
-            ValueError: a name in `allowed` is not open.
+            ValueError: a name in `allowed` belongs to no open decision.
         """
         for name, values in self.command.values.items():
             flag = self.flags.get(name)
@@ -248,7 +248,7 @@ class Draft:
         ]
 
     def _refusal(self, values: Mapping[str, Any]) -> list[str]:
-        """The error that a run would raise for the values, as comment lines; [] while keys are lacking."""
+        """The error that a run would raise for the values, as comment lines; [] while values are missing."""
         if self.lacking:
             return []
         try:

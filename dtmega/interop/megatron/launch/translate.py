@@ -55,7 +55,7 @@ def translate(
     Raises:
         ValueError: `source` has no Megatron command or does not determine which command runs, or the command trains a
             model that dtmega does not have.
-        OSError: the file cannot be read.
+        OSError: the launch script cannot be read.
     """
     found, notes = command.read(source, given or {}, number)
     draft = _filled_draft(found, original)
