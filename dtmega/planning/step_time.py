@@ -69,8 +69,8 @@ def step_time(
     Microbatches that a role has not run take the median time of those that it has run.
 
     Args:
-        roles: place in the pipeline -> works of that rank. A place that is left out takes the times of the nearest
-            place before it, stage by stage; place 0 must be there.
+        roles: place in the pipeline -> works of that rank. Places may share one list: stages are matched in order. A
+            place that is left out shares that of the nearest place before it; place 0 must be there.
         table: the pipeline's schedule, with all microbatches; None without a pipeline.
         fabric: the fabric.
         sizes: size of each axis of the mesh.
@@ -81,9 +81,15 @@ def step_time(
         ValueError: a role lacks a kind of action that its row of the table has, or the fabric lacks a dtype.
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
-    times = {}
+    times: dict[int, RankTimes] = {}
+    place_of: dict[int, int] = {}  # identity of a list of works -> the first place that has it
     for place, works in roles.items():
-        times[place] = time_rank(works, fabric, pipeline[place], groups_of(sizes, pipeline[place]))
+        first = place_of.setdefault(id(works), place)
+        if first == place:
+            rank = pipeline[place]
+            times[place] = time_rank(works, fabric, rank, groups_of(sizes, rank))
+        else:
+            times[place] = times[first]
     if table is None:
         return _without_pipeline(times[0], n_microbatches)
     places = [max(known for known in roles if known <= place) for place in range(len(table))]
@@ -186,7 +192,7 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
         for message in rank.streams.messages:
             communication[message.axis] += message.seconds * _scale(message.action, scale) / n
     compute_s, exposed_s = sum(compute.values()), sum(exposed_by_axis.values())
-    bubble = 1 - (compute_s + exposed_s) / seconds if seconds else 0.0
+    bubble = max(0.0, 1 - (compute_s + exposed_s) / seconds) if seconds else 0.0
     return StepTime(
         seconds,
         compute_s,

@@ -120,13 +120,15 @@ def test_one_microbatch_passes_through_all_ranks_and_links_and_back():
     assert time.seconds == pytest.approx(0.75 + 4 * 3 + 2 * (0.05 + 0.5 + 0.05))
 
 
-def test_places_that_are_left_out_take_the_place_before_them():
+def test_places_that_are_left_out_or_share_works_take_the_times_of_those():
     table = named_table("1F1B", 4, 1, 6)
     seconds = {0: 3.0, 1: 2.0, 3: 4.0}
     given = {place: stage_works(place, 6, each, 2 * each, 8, 3) for place, each in seconds.items()}
     every = given | {2: stage_works(2, 6, 2.0, 4.0, 8, 3)}
-    found, expected = (step_time(roles, table, TOY, mesh(4)) for roles in (given, every))
-    assert found == expected
+    shared = given | {2: given[1]}
+    expected = step_time(every, table, TOY, mesh(4))
+    assert step_time(given, table, TOY, mesh(4)) == expected
+    assert step_time(shared, table, TOY, mesh(4)) == expected
 
 
 def test_stages_of_a_place_that_is_left_out_are_matched_in_order():
