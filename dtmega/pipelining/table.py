@@ -9,9 +9,9 @@ import csv
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from dtmega import config
@@ -36,6 +36,7 @@ class Action(NamedTuple):
 
 
 Table = list[list[Action]]  # the actions of each pp rank, in order
+NOTHING_LATER: Mapping[Action, Action] = MappingProxyType({})
 
 
 class ScheduleKind(NamedTuple):
@@ -101,17 +102,38 @@ def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> T
         return [_all_forwards_all_backwards(rank, n_microbatches) for rank in range(pp)]
     if schedule == "1F1B":
         return [_one_forward_one_backward(rank, pp, n_microbatches) for rank in range(pp)]
+    return [parse(" ".join(row)) for row in _torch_cells(schedule, pp, per_rank, n_microbatches)]
+
+
+def _torch_cells(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> list[list[str]]:
+    """The cells of each rank, in torch's notation, of a schedule that torch's classes define."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # A stand-in stage with the attributes that torch's schedule classes read. From the stages of any one rank, these
     # classes compute the rows of all ranks.
     stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * per_rank, n_microbatches).pipeline_order
-    table = []
-    for rank in range(pp):
-        cells = [str(action) for action in order[rank] if action]
-        table.append(parse(" ".join(cells)))
-    return table
+    return [[str(action) for action in order[rank] if action] for rank in range(pp)]
+
+
+def sent_after(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> dict[Action, Action]:
+    """The actions whose output is sent only after a later action, and these later actions.
+
+    torch runs the actions of one cell, such as (0F4;3B1)OVERLAP_F_B, one after the other, and sends all their outputs
+    after the last one (`_add_send_recv` in torch.distributed.pipelining.schedules).
+    """
+    if pipeline.csv:
+        lines = Path(pipeline.csv).read_text(encoding="utf-8").splitlines()
+        rows = list(csv.reader(lines))
+    elif pipeline.schedule in ("GPipe", "1F1B"):
+        rows = []
+    else:
+        rows = _torch_cells(pipeline.schedule, pp, stages_per_rank(pipeline), n_microbatches)
+    later = {}
+    for cell in itertools.chain.from_iterable(rows):
+        *first, last = parse(cell) or [None]
+        later.update(dict.fromkeys(first, last))
+    return later
 
 
 def _all_forwards_all_backwards(rank: int, n_microbatches: int) -> list[Action]:
@@ -253,6 +275,7 @@ def simulate(
     duration: Callable[[Action], float] = in_forwards,
     transfer: Callable[[Action, int, int], float] = at_once,
     begins: Sequence[float] | None = None,
+    later: Mapping[Action, Action] = NOTHING_LATER,
 ) -> Timeline:
     """Simulate a table: every action starts as early as its rank and its inputs allow.
 
@@ -267,6 +290,7 @@ def simulate(
         transfer: function that gives the time from the end of an action to the arrival of its output on another rank.
             The function is called with the action, the rank that sends and the rank that receives.
         begins: the earliest time at which each rank can begin; None for 0 everywhere.
+        later: actions whose output is sent only after another action of their rank, from `sent_after`.
 
     Raises:
         ValueError: an action waits for an input that never comes.
@@ -285,8 +309,13 @@ def simulate(
             if not done:
                 return None
             sender = rank_of[done[0].stage]
-            on_the_way = 0 if sender == rank else transfer(done[0], sender, rank)
-            ready = max(ready, ends[done[0]] + on_the_way)
+            if sender == rank:
+                ready = max(ready, ends[done[0]])
+                continue
+            sent = later.get(done[0], done[0])
+            if sent not in ends:
+                return None
+            ready = max(ready, ends[sent] + transfer(done[0], sender, rank))
         return ready
 
     while waiting := [rank for rank, row in enumerate(table) if len(rows[rank]) < len(row)]:

@@ -18,15 +18,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dtmega.mesh import AXES, DERIVED, rank_groups
-from dtmega.pipelining.table import ACTION, Action, Table, Timeline, parse, simulate
-from dtmega.planning import pricing, streams
+from dtmega.mesh import rank_groups
+from dtmega.pipelining.table import ACTION, NOTHING_LATER, Action, Table, Timeline, simulate
+from dtmega.planning import pricing
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.streams import Span, StreamTimes
-from dtmega.planning.work import COMPUTE, Message, Work
-
-POINT_TO_POINT = ("send", "receive")
-JOINED = ("world", *(name for name, axes in DERIVED.items() if "pp" in axes))  # groups over several pipeline ranks
+from dtmega.planning.rank_time import RankTimes, groups_of, time_rank
+from dtmega.planning.work import Work
 
 
 class StepTime(NamedTuple):
@@ -59,53 +56,40 @@ class StepTime(NamedTuple):
     timeline: Timeline | None
 
 
-class RankTimes(NamedTuple):
-    """The times of one pipeline rank, as if no other rank made it wait.
-
-    Attributes:
-        actions: seconds of each action of the schedule, with the waits for the rank's own collectives.
-        before_s: time before the first action, and its waits for collectives: these need nothing from other stages.
-        until_joined_s: time from the last action to the end of the last collective that joins pipeline ranks; 0 without
-            such a collective.
-        after_s: time from there to the end.
-        sends: sizes in bytes of the messages that the rank sends to other pipeline ranks.
-        streams: the rank's simulated streams.
-    """
-
-    actions: dict[Action, float]
-    before_s: float
-    until_joined_s: float
-    after_s: float
-    sends: list[int]
-    streams: StreamTimes
-
-
 def step_time(
     roles: Mapping[int, Sequence[Work]],
     table: Table | None,
     fabric: Fabric,
     sizes: Mapping[str, int],
     n_microbatches: int | None = None,
+    later: Mapping[Action, Action] = NOTHING_LATER,
 ) -> StepTime:
     """Predict the time of one step.
 
     Microbatches that a role has not run take the median time of those that it has run.
 
     Args:
-        roles: place in the pipeline -> works of that rank. A place that is left out takes the times of the nearest
-            place before it, stage by stage; place 0 must be there.
+        roles: place in the pipeline -> works of that rank. Places may share one list: stages are matched in order. A
+            place that is left out shares that of the nearest place before it; place 0 must be there.
         table: the pipeline's schedule, with all microbatches; None without a pipeline.
         fabric: the fabric.
         sizes: size of each axis of the mesh.
         n_microbatches: number of microbatches without a pipeline, if the role has run fewer; None: as many as it has.
+        later: actions whose output is sent only after another action, from `pipelining.table.sent_after`.
 
     Raises:
         ValueError: a role lacks a kind of action that its row of the table has, or the fabric lacks a dtype.
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
-    times = {}
+    times: dict[int, RankTimes] = {}
+    place_of: dict[int, int] = {}  # identity of a list of works -> the first place that has it
     for place, works in roles.items():
-        times[place] = time_rank(works, fabric, pipeline[place], groups_of(sizes, pipeline[place]))
+        first = place_of.setdefault(id(works), place)
+        if first == place:
+            rank = pipeline[place]
+            times[place] = time_rank(works, fabric, rank, groups_of(sizes, rank))
+        else:
+            times[place] = times[first]
     if table is None:
         return _without_pipeline(times[0], n_microbatches)
     places = [max(known for known in roles if known <= place) for place in range(len(table))]
@@ -123,113 +107,13 @@ def step_time(
 
     # Ranks wait for their first weights at the same time as for each other.
     begins = [rank.before_s for rank in ranks]
-    timeline = simulate(table, duration=durations.__getitem__, transfer=transfer_s, begins=begins)
+    timeline = simulate(table, duration=durations.__getitem__, transfer=transfer_s, begins=begins, later=later)
     joined_s = max(row[-1].end + rank.until_joined_s for row, rank in zip(timeline.rows, ranks, strict=True))
     seconds = joined_s + max(rank.after_s for rank in ranks)
     scales = []
     for rank, row in zip(ranks, table, strict=True):
         scales.append(sum(durations[action] for action in row) / sum(rank.actions.values()))
     return _mean(seconds, ranks, scales, timeline)
-
-
-def groups_of(sizes: Mapping[str, int], rank: int) -> pricing.Groups:
-    """A function that gives the ranks of one rank's process groups by name, as in `mesh.World.groups`.
-
-    The function knows "world" and groups of some places in the pipeline such as "pp 0+2", too.
-    """
-    known: dict[str, Sequence[int]] = {}
-
-    def ranks_of(name: str) -> Sequence[int]:
-        if name not in known:
-            axis, _, places = name.partition(" ")
-            axes = AXES if axis == "world" else DERIVED.get(axis, (axis,))
-            (mine,) = (ranks for ranks in rank_groups(dict(sizes), axes) if rank in ranks)
-            known[name] = [mine[int(place)] for place in places.split("+")] if places else mine
-        return known[name]
-
-    return ranks_of
-
-
-def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.Groups) -> RankTimes:
-    """The times of one pipeline rank, with messages between pipeline ranks that take no time.
-
-    Args:
-        works: the rank's kernels and messages.
-        fabric: the fabric.
-        rank: number of the rank in the world.
-        groups: function that gives the ranks of this rank's process groups.
-
-    Raises:
-        ValueError: the fabric lacks a dtype.
-    """
-    durations_s = []
-    sends = []
-    for work in works:
-        between_stages = work.message is not None and work.message.collective in POINT_TO_POINT
-        durations_s.append(0.0 if between_stages else pricing.seconds(work, fabric, rank, groups))
-        if work.message and work.message.collective == "send":
-            sends.append(work.message.n_bytes)
-    result = streams.run(works, durations_s)
-    scheduled = [number for number, work in enumerate(works) if ACTION.fullmatch(work.action)]
-    first, after = (scheduled[0], scheduled[-1] + 1) if scheduled else (0, 0)
-
-    # If the schedule's first kernel starts late, messages that need no kernel are already done. The difference is the
-    # wait for them.
-    delay_s = result.communication_s
-    late_works = [*works[:first], Work("", COMPUTE, "delay"), *_shifted(works[first:], first)]
-    late = streams.run(late_works, [*durations_s[:first], delay_s, *durations_s[first:]])
-    begun_late_s = _frontier_s(late_works, late.spans, first + 1)
-    actions = _advances(late_works[first + 1 : after + 1], late.spans[first + 1 : after + 1], begun_late_s)
-    ended_s = _frontier_s(works, result.spans, after)
-    before_s = ended_s - sum(actions.values())
-    joined_s = ended_s
-    for work, span in zip(works[after:], result.spans[after:], strict=True):
-        if work.message and _joins_places(work.message):
-            joined_s = max(joined_s, span.end_s)
-    return RankTimes(actions, before_s, joined_s - ended_s, result.seconds - joined_s, sends, result)
-
-
-def _shifted(works: Sequence[Work], first: int) -> list[Work]:
-    """Works that wait for the same works after one more has been put into the list at place `first`."""
-    shifted = []
-    for work in works:
-        waits = tuple(number + (number >= first) for number in work.waits)
-        shifted.append(work._replace(waits=waits))
-    return shifted
-
-
-def _frontier_s(works: Sequence[Work], spans: Sequence[Span], stop: int) -> float:
-    """The time at which the compute stream has ended all of its works before number `stop`."""
-    ends = [span.end_s for work, span in zip(works[:stop], spans[:stop], strict=True) if work.stream == COMPUTE]
-    return ends[-1] if ends else 0.0
-
-
-def _advances(works: Sequence[Work], spans: Sequence[Span], begun_s: float) -> dict[Action, float]:
-    """The time that the compute stream takes for each action, waits included.
-
-    Args:
-        works: works from the first action to the last one. Other works between them count to the action before.
-        spans: their times.
-        begun_s: time at which the compute stream is ready for the first action.
-    """
-    advances: dict[Action, float] = {}
-    current: Action | None = None
-    now_s = begun_s
-    for work, span in zip(works, spans, strict=True):
-        if ACTION.fullmatch(work.action):
-            (current,) = parse(work.action)
-            advances.setdefault(current, 0.0)
-        if work.stream == COMPUTE and current is not None:
-            advances[current] += span.end_s - now_s
-            now_s = span.end_s
-    return advances
-
-
-def _joins_places(message: Message) -> bool:
-    """True for a collective whose ranks are at several places in the pipeline."""
-    if message.collective in POINT_TO_POINT:
-        return False
-    return message.axis in JOINED or message.axis.startswith("pp")
 
 
 def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
@@ -308,7 +192,7 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
         for message in rank.streams.messages:
             communication[message.axis] += message.seconds * _scale(message.action, scale) / n
     compute_s, exposed_s = sum(compute.values()), sum(exposed_by_axis.values())
-    bubble = 1 - (compute_s + exposed_s) / seconds if seconds else 0.0
+    bubble = max(0.0, 1 - (compute_s + exposed_s) / seconds) if seconds else 0.0
     return StepTime(
         seconds,
         compute_s,

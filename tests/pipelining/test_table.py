@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from dtmega.pipelining.table import SCHEDULES, Action, Table, named_table, simulate, stages_in
+from dtmega import config
+from dtmega.pipelining.table import (
+    SCHEDULES,
+    Action,
+    Table,
+    make_table,
+    named_table,
+    sent_after,
+    simulate,
+    stages_in,
+)
 
 
 def needs(action: Action, last: int) -> list[Action]:
@@ -77,3 +88,28 @@ def test_a_transfer_is_asked_for_by_what_is_sent_and_only_between_ranks():
     for action, sender, receiver in asked:
         assert sender == rank_of[action.stage]
         assert receiver == rank_of[action.stage + (1 if action.kind == "F" else -1)] != sender
+
+
+def test_outputs_of_actions_in_one_cell_are_sent_after_the_last_of_them(tmp_path: Path):
+    """0B0 waits for 1B0, which is sent with 1F1 behind it, in the same cell."""
+    path = tmp_path / "cells.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,(1B0;1F1)OVERLAP_F_B,1B1\n")
+    pipeline = config.Pipeline.model_validate({"csv": str(path)})
+    later = sent_after(pipeline, 2, 2)
+    assert later == {Action(1, "B", 0): Action(1, "F", 1)}
+    starts = {}
+    for with_cells in (False, True):
+        timeline = simulate(make_table(pipeline, 2, 2), later=later if with_cells else {})
+        starts[with_cells] = [step.start for step in timeline.rows[0]]
+    assert starts == {False: [0, 1, 4, 7], True: [0, 1, 5, 7]}
+
+
+def test_only_dualpipe_has_cells_of_several_actions():
+    for schedule, kind in SCHEDULES.items():
+        pipeline = config.Pipeline.model_validate({"schedule": schedule})
+        later = sent_after(pipeline, 2, 8)
+        assert bool(later) == (schedule == "DualPipeV")
+        for first, last in later.items():
+            table = named_table(schedule, 2, int(kind.per_rank[0]), 8)
+            (row,) = (row for row in table if first in row)
+            assert row.index(last) == row.index(first) + 1

@@ -28,7 +28,7 @@ def test_blooms_days_are_those_of_its_readme_and_its_mfu_that_of_its_log():
     [
         ({"tokens": 0}, "tokens=0, expected a positive number"),
         ({"step_time_s": float("nan")}, "step_time_s=nan, expected a positive number"),
-        ({"dtype": "float8"}, r"no peak FLOP/s for float8, expected one of bfloat16, float16, float32 .*peak_flops"),
+        ({"dtype": "float8"}, r"no peak FLOP/s for float8, expected one of bfloat16, float16, float32, .*peak_flops"),
     ],
 )
 def test_a_number_that_makes_no_budget_is_refused(changed: dict, message: str):

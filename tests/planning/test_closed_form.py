@@ -124,3 +124,10 @@ def test_shipped_efficiencies_and_their_errors_are_those_of_the_fit(kind: str):
         if published.GPU_KINDS[name] == kind:
             assert fabric.gpu.efficiency == pytest.approx(efficiency, abs=6e-4)
             assert fabric.gpu.held_out_error == pytest.approx(held_out, abs=6e-4)
+
+
+def test_gradients_are_reduced_over_ranks_a_tensor_parallel_group_apart():
+    """With tp 8 in nodes of 8, each data group has one rank in each node and crosses by one network card."""
+    run = GPT._replace(tp=8, pp=1, n_gpus=32)
+    weights = (12 * 12 * 1024**2 + 2 * 51200 * 1024) / 8
+    assert closed_form.step(run, IDEAL).data_s == pytest.approx(2 * 3 / 4 * 2 * weights / 1e10, rel=1e-6)

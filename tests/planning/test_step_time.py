@@ -7,7 +7,8 @@ import pytest
 from dtmega.mesh import group_lists
 from dtmega.pipelining.table import SCHEDULES, Action, named_table, simulate
 from dtmega.planning import fabric as fabrics
-from dtmega.planning.step_time import groups_of, step_time
+from dtmega.planning.rank_time import groups_of
+from dtmega.planning.step_time import step_time
 from dtmega.planning.work import COMPUTE, Message, Work
 
 SECOND = 10**9  # moved bytes that take one second
@@ -119,13 +120,15 @@ def test_one_microbatch_passes_through_all_ranks_and_links_and_back():
     assert time.seconds == pytest.approx(0.75 + 4 * 3 + 2 * (0.05 + 0.5 + 0.05))
 
 
-def test_places_that_are_left_out_take_the_place_before_them():
+def test_places_that_are_left_out_or_share_works_take_the_times_of_those():
     table = named_table("1F1B", 4, 1, 6)
     seconds = {0: 3.0, 1: 2.0, 3: 4.0}
     given = {place: stage_works(place, 6, each, 2 * each, 8, 3) for place, each in seconds.items()}
     every = given | {2: stage_works(2, 6, 2.0, 4.0, 8, 3)}
-    found, expected = (step_time(roles, table, TOY, mesh(4)) for roles in (given, every))
-    assert found == expected
+    shared = given | {2: given[1]}
+    expected = step_time(every, table, TOY, mesh(4))
+    assert step_time(given, table, TOY, mesh(4)) == expected
+    assert step_time(shared, table, TOY, mesh(4)) == expected
 
 
 def test_stages_of_a_place_that_is_left_out_are_matched_in_order():
@@ -185,3 +188,35 @@ def test_a_schedule_with_a_kind_of_action_that_no_role_has_run_is_refused():
     roles = {0: [busy("0F0", 1), busy("0I0", 1), busy("0W0", 1)]}
     with pytest.raises(ValueError, match=r"the schedule has 0B0, but the works of this rank have only .*0I0"):
         step_time(roles, table, TOY, mesh(2))
+
+
+def test_outputs_that_stay_on_a_rank_need_no_message():
+    """A V's turn is on the last rank: of its 2 F and 2 I a microbatch, one each is sent; 100 bytes take 0.1 s."""
+    table = named_table("ZBVZeroBubble", 2, 2, 4)
+    rank_of = {0: 0, 1: 1, 2: 1, 3: 0}
+    roles = {}
+    for place, row in enumerate(table):
+        works = []
+        for action in row:
+            works.append(busy(str(action), 1))
+            other = rank_of.get(action.stage + (1 if action.kind == "F" else -1), place)
+            if action.kind != "W" and other != place:
+                sent = Message("send", "pp", 2, 100, peer=other)
+                works.append(Work(str(action), "pp", "send", message=sent))
+        roles[place] = works
+    expected = simulate(table, duration=lambda action: 1.0, transfer=lambda *_: 0.1)
+    timeline = step_time(roles, table, TOY, mesh(2)).timeline
+    assert timeline is not None
+    found = [[step.start for step in row] for row in timeline.rows]
+    assert found == [pytest.approx([step.start for step in row]) for row in expected.rows]
+
+
+def test_a_rank_that_begins_late_delays_the_others():
+    """Rank 0 gathers its first weights for 10 s; rank 1, whose weights are few, waits for rank 0's output."""
+    table = named_table("GPipe", 2, 1, 1)
+    roles = {}
+    for place, n_bytes in enumerate((2000, 200)):
+        gather = collective(f"{place}F0", "fsdp", 2, n_bytes)
+        roles[place] = [gather, busy(f"{place}F0", 1, waits=(0,)), busy(f"{place}B0", 2)]
+    time = step_time(roles, table, TOY, mesh(2, dp_shard=2, tp=2))
+    assert time.seconds == pytest.approx(10 + 1 + 1 + 2 + 2)
