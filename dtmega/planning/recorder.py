@@ -162,7 +162,7 @@ class Recorder:
         if self._phase == "build":
             return
         if name == "wait_tensor":
-            self._wait_for(outputs[0])
+            self._wait_for(args[0])
             return
         if name in COLLECTIVES and "c10d" in namespace:
             self._send(operator, name, args, kwargs, outputs)
