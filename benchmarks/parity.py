@@ -17,6 +17,7 @@ FORMS = ("gather", "heads")
 SHARED = [f"{prefix}cp 2, {form}" for prefix in OF_CP for form in FORMS]
 SHARED += [f"cp 2 x {axis}, {form}" for axis in ("tp 2", "pp 2, 1F1B", "dp_shard 2") for form in FORMS]
 
+
 def asked(words: list[str]) -> list[str]:
     """The names of the layouts that the command line asks for."""
     if not words:

@@ -20,6 +20,7 @@ in each document, because Megatron's ALiBi ignores those ids.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -29,13 +30,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega.ops import keyed
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
-from dtmega.ops.cpu.attention import attention_cpu
+from dtmega.ops.cpu.attention import OPERATOR, attention_cpu
 from dtmega.ops.shared_rule import SharedRule
 
+# The kernels as operators, whose results are kept where what surrounds them is computed again in backward.
+KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    OPERATOR,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
 FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
 
 
@@ -79,7 +89,7 @@ def attention(
     if rule.block_mask is not None:
         assert dropout is None
         return _flex(q, k, v, rule, scale)
-    is_learned = rule.table is not None and rule.table.requires_grad
+    is_learned = _is_learned(rule)
     if _products_are_fastest(q, rule) and not is_learned:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         p, *ids = (0.0, None, None, None) if dropout is None else dropout
@@ -116,14 +126,61 @@ def _over_ranks(
         k, v = (context.to_heads(x, shared.keys_balanced) for x in (k, v))
         out = attention(q, k, v, shared.runs[0].rule, dropout, scale)
         return context.to_tokens(out, shared.queries_balanced)
+    if context.keeps_gathered or not torch.is_grad_enabled():
+        return _over_all_keys(q, k, v, shared, dropout, scale)
+    if not torch.compiler.is_compiling():
+        return _over_all_keys(q, k, v, shared, dropout, scale, again=True)
+    # In a compiled block, Inductor chooses what is kept for backward, among what the policy allows. The plain formula
+    # has no kernel whose results could be kept: computing all of it again would cost more than its keys take.
+    if dropout is not None or any(_is_learned(run.rule) and run.rule.block_mask is None for run in shared.runs):
+        return _over_all_keys(q, k, v, shared, dropout, scale)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _over_all_keys(q, k, v, shared, None, scale)
+
+    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(attend, q, k, v, context_fn=_keeping_results_of_kernels, **keywords)
+
+
+def _over_all_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: SharedRule,
+    dropout: Dropout | None,
+    scale: float | None,
+    again: bool = False,
+) -> Tensor:
+    """Gather the keys and values of all tokens, and compute attention for this rank's tokens.
+
+    Args:
+        again: True to gather keys and values again in backward, instead of keeping them.
+    """
+    context = shared.context
     # One message carries keys and values.
-    joined = context.gather(torch.cat([k, v], dim=-1), shared.keys_balanced)
-    k, v = joined.split([k.shape[-1], v.shape[-1]], dim=-1)
+    part = torch.cat([k, v], dim=-1)
+    gathered = context.gather(part, shared.keys_balanced)
+    k, v = gathered.split([k.shape[-1], v.shape[-1]], dim=-1)
     outs: list[Tensor] = []
-    for run in shared.runs:
-        queries = q[:, :, run.start : run.stop]
-        outs.append(attention(queries, k[:, :, : run.n_keys], v[:, :, : run.n_keys], run.rule, dropout, scale))
+    keeping = context.gathering_again(gathered, part, shared.keys_balanced) if again else contextlib.nullcontext()
+    with keeping:
+        for run in shared.runs:
+            queries = q[:, :, run.start : run.stop]
+            outs.append(attention(queries, k[:, :, : run.n_keys], v[:, :, : run.n_keys], run.rule, dropout, scale))
     return torch.cat(outs, dim=2)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of kernels, and compute again what surrounds them: the gather and what slices its result."""
+    return CheckpointPolicy.MUST_SAVE if op in KERNELS else CheckpointPolicy.MUST_RECOMPUTE
+
+
+_keeping_results_of_kernels = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def _is_learned(rule: AttentionRule) -> bool:
+    """True if the rule has a table of biases that is trained."""
+    return rule.table is not None and rule.table.requires_grad
 
 
 def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:

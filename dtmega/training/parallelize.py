@@ -297,7 +297,8 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
     if world.sizes["cp"] > 1:
         by_heads = families.of(cfg.model).attends_by_heads(cfg, world.sizes)
-        model.context = ContextParallel(world.groups["cp"], by_heads)
+        recomputes = cfg.recompute.mode != "none"
+        model.context = ContextParallel(world.groups["cp"], by_heads, keeps_gathered=recomputes)
     # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
     if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
