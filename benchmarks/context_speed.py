@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/context_speed.py [--seq-len 2048] [--dtype bfloat16] [--cp 2] [--rounds 11]
 
 ALiBi under a causal mask, B 1, 8 heads of 64, forward and backward, in one process that plays one rank of cp: the keys
-and values that other ranks would send are there already, so no message is counted. All forms take turns, and of each
-the median of CPU time counts. The table gives, for the rank's queries:
+and values that other ranks would send are there already, in forward and in backward, so no message is counted. All
+forms take turns, and of each the median of CPU time counts. The table gives, for the rank's queries:
 
     gather             as a run computes it: two runs of consecutive queries, each with a strip of biases
     heads              the other form: all queries, for 1 / cp of the heads
@@ -75,7 +75,7 @@ class Alone(ContextParallel):
 
 
 def rule_of_rank(seq_len: int, place: Place, slopes: Tensor, by_heads: bool) -> AttentionRule:
-    context = Alone(cast(Any, place), by_heads=by_heads)
+    context = Alone(cast(Any, place), by_heads=by_heads, keeps_gathered=True)
     return attention_rule(own_places(seq_len, place), causal=True, slopes=slopes, context=context)
 
 

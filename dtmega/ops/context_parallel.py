@@ -203,7 +203,7 @@ class _GatheredAgain:
         if StorageWeakRef(tensor.untyped_storage()) != self._storage:
             return tensor
         self._n_views += 1
-        return _View(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: Tensor | _View) -> Tensor:
         """Return the tensor for what `pack` has returned. The last view of a backward frees what was gathered again."""

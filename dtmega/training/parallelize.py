@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -392,6 +393,9 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
+        # torch warns about every region whose policy chooses what is kept: operations in place might come out wrong
+        # there. In a compiled block none are left.
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_says_nothing_of_policies)
         for block in blocks:
             block.compile()
         if world.device.type in softmax.COMPILED_ON:
@@ -408,6 +412,10 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
+
+
+def _says_nothing_of_policies(record: logging.LogRecord) -> bool:
+    return "context_fn" not in str(record.msg)
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
