@@ -167,11 +167,11 @@ def _over_all_keys(
     """
     context = shared.context
     # One message carries keys and values.
-    part = torch.cat([k, v], dim=-1)
-    gathered = context.gather(part, shared.keys_balanced)
+    parts = [k, v]
+    gathered = context.gather(torch.cat(parts, dim=-1), shared.keys_balanced)
     k, v = gathered.split([k.shape[-1], v.shape[-1]], dim=-1)
     outs: list[Tensor] = []
-    keeping = context.gathering_again(gathered, part, shared.keys_balanced) if again else contextlib.nullcontext()
+    keeping = context.gathering_again(gathered, parts, shared.keys_balanced) if again else contextlib.nullcontext()
     with keeping:
         for run in shared.runs:
             queries = q[:, :, run.start : run.stop]

@@ -80,15 +80,15 @@ class ContextParallel(NamedTuple):
         """Gather the ranks' keys or values [B, G, S / cp, K] into [B, G, S, K], in the order of the sequence."""
         return cast(Tensor, _Gather.apply(keys, self.group, balanced))
 
-    def gathering_again(self, gathered: Tensor, part: Tensor, balanced: bool) -> saved_tensors_hooks:
-        """Keep `part` instead of `gathered`, in the `with` block, wherever autograd would keep views of `gathered`.
+    def gathering_again(self, gathered: Tensor, parts: list[Tensor], balanced: bool) -> saved_tensors_hooks:
+        """Keep `parts` instead of `gathered`, in the `with` block, wherever autograd would keep views of `gathered`.
 
         Args:
             gathered: result of `gather`.
-            part: argument of `gather`.
+            parts: tensors that, joined along the last dim, were the argument of `gather`.
             balanced: argument of `gather`.
         """
-        again = _GatheredAgain(gathered, part, self.group, balanced)
+        again = _GatheredAgain(gathered, parts, self.group, balanced)
         return saved_tensors_hooks(again.pack, again.unpack)
 
     def to_heads(self, x: Tensor, balanced: bool) -> Tensor:
@@ -188,13 +188,13 @@ class _GatheredAgain:
 
     Args:
         gathered: keys and values of all tokens.
-        part: those of this rank's tokens.
+        parts: those of this rank's tokens; usually views of what is kept anyway, unlike their copy in one tensor.
         group, balanced: arguments of `_Gather` that gave `gathered`.
     """
 
-    def __init__(self, gathered: Tensor, part: Tensor, group: dist.ProcessGroup, balanced: bool) -> None:
+    def __init__(self, gathered: Tensor, parts: list[Tensor], group: dist.ProcessGroup, balanced: bool) -> None:
         self._storage = StorageWeakRef(gathered.untyped_storage())
-        self._part, self._group, self._balanced = part.detach(), group, balanced
+        self._parts, self._group, self._balanced = [part.detach() for part in parts], group, balanced
         self._n_views = self._n_waiting = 0
         self._again: Tensor | None = None
 
@@ -210,7 +210,8 @@ class _GatheredAgain:
         if isinstance(kept, Tensor):
             return kept
         if self._again is None:
-            self._again = _in_order(_all_gather(self._part, self._group), dim=2, balanced=self._balanced)
+            part = torch.cat(self._parts, dim=-1)
+            self._again = _in_order(_all_gather(part, self._group), dim=2, balanced=self._balanced)
             self._n_waiting = self._n_views
         view = self._again.as_strided(*kept)
         self._n_waiting -= 1
