@@ -395,7 +395,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if compiling(cfg, world.device):
         # torch warns about every region whose policy chooses what is kept: operations in place might come out wrong
         # there. In a compiled block none are left.
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_says_nothing_of_policies)
+        log = logging.getLogger("torch._higher_order_ops.wrap")
+        log.addFilter(lambda record: "context_fn" not in str(record.msg))
         for block in blocks:
             block.compile()
         if world.device.type in softmax.COMPILED_ON:
@@ -412,10 +413,6 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
-
-
-def _says_nothing_of_policies(record: logging.LogRecord) -> bool:
-    return "context_fn" not in str(record.msg)
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
