@@ -174,9 +174,8 @@ def pretending(count: Count, fake: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_count))
         stack.enter_context(patch.object(torch, "empty", empty))
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
-        stack.enter_context(patch.object(attention, "_flex", lambda q, k, v, rule, scale: flex(q, k, v)[0]))
-        # `make_groups` reads values from a tensor, to compare the number of groups on all ranks. So make this tensor on
-        # the CPU, where tensors have values.
+        stack.enter_context(patch.object(attention, "_flex", lambda q, k, v, *_: flex(q, k, v)[0]))
+        # The ranks compare how many groups they have made, in numbers that somebody has to read.
         on_cpu = functools.partial(make_groups, device=torch.device("cpu"))
         stack.enter_context(patch.object(mesh, "make_groups", lambda sizes, _, timeout: on_cpu(sizes, timeout=timeout)))
         # Leave out `_unseen`, the masks of a few biases, because torch reads values to find the biases' places in a

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/context_speed.py [--seq-len 2048] [--dtype bfloat16] [--cp 2] [--rounds 11]
 
-The attention has ALiBi and a causal mask, B 1 and 8 heads of 64, and runs forward and backward. One process computes
-the part of each cp rank in turn. The process already has the keys and values that other ranks would send, so no message
-is timed. The forms take turns, and the median of each form's CPU time counts. The table has one line for each form:
+ALiBi under a causal mask, B 1, 8 heads of 64, forward and backward, in one process that plays one rank of cp: the keys
+and values that other ranks would send are there already, in forward and in backward, so no message is counted. All
+forms take turns, and of each the median of CPU time counts. The table gives, for the rank's queries:
 
     gather             [mesh] cp_form "gather": two runs of consecutive queries, each with a strip of biases
     heads              [mesh] cp_form "heads": all queries, for 1 / cp of the heads
@@ -75,7 +75,7 @@ class Alone(ContextParallel):
 
 
 def rule_of_rank(seq_len: int, place: Place, slopes: Tensor, by_heads: bool) -> AttentionRule:
-    context = Alone(cast(Any, place), by_heads=by_heads)
+    context = Alone(cast(Any, place), by_heads=by_heads, keeps_gathered=True)
     return attention_rule(own_places(seq_len, place), causal=True, slopes=slopes, context=context)
 
 

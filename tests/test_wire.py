@@ -328,7 +328,7 @@ def attended(cases: list[tuple[int, int]]) -> list[Counted]:
             with Wire(groups) as wire:
                 attention(q, k, v, rule).sum().backward()
             expected: Counter[tuple[str, str, int]] = Counter()
-            for one in attention_over_ranks(by_heads, 1, 1, n_heads, n_kv_heads, of_rank * head_size * 4, n):
+            for one in attention_over_ranks(by_heads, False, 1, 1, n_heads, n_kv_heads, of_rank * head_size * 4, n):
                 expected[wire.names[groups["cp"].group_name], one.kind, one.payload_bytes] += one.ops
             both.append((wire.seen, expected))
         found.append(both)
@@ -350,13 +350,18 @@ WHERE = [(12, 12, cp, tp) for cp in (2, 3, 4) for tp in (1, 2)] + [(32, 32, 2, 4
 WHERE += [(64, 8, 8, 1), (64, 8, 4, 2), (32, 8, 4, 1), (32, 8, 8, 1), (16, 8, 4, 1), (16, 8, 2, 4), (24, 12, 3, 1)]
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize(("n_heads", "n_kv_heads", "cp", "tp"), WHERE)
-def test_the_form_that_is_chosen_is_the_one_that_sends_fewer_bytes(n_heads: int, n_kv_heads: int, cp: int, tp: int):
+def test_the_form_that_is_chosen_is_the_one_that_sends_fewer_bytes(
+    n_heads: int, n_kv_heads: int, cp: int, tp: int, recomputes: bool
+):
     model = {"name": "llama", "hidden_size": 4 * n_heads, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    cfg = config.validate({**ONLY_STEPS, "mesh": {"cp": cp, "tp": tp}, "model": model}, "test")
+    recompute = {"recompute": {"mode": "full" if recomputes else "none"}}
+    cfg = config.validate({**ONLY_STEPS, "mesh": {"cp": cp, "tp": tp}, "model": model, **recompute}, "test")
     heads, kv_heads = n_heads // tp, n_kv_heads // tp
     gather, exchange = (
-        sent_bytes(attention_over_ranks(by_heads, 1, 1, heads, kv_heads, 2**10, cp), cp) for by_heads in (False, True)
+        sent_bytes(attention_over_ranks(by_heads, recomputes, 1 + recomputes, 1, heads, kv_heads, 2**10, cp), cp)
+        for by_heads in (False, True)
     )
     divides = heads % cp == 0 and kv_heads % cp == 0
     sizes = mesh.resolve(cfg.mesh, cp * tp)

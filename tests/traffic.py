@@ -87,8 +87,9 @@ def traffic_of_a_step(
         step += _fsdp_traffic(cfg, n_microbatches, layers, ends, pp, tp, shard, wrapped)
         step += _pipeline_traffic(cfg, n_microbatches, number, len(stages), held, tokens, tp)
         head_bytes = tokens * head_size * BYTES[cfg.precision.params]
-        n_forwards = n_microbatches * (layers + _recomputed(cfg, layers))
-        step += attention_over_ranks(by_heads, n_forwards, n_microbatches * layers, n_heads, n_heads, head_bytes, cp)
+        passes = n_microbatches * (layers + _recomputed(cfg, layers)), n_microbatches * layers
+        keeps = cfg.recompute.mode != "none"
+        step += attention_over_ranks(by_heads, keeps, *passes, n_heads, n_heads, head_bytes, cp)
         # Each stage makes the rule of a microbatch's attention: all ranks' places of keys, for heads of queries, too.
         step.append(Traffic("places", "cp", "all-gather", n_microbatches * (1 + by_heads), cp * tokens * 4))
     holds_first, holds_last = 0 in held, len(stages) - 1 in held
@@ -191,7 +192,14 @@ def _recomputed(cfg: Config, layers: int) -> int:
 
 
 def attention_over_ranks(
-    by_heads: bool, n_forwards: int, n_backwards: int, n_heads: int, n_kv_heads: int, head_bytes: int, cp: int
+    by_heads: bool,
+    keeps: bool,
+    n_forwards: int,
+    n_backwards: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_bytes: int,
+    cp: int,
 ) -> list[Traffic]:
     """The traffic over cp of so many passes through a layer's attention.
 
@@ -200,13 +208,14 @@ def attention_over_ranks(
     values and outputs, and each in backward (DeepSpeed-Ulysses, arXiv:2309.14509, section 3).
 
     Args:
+        keeps: gathered keys and values are kept for backward, not gathered again.
         n_heads, n_kv_heads: H and G, a rank's heads of queries, and of keys and values.
         head_bytes: bytes of one head of this rank's tokens, B x S / cp x K numbers.
     """
     if not by_heads:
         gathered = cp * 2 * n_kv_heads * head_bytes
         return [
-            Traffic("keys and values", "cp", "all-gather", n_forwards, gathered),
+            Traffic("keys and values", "cp", "all-gather", n_forwards + (0 if keeps else n_backwards), gathered),
             Traffic("gradients of keys and values", "cp", "all-to-all", n_backwards, gathered),
         ]
     n = n_forwards + n_backwards

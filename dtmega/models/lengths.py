@@ -30,10 +30,10 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
 def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: Mapping[str, int]) -> bool:
     """True if attention under cp exchanges heads, False if it gathers keys and values ([mesh] cp_form).
 
-    For each of its tokens, a rank receives (cp - 1) 2 G K numbers if it gathers keys and values, and
-    2 (H + G) K (cp - 1) / cp numbers if it exchanges heads. Here H and G are the numbers of the rank's query heads and
-    key/value heads. So 'auto' exchanges heads if cp divides the heads and cp > H / G + 1. The memory that the two
-    forms need for attention is proportional to these numbers.
+    Let H and G be this rank's numbers of query heads and key/value heads. Per token of a rank and layer, a forward or a
+    backward of exchanging heads receives 2 (H + G) K (cp - 1) / cp numbers. Gathering receives 2 G K (cp - 1) numbers
+    three times in a step: in forward, before backward, and as gradients in backward. So in a step of p passes (2, or 3
+    with recomputation), 'auto' exchanges heads if cp divides the heads and 3 cp > p (H / G + 1).
 
     Raises:
         ValueError: cp_form is 'heads', and cp does not divide the heads.
@@ -48,7 +48,9 @@ def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: M
             f"cp_form = 'heads' divides heads among ranks: expected tp x cp = {tp * cp} to divide n_heads={n_heads}, "
             f"and cp={cp} the {n_local_kv_heads} heads of keys and values of a tp rank ([mesh] cp_form, cp, tp)"
         )
-    return divides and (cfg.mesh.cp_form == "heads" or cp > n_heads / tp / n_local_kv_heads + 1)
+    passes = 2 if cfg.recompute.mode == "none" else 3
+    sends_less = 3 * cp * n_local_kv_heads > passes * (n_heads // tp + n_local_kv_heads)
+    return divides and (cfg.mesh.cp_form == "heads" or sends_less)
 
 
 def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:

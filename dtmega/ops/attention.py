@@ -11,8 +11,8 @@
   backward pass computes the bias again.
 - CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16 tensors: batched matrix products over chunks of
   queries (`cpu/attention.py`).
-- Attention dropout without these batched products, and a learned bias without FlexAttention: the plain formula over
-  chunks of queries. No fused kernel supports a dropout mask that is keyed by global indices.
+- Attention dropout without these batched products, and a learned bias or a soft cap without FlexAttention: the plain
+  formula over chunks of queries. No fused kernel supports a dropout mask that is keyed by global indices.
 
 The bias is in fp32 for every compute dtype. If `slope * place` were rounded to bf16, as in the original BLOOM, the bias
 would become a staircase. Distances are measured between places in the sequence, even if position ids restart in each
@@ -21,6 +21,7 @@ document, because Megatron's ALiBi ignores those ids.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -30,13 +31,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega.ops import keyed
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
-from dtmega.ops.cpu.attention import attention_cpu
+from dtmega.ops.cpu.attention import OPERATOR, attention_cpu
 from dtmega.ops.shared_rule import SharedRule
 
+# The kernels as operators, whose results are kept where what surrounds them is computed again in backward.
+KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    OPERATOR,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
 FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
 
 
@@ -56,8 +66,9 @@ def attention(
     rule: AttentionRule,
     dropout: Dropout | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Compute softmax(q k^T scale + bias) v over the pairs that the rule allows.
+    """Compute softmax(cap(q k^T scale) + bias) v over the pairs that the rule allows.
 
     Args:
         q: queries, [B, H, S, K].
@@ -67,30 +78,31 @@ def attention(
         dropout: dropout of the probabilities; None: nothing is dropped.
         scale: factor of the scores; None: 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
             the products q k^T in the dtype of q.
+        softcap: cap(x) = softcap tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: cap(x) = x.
 
     Returns:
         Output [B, H, S, K] in the dtype of v; 0 for a query that sees no key.
     """
     if rule.shared is not None:
-        return _over_ranks(q, k, v, rule.shared, dropout, scale)
+        return _over_ranks(q, k, v, rule.shared, dropout, scale, softcap)
     if rule.cache is not None:
         k, v = rule.cache.append(k, v)
     lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
     assert (q.shape[2], k.shape[2]) == lengths, (q.shape, k.shape, lengths)
     if rule.block_mask is not None:
         assert dropout is None
-        return _flex(q, k, v, rule, scale)
-    is_learned = rule.table is not None and rule.table.requires_grad
-    if _products_are_fastest(q, rule) and not is_learned:
+        return _flex(q, k, v, rule, scale, softcap)
+    needs_formula = _needs_formula(rule, softcap)
+    if _products_are_fastest(q, rule) and not needs_formula:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         p, *ids = (0.0, None, None, None) if dropout is None else dropout
         out, *_ = attention_cpu(q, k, v, factor, *rule[:N_TENSORS], *ids, rule.causal, rule.window, p)
         return out
-    if dropout is not None or is_learned:
+    if dropout is not None or needs_formula:
         outs: list[Tensor] = []
         for chunk in rule.chunks():
             chunk_q, chunk_k, chunk_v = _slice(chunk, q, k, v)
-            outs.append(_plain(chunk_q, chunk_k, chunk_v, rule, chunk, dropout, scale))
+            outs.append(_plain(chunk_q, chunk_k, chunk_v, rule, chunk, dropout, scale, softcap))
         return torch.cat(outs, dim=2)
     if q.device.type == "cpu":
         return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
@@ -106,7 +118,13 @@ def attention(
 
 
 def _over_ranks(
-    q: Tensor, k: Tensor, v: Tensor, shared: SharedRule, dropout: Dropout | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: SharedRule,
+    dropout: Dropout | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     """Compute attention for this rank's tokens, [B, H, S / cp, K], in sequences that several ranks share."""
     context = shared.context
@@ -115,16 +133,66 @@ def _over_ranks(
             dropout = dropout._replace(head_ids=context.own_heads(dropout.head_ids))
         q = context.to_heads(q, shared.queries_balanced)
         k, v = (context.to_heads(x, shared.keys_balanced) for x in (k, v))
-        out = attention(q, k, v, shared.runs[0].rule, dropout, scale)
+        out = attention(q, k, v, shared.runs[0].rule, dropout, scale, softcap)
         return context.to_tokens(out, shared.queries_balanced)
+    if context.keeps_gathered or not torch.is_grad_enabled():
+        return _over_all_keys(q, k, v, shared, dropout, scale, softcap)
+    if not torch.compiler.is_compiling():
+        return _over_all_keys(q, k, v, shared, dropout, scale, softcap, again=True)
+    # In a compiled block, Inductor chooses what is kept for backward, among what the policy allows. The plain formula
+    # has no kernel whose results could be kept: computing all of it again would cost more than its keys take.
+    if dropout is not None or any(_needs_formula(run.rule, softcap) for run in shared.runs):
+        return _over_all_keys(q, k, v, shared, dropout, scale, softcap)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _over_all_keys(q, k, v, shared, None, scale, softcap)
+
+    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(attend, q, k, v, context_fn=_keeping_results_of_kernels, **keywords)
+
+
+def _over_all_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: SharedRule,
+    dropout: Dropout | None,
+    scale: float | None,
+    softcap: float | None,
+    again: bool = False,
+) -> Tensor:
+    """Gather the keys and values of all tokens, and compute attention for this rank's tokens.
+
+    Args:
+        again: True to gather keys and values again in backward, instead of keeping them.
+    """
+    context = shared.context
     # One message carries keys and values.
-    joined = context.gather(torch.cat([k, v], dim=-1), shared.keys_balanced)
-    k, v = joined.split([k.shape[-1], v.shape[-1]], dim=-1)
+    parts = [k, v]
+    gathered = context.gather(torch.cat(parts, dim=-1), shared.keys_balanced)
+    k, v = gathered.split([k.shape[-1], v.shape[-1]], dim=-1)
     outs: list[Tensor] = []
-    for run in shared.runs:
-        queries = q[:, :, run.start : run.stop]
-        outs.append(attention(queries, k[:, :, : run.n_keys], v[:, :, : run.n_keys], run.rule, dropout, scale))
+    keeping = context.gathering_again(gathered, parts, shared.keys_balanced) if again else contextlib.nullcontext()
+    with keeping:
+        for run in shared.runs:
+            queries = q[:, :, run.start : run.stop]
+            run_k, run_v = k[:, :, : run.n_keys], v[:, :, : run.n_keys]
+            outs.append(attention(queries, run_k, run_v, run.rule, dropout, scale, softcap))
     return torch.cat(outs, dim=2)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of kernels, and compute again what surrounds them: the gather and what slices its result."""
+    return CheckpointPolicy.MUST_SAVE if op in KERNELS else CheckpointPolicy.MUST_RECOMPUTE
+
+
+_keeping_results_of_kernels = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def _needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
+    """True if no kernel but FlexAttention takes what is asked for: a trained table of biases, or a soft cap."""
+    is_learned = rule.table is not None and rule.table.requires_grad
+    return rule.block_mask is None and (is_learned or softcap is not None)
 
 
 def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
@@ -147,10 +215,11 @@ def _plain(
     chunk: Chunk,
     dropout: Dropout | None,
     scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
-    """Compute one chunk by the plain formula, for cases that no kernel supports: keyed dropout and learned tables."""
+    """Compute one chunk by the plain formula, for what no kernel supports: keyed dropout, learned tables, soft caps."""
     bias = rule.bias(chunk)
-    scores = _scores(q, k, bias, scale)
+    scores = _scores(q, k, bias, scale, softcap)
     # The softmax of a row of -inf is NaN, and so is its gradient. Therefore the row of a query that sees no key is set
     # to 0 before and after the softmax. With a strip, every query sees at least itself.
     if bias is not None and rule.strip is None:
@@ -236,11 +305,13 @@ class _ByChunks(torch.autograd.Function):
         return dq, dk, dv, None, *(None for _ in rule)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, softcap: float | None = None) -> Tensor:
     """The scores [B, H, C, keys] in fp32, because softmax is computed in fp32; -inf for pairs that are not allowed."""
     scores = _grouped_matmul(q, k.mT)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     return scores if bias is None else scores + bias
 
 
@@ -261,8 +332,12 @@ def _unstacked(x: Tensor, n_heads: int) -> Tensor:
     return x.unflatten(2, (n_heads // x.shape[1], -1)).flatten(1, 2)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | None) -> Tensor:
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | None, softcap: float | None = None
+) -> Tensor:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * (score / softcap).tanh()
         bias = rule.added(b, h, i, j)
         return score if bias is None else score + bias
 

@@ -12,6 +12,11 @@ Attention has two forms:
 
 In backward, the gradients of gathered keys and values are summed over the ranks. The terms are added in rank order, so
 that the bits do not depend on the order in which messages arrive.
+
+Gathered keys and values take as much memory at any cp. So autograd keeps only the rank's own, and backward gathers the
+others' again, as TransformerEngine does (attention/dot_product_attention/context_parallel.py,
+AttnFuncWithCPAndKVAllGather). In recomputed blocks, forward runs again just before backward, so nothing is gathered a
+third time.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # torch 2.13 renamed this function and warns about the old name. torch 2.11 has only the old name.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,10 +40,13 @@ class ContextParallel(NamedTuple):
     Attributes:
         group: the cp group.
         by_heads: True for the form `heads`, False for `gather`.
+        keeps_gathered: True to keep gathered keys and values for backward, which recomputed blocks do; False to gather
+            them again in backward.
     """
 
     group: dist.ProcessGroup
     by_heads: bool = False
+    keeps_gathered: bool = False
 
     def slice(self, row: Tensor, balanced: bool) -> Tensor:
         """This rank's part, [B, S / cp, ...], of a tensor with one entry per token, [B, S, ...].
@@ -69,6 +79,17 @@ class ContextParallel(NamedTuple):
     def gather(self, keys: Tensor, balanced: bool) -> Tensor:
         """Gather the ranks' keys or values [B, G, S / cp, K] into [B, G, S, K], in the order of the sequence."""
         return cast(Tensor, _Gather.apply(keys, self.group, balanced))
+
+    def gathering_again(self, gathered: Tensor, parts: list[Tensor], balanced: bool) -> saved_tensors_hooks:
+        """Keep `parts` instead of `gathered`, in the `with` block, wherever autograd would keep views of `gathered`.
+
+        Args:
+            gathered: result of `gather`.
+            parts: tensors that, joined along the last dim, were the argument of `gather`.
+            balanced: argument of `gather`.
+        """
+        again = _GatheredAgain(gathered, parts, self.group, balanced)
+        return saved_tensors_hooks(again.pack, again.unpack)
 
     def to_heads(self, x: Tensor, balanced: bool) -> Tensor:
         """Turn all heads of this rank's tokens, [B, H, S / cp, K], into some heads of all tokens, [B, H / cp, S, K]."""
@@ -152,6 +173,51 @@ class _Gather(torch.autograd.Function):
         for part in parts[1:]:
             total += part
         return total, None, None
+
+
+class _View(NamedTuple):
+    """The place of a tensor in the memory of gathered keys and values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _GatheredAgain:
+    """Gathered keys and values that are freed after forward, and gathered again while backward needs them.
+
+    Args:
+        gathered: keys and values of all tokens.
+        parts: those of this rank's tokens; usually views of what is kept anyway, unlike their copy in one tensor.
+        group, balanced: arguments of `_Gather` that gave `gathered`.
+    """
+
+    def __init__(self, gathered: Tensor, parts: list[Tensor], group: dist.ProcessGroup, balanced: bool) -> None:
+        self._storage = StorageWeakRef(gathered.untyped_storage())
+        self._parts, self._group, self._balanced = [part.detach() for part in parts], group, balanced
+        self._n_views = self._n_waiting = 0
+        self._again: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Return what autograd keeps instead of a tensor: the tensor's place, if it is a view of `gathered`."""
+        if StorageWeakRef(tensor.untyped_storage()) != self._storage:
+            return tensor
+        self._n_views += 1
+        return _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: Tensor | _View) -> Tensor:
+        """Return the tensor for what `pack` has returned. The last view of a backward frees what was gathered again."""
+        if isinstance(kept, Tensor):
+            return kept
+        if self._again is None:
+            part = torch.cat(self._parts, dim=-1)
+            self._again = _in_order(_all_gather(part, self._group), dim=2, balanced=self._balanced)
+            self._n_waiting = self._n_views
+        view = self._again.as_strided(*kept)
+        self._n_waiting -= 1
+        if self._n_waiting == 0:
+            self._again = None
+        return view
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup, balanced: bool) -> Tensor:

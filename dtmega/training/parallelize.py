@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -303,8 +304,9 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     model.sharded = accumulates(cfg, world.sizes, mesh.memory_bytes(world.device)) == "sharded"
     if world.sizes["cp"] > 1:
         by_heads = families.of(cfg.model).attends_by_heads(cfg, world.sizes)
-        model.context = ContextParallel(world.groups["cp"], by_heads)
-    # `Replicas` registers hooks on the parameters, so make the replicas after `_shard`, which replaces parameters.
+        recomputes = cfg.recompute.mode != "none"
+        model.context = ContextParallel(world.groups["cp"], by_heads, keeps_gathered=recomputes)
+    # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
     if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
@@ -399,6 +401,10 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
+        # torch warns about every region whose policy chooses what is kept: operations in place might come out wrong
+        # there. In a compiled block none are left.
+        log = logging.getLogger("torch._higher_order_ops.wrap")
+        log.addFilter(lambda record: "context_fn" not in str(record.msg))
         for block in blocks:
             block.compile()
         if world.device.type in softmax.COMPILED_ON:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtmega import config
 from dtmega.models.model import Model
-from dtmega.ops.cpu.attention import OPERATOR
+from dtmega.ops.attention import KERNELS
 from dtmega.ops.cpu.linear import BIASED_PRODUCT
 
 # Selective recomputation keeps the results of these operations: matrix products and attention.
@@ -25,11 +25,7 @@ EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     BIASED_PRODUCT,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    OPERATOR,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.higher_order.flex_attention,
+    *KERNELS,
 }
 
 

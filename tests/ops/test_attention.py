@@ -69,6 +69,19 @@ def causal(s: int) -> Tensor:
     return torch.ones(s, s, dtype=torch.bool).tril()
 
 
+@FLEX_IN_EAGER
+@pytest.mark.parametrize("flex", [False, True])
+def test_a_soft_cap_bounds_scores_before_the_bias_is_added(flex: bool):
+    q, k, v = qkv(100)
+    capped = 0.5 * torch.tanh(q @ k.mT / q.shape[-1] ** 0.5 / 0.5)
+    biased = capped + SLOPES[:, None, None] * distances(in_order(100), in_order(100))
+    expected = biased.masked_fill(~causal(100), -torch.inf).softmax(-1) @ v
+    rule = causal_alibi(100)
+    if flex:
+        rule = rule._replace(strip=None, block_mask=block_mask(rule))
+    torch.testing.assert_close(A.attention(q, k, v, rule, softcap=0.5), expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("s", [1, 7, 64, 100, 256, 301])
 def test_chunks_give_the_textbook_result(s):
     q, k, v = qkv(s)

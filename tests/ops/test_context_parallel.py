@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtmega import config, families
 from dtmega.ops import attention_rule as R
-from dtmega.ops import keyed
+from dtmega.ops import context_parallel, keyed
 from dtmega.ops.attention import Dropout, attention
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
 from dtmega.ops.context_parallel import ContextParallel
@@ -175,10 +180,17 @@ def truth(n: int, name: str) -> list[Tensor]:
     return [out.detach(), *gradients]
 
 
-def of_rank(name: str, by_heads: bool, dropout: Dropout | None = None, flex: bool = False) -> list[Tensor]:
+def of_rank(
+    name: str,
+    by_heads: bool,
+    dropout: Dropout | None = None,
+    flex: bool = False,
+    keeps: bool = False,
+    attend: Callable[..., Tensor] = attention,
+) -> list[Tensor]:
     """The same of this rank's tokens; of the table, this rank's part of the sum."""
     assert dist.group.WORLD is not None
-    context = ContextParallel(dist.group.WORLD, by_heads)
+    context = ContextParallel(dist.group.WORLD, by_heads, keeps)
     n = context.group.size()
     *given, table, weights = inputs(n, name == "cross")
     table.requires_grad_()
@@ -206,7 +218,7 @@ def of_rank(name: str, by_heads: bool, dropout: Dropout | None = None, flex: boo
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             return [attention(q.detach(), k.detach(), v.detach(), rule)]
-    out = attention(q, k, v, rule, dropout)
+    out = attend(q, k, v, rule, dropout)
     has_table = "table" in WORDS[name]
     loss = (out * part(weights, queries_balanced)).sum()
     return [out.detach(), *torch.autograd.grad(loss, [q, k, v, *([table] if has_table else [])])]
@@ -235,6 +247,10 @@ def computed_here() -> dict[Any, Any]:
     found: dict[Any, Any] = {case: of_rank(case[0], case[1] == "heads") for case in CASES}
     for name, form in CASES:
         found[name, form, "dropped"] = of_rank(name, form == "heads", DROPOUT)
+    for name in WORDS:
+        found[name, "kept"] = of_rank(name, False, keeps=True)
+        found[name, "kept", "dropped"] = of_rank(name, False, DROPOUT, keeps=True)
+    found["alive"] = {(keeps, dropped): alive(keeps, dropped) for keeps in (False, True) for dropped in (False, True)}
     found["again"] = of_rank("BLOOM in documents", False)
     context = ContextParallel(dist.group.WORLD)
     n, rank = context.group.size(), context.group.rank()
@@ -248,6 +264,30 @@ def computed_here() -> dict[Any, Any]:
     heads = context.to_heads(x, balanced=True)
     found["shape of heads"] = tuple(heads.shape)
     found["back"] = torch.equal(context.to_tokens(heads, balanced=True), x)
+    return found
+
+
+def alive(keeps: bool, dropped: bool) -> list[bool]:
+    """Whether keys and values of all tokens are in memory: after forward, and after a backward that keeps its graph."""
+    assert dist.group.WORLD is not None
+    context = ContextParallel(dist.group.WORLD, keeps_gathered=keeps)
+    seen: list[StorageWeakRef] = []
+
+    def join(*args: Any, **kwargs: Any) -> Tensor:
+        joined = in_order(*args, **kwargs)
+        seen.append(StorageWeakRef(joined.untyped_storage()))
+        return joined
+
+    rule = attention_rule(context.slice(torch.arange(S).repeat(B, 1), True), causal=True, context=context)
+    shape = (B, H, S // context.group.size(), K)
+    q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
+    in_order, found = context_parallel._in_order, list[bool]()
+    with patch.object(context_parallel, "_in_order", join):
+        out = attention(q, k, v, rule, DROPOUT if dropped else None)
+        found.append(not all(storage.expired() for storage in seen))
+        torch.autograd.grad(out.sum(), [q, k, v], retain_graph=True)
+        found.append(not all(storage.expired() for storage in seen))
+    assert len(seen) == (1 if keeps else 2)
     return found
 
 
@@ -302,6 +342,48 @@ def test_the_masks_of_dropout_are_those_of_one_process(n, name):
     for form in ("gather", "heads"):
         found = joined(n, (name, form, "dropped"))
         torch.testing.assert_close(found, [out.detach(), *gradients], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", WORDS)
+def test_keys_that_are_gathered_again_in_backward_give_the_bits_of_keys_that_are_kept(n, name):
+    for here in computed(n):
+        for dropped in ((), ("dropped",)):
+            both = zip(here[(name, "gather", *dropped)], here[(name, "kept", *dropped)], strict=True)
+            assert all(torch.equal(again, kept) for again, kept in both)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_keys_of_all_tokens_are_freed_after_forward_and_after_backward_unless_they_are_kept(dropped):
+    for here in computed(2):
+        assert here["alive"][False, dropped] == [False, False]
+        assert here["alive"][True, dropped] == [True, True]
+
+
+def compiled(name: str) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """The results of a compiled block that gathers again, those of one that keeps, and each graph's all-gathers."""
+    n_gathers: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+        n_gathers.append(len(graph.graph.find_nodes(op="call_function", target=gather)))
+        return make_boxed_func(graph)
+
+    results: list[list[Tensor]] = []
+    for keeps in (False, True):
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+        attend = torch.compile(attention, backend=backend, fullgraph=True, dynamic=False)
+        results.append(of_rank(name, False, keeps=keeps, attend=attend))
+    again, kept = results
+    return again, kept, n_gathers
+
+
+def test_a_compiled_block_gathers_again_and_gives_the_same_bits():
+    for here in ranks.run(2, compiled, "BLOOM"):
+        again, kept, n_gathers = here
+        assert all(torch.equal(*both) for both in zip(again, kept, strict=True))
+        assert n_gathers == [1, 1, 1, 0]  # forward and backward of the two
 
 
 @pytest.mark.parametrize(("name", "form"), IN_FLEX)

@@ -126,6 +126,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for this rank's tokens. transformers calls this function in each layer.
@@ -141,7 +142,7 @@ def _attention(
             f"{name} has sliding_window={sliding_window}, but the windows in its config are {sorted(attention_mask)}, "
             f"where 0 means none"
         )
-    out = attention(query, key, value, rule, scale=scaling)
+    out = attention(query, key, value, rule, scale=scaling, softcap=softcap)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -173,11 +173,6 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
             f"ranks cannot share the sequences of '{kind}'{why}; expected cp=1, or one of {', '.join(OVER_CP)} "
             f"([mesh] cp)"
         )
-    if softcap := getattr(hf_config, "attn_logit_softcapping", None):
-        raise ValueError(
-            f"attention over cp has no soft cap of scores: expected attn_logit_softcapping=null in config.json, or "
-            f"cp=1, got {softcap} ([mesh] cp, [model] path)"
-        )
     if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
         raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
     for rope in _rope_parameters(hf_config):

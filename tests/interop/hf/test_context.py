@@ -154,7 +154,6 @@ LONG |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "partial_rotary_fa
 @pytest.mark.parametrize(
     ("name", "keys", "seq_len", "message"),
     [
-        ("gemma2", {"attn_logit_softcapping": 50.0}, 16, "expected attn_logit_softcapping=null"),
         ("gemma3_text", {"use_bidirectional_attention": True}, 16, "'gemma3_text' attends both ways"),
         ("llama", {}, 18, "2 x cp = 4 does not divide seq_len=18"),
         ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}, 32, "up to .*=16"),
@@ -183,7 +182,6 @@ def test_heads_that_cp_does_not_divide_are_gathered_or_refused(tmp_path: Path):
     ("keywords", "message"),
     [
         ({"s_aux": torch.ones(2)}, "passes 's_aux' to its attention.*expected None, got Tensor"),
-        ({"softcap": 50.0}, "passes 'softcap'"),
         ({"output_attentions": True}, "passes 'output_attentions'"),
         ({"dropout": 0.1}, "expected dropout=0, got 0.1"),
         ({"is_causal": False}, "expected is_causal=True"),
@@ -204,22 +202,31 @@ def test_a_keyword_that_would_change_attention_is_refused_by_name(keywords: dict
 
 
 def proofs() -> list[str]:
-    """What the proof says of attention that is right, that ignores its scale, and that ignores its window."""
+    """What the proof says of right attention, and of attention that ignores its scale, its window, or its soft cap."""
     shared = ContextParallel(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
     with torch.device("meta"):
         model = hf_models.plain(Case("mistral"))
     said = [ranks.message(context_proof.prove, model, shared, CPU)]
     attention, rules = context.attention, context.Tokens.rules
-    with patch.object(context, "attention", lambda q, k, v, rule, scale: attention(q, k, v, rule)):
+    with patch.object(context, "attention", lambda q, k, v, rule, scale, softcap: attention(q, k, v, rule)):
         said.append(ranks.message(context_proof.prove, hf_models.plain(Case("granite")), shared, CPU))
     with patch.object(context.Tokens, "rules", lambda self, windows: dict.fromkeys(windows, rules(self, {0})[0])):
         said.append(ranks.message(context_proof.prove, model, shared, CPU))
+    with torch.device("meta"):
+        capped = hf_models.plain(Case("gemma2"))
+    capped.config.attn_logit_softcapping = 0.05  # of scores of a clone with small weights
+    said.append(ranks.message(context_proof.prove, capped, shared, CPU))
+    with patch.object(
+        context, "attention", lambda q, k, v, rule, scale, softcap: attention(q, k, v, rule, None, scale)
+    ):
+        said.append(ranks.message(context_proof.prove, capped, shared, CPU))
     return said
 
 
 def test_attention_that_is_wrong_is_refused_at_start():
-    right, unscaled, unlimited = ranks.run(2, proofs)[0]
-    assert right == "nothing was raised"
+    right, unscaled, unlimited, capped, uncapped = ranks.run(2, proofs)[0]
+    assert right == capped == "nothing was raised"
     assert "'granite' over cp=2 is not what one process computes ([mesh] cp)" in unscaled
     assert "'mistral' over cp=2 is not what one process computes ([mesh] cp)" in unlimited
     assert "WRONG" in unlimited
+    assert "'gemma2' over cp=2 is not what one process computes ([mesh] cp)" in uncapped
