@@ -180,7 +180,7 @@ def pretending(count: Count, fake: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(patch.object(mesh, "make_groups", lambda sizes, _, timeout: on_cpu(sizes, timeout=timeout)))
         # Leave out `_unseen`, the masks of a few biases, because torch reads values to find the biases' places in a
         # shard.
-        stack.enter_context(patch.object(parallelize.ShardedModel, "_unseen", ()))
+        stack.enter_context(patch.object(parallelize.ShardedModel, "unseen_elements", ()))
         yield
 
 

@@ -126,14 +126,14 @@ TORCH = {
     ),
     "torch.ops._c10d_functional.reduce_scatter_tensor": Private(("plans/mappings.py",), "the same for a cut sum"),
     "torch.ops.aten._scaled_dot_product_efficient_attention.default": Private(
-        ("ops/attention.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
+        ("ops/attention_over_ranks.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
     ),
-    "torch.ops.aten._scaled_dot_product_flash_attention.default": Private(("ops/attention.py",), "as above"),
+    "torch.ops.aten._scaled_dot_product_flash_attention.default": Private(("ops/attention_over_ranks.py",), "as above"),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": Private(
         ("ops/attention.py",), "the CPU's kernel, with the log-sum-exp that our backward by chunks needs"
     ),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": Private(
-        ("ops/attention.py",), "a kernel that selective recompute keeps"
+        ("ops/attention_over_ranks.py",), "a kernel that selective recompute keeps"
     ),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": Private(
         ("ops/attention.py",), "its backward, a chunk at a time"

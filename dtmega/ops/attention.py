@@ -21,42 +21,24 @@ document, because Megatron's ALiBi ignores those ids.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega.ops import keyed
+from dtmega.ops.attention_over_ranks import attention_over_ranks, needs_formula
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
-from dtmega.ops.cpu.attention import OPERATOR, attention_cpu
-from dtmega.ops.shared_rule import SharedRule
+from dtmega.ops.cpu.attention import attention_cpu
+from dtmega.ops.keyed import Dropout
 
-# The kernels as operators, whose results are kept where what surrounds them is computed again in backward.
-KERNELS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    OPERATOR,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.higher_order.flex_attention,
-}
 FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
-
-
-class Dropout(NamedTuple):
-    """Dropout of attention probabilities: a function of (key, sample, head, place of the query, place of the key)."""
-
-    p: float
-    key: Tensor  # int32 scalar, different for each dropout site
-    head_ids: Tensor  # [H] int32, global numbers of the heads on this rank
-    sample_ids: Tensor  # [B] int64
 
 
 def attention(
@@ -84,7 +66,7 @@ def attention(
         Output [B, H, S, K] in the dtype of v; 0 for a query that sees no key.
     """
     if rule.shared is not None:
-        return _over_ranks(q, k, v, rule.shared, dropout, scale, softcap)
+        return attention_over_ranks(attention, q, k, v, rule.shared, dropout, scale, softcap)
     if rule.cache is not None:
         k, v = rule.cache.append(k, v)
     lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
@@ -92,13 +74,13 @@ def attention(
     if rule.block_mask is not None:
         assert dropout is None
         return _flex(q, k, v, rule, scale, softcap)
-    needs_formula = _needs_formula(rule, softcap)
-    if _products_are_fastest(q, rule) and not needs_formula:
+    has_kernel = not needs_formula(rule, softcap)
+    if _products_are_fastest(q, rule) and has_kernel:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         p, *ids = (0.0, None, None, None) if dropout is None else dropout
         out, *_ = attention_cpu(q, k, v, factor, *rule[:N_TENSORS], *ids, rule.causal, rule.window, p)
         return out
-    if dropout is not None or needs_formula:
+    if dropout is not None or not has_kernel:
         outs: list[Tensor] = []
         for chunk in rule.chunks():
             chunk_q, chunk_k, chunk_v = _slice(chunk, q, k, v)
@@ -115,84 +97,6 @@ def attention(
         )
         outs.append(out)
     return torch.cat(outs, dim=2)
-
-
-def _over_ranks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shared: SharedRule,
-    dropout: Dropout | None,
-    scale: float | None,
-    softcap: float | None,
-) -> Tensor:
-    """Compute attention for this rank's tokens, [B, H, S / cp, K], in sequences that several ranks share."""
-    context = shared.context
-    if context.by_heads:
-        if dropout is not None:
-            dropout = dropout._replace(head_ids=context.own_heads(dropout.head_ids))
-        q = context.to_heads(q, shared.queries_balanced)
-        k, v = (context.to_heads(x, shared.keys_balanced) for x in (k, v))
-        out = attention(q, k, v, shared.runs[0].rule, dropout, scale, softcap)
-        return context.to_tokens(out, shared.queries_balanced)
-    if context.keeps_gathered or not torch.is_grad_enabled():
-        return _over_all_keys(q, k, v, shared, dropout, scale, softcap)
-    if not torch.compiler.is_compiling():
-        return _over_all_keys(q, k, v, shared, dropout, scale, softcap, again=True)
-    # In a compiled block, Inductor chooses what is kept for backward, among what the policy allows. The plain formula
-    # has no kernel whose results could be kept: computing all of it again would cost more than its keys take.
-    if dropout is not None or any(_needs_formula(run.rule, softcap) for run in shared.runs):
-        return _over_all_keys(q, k, v, shared, dropout, scale, softcap)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _over_all_keys(q, k, v, shared, None, scale, softcap)
-
-    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(attend, q, k, v, context_fn=_keeping_results_of_kernels, **keywords)
-
-
-def _over_all_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shared: SharedRule,
-    dropout: Dropout | None,
-    scale: float | None,
-    softcap: float | None,
-    again: bool = False,
-) -> Tensor:
-    """Gather the keys and values of all tokens, and compute attention for this rank's tokens.
-
-    Args:
-        again: True to gather keys and values again in backward, instead of keeping them.
-    """
-    context = shared.context
-    # One message carries keys and values.
-    parts = [k, v]
-    gathered = context.gather(torch.cat(parts, dim=-1), shared.keys_balanced)
-    k, v = gathered.split([k.shape[-1], v.shape[-1]], dim=-1)
-    outs: list[Tensor] = []
-    keeping = context.gathering_again(gathered, parts, shared.keys_balanced) if again else contextlib.nullcontext()
-    with keeping:
-        for run in shared.runs:
-            queries = q[:, :, run.start : run.stop]
-            run_k, run_v = k[:, :, : run.n_keys], v[:, :, : run.n_keys]
-            outs.append(attention(queries, run_k, run_v, run.rule, dropout, scale, softcap))
-    return torch.cat(outs, dim=2)
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of kernels, and compute again what surrounds them: the gather and what slices its result."""
-    return CheckpointPolicy.MUST_SAVE if op in KERNELS else CheckpointPolicy.MUST_RECOMPUTE
-
-
-_keeping_results_of_kernels = functools.partial(create_selective_checkpoint_contexts, _policy)
-
-
-def _needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
-    """True if no kernel but FlexAttention takes what is asked for: a trained table of biases, or a soft cap."""
-    is_learned = rule.table is not None and rule.table.requires_grad
-    return rule.block_mask is None and (is_learned or softcap is not None)
 
 
 def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:

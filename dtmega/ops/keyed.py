@@ -14,7 +14,7 @@ import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,15 @@ from torch import Tensor
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[Any])
 BLOCK = 2**15  # normal values that a CPU thread computes at a time, so that temporaries stay in the core's cache
+
+
+class Dropout(NamedTuple):
+    """Dropout of attention probabilities: a function of (key, sample, head, place of the query, place of the key)."""
+
+    p: float
+    key: Tensor  # int32 scalar, different for each dropout site
+    head_ids: Tensor  # [H] int32, global numbers of the heads on this rank
+    sample_ids: Tensor  # [B] int64
 
 
 def key(seed: int, name: str) -> int:

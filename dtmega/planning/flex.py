@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dtmega.ops import attention
+from dtmega.ops.attention_over_ranks import KERNELS
 from dtmega.ops.attention_rule import AttentionRule
+from dtmega.training.recompute import EXPENSIVE
 
 
 @torch.library.custom_op("dtmega_planning::flex", mutates_args=())
@@ -43,14 +45,14 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, share: float) -> tuple[
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, share = inputs
-    ctx.share = share
-    ctx.save_for_backward(*tensors, *output)
+    q, k, v, ctx.share = inputs
+    ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, *_ = ctx.saved_tensors
-    return *flex_backward(gradient, q, k, v, ctx.share), None
+    dq, dk, dv = flex_backward(gradient, q, k, v, ctx.share)
+    return dq, dk, dv, None
 
 
 flex.register_autograd(_backward, setup_context=_keep)
@@ -86,9 +88,17 @@ def visible_share(rule: AttentionRule) -> float:
 def without_values() -> Iterator[None]:
     """Put the stand-in in the place of FlexAttention, inside the `with` block only."""
 
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | None) -> Tensor:
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *_: float | None) -> Tensor:
         out, _ = flex(q, k, v, visible_share(rule))
         return out
 
+    # Selective recomputation keeps the results of kernels.
+    kernel = torch.ops.dtmega_planning.flex.default
     with patch.object(attention, "_flex", stand_in):
-        yield
+        for known in (KERNELS, EXPENSIVE):
+            known.add(kernel)
+        try:
+            yield
+        finally:
+            for known in (KERNELS, EXPENSIVE):
+                known.discard(kernel)

@@ -169,8 +169,9 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
         if parameter.grad is not None:
             give(parameter.grad, GRADIENTS)
     for stage in model.stages.values():
-        if (masters := getattr(stage, "masters", None)) is not None:
-            for copy in cast(Masters, masters).copies:
+        masters = cast("Masters | None", getattr(stage, "masters", None))
+        if masters is not None:
+            for copy in masters.copies:
                 give(copy, COPIES)
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -183,7 +184,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
 
 def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
     """Name the weights that FSDP2 has gathered, and the gradients that it has not summed yet."""
-    state: Any = module._get_fsdp_state()  # pyright: ignore[reportAttributeAccessIssue]
+    state: Any = cast("Any", module)._get_fsdp_state()
     group = state._fsdp_param_group
     if group is None:
         return

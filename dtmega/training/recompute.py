@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtmega import config
 from dtmega.models.model import Model
-from dtmega.ops.attention import KERNELS
+from dtmega.ops.attention_over_ranks import KERNELS
 from dtmega.ops.cpu.linear import BIASED_PRODUCT
 
 # Selective recomputation keeps the results of these operations: matrix products and attention.
