@@ -45,7 +45,7 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 class Beat(NamedTuple):
     """A message that a rank sends when it begins a phase of a step.
 
-    All ranks go through all phases in one order, so a comparison of (step, nth) shows which rank is ahead.
+    All ranks go through the phases in the same order, so a comparison of (step, nth) shows which rank is ahead.
 
     Attributes:
         step: number of the step.
@@ -68,7 +68,7 @@ class CodePlace(NamedTuple):
     """The point in the code that a rank's main thread has reached.
 
     Attributes:
-        waits: True if the thread waits for other ranks in a collective.
+        waits: flag, True if the thread waits for other ranks in a collective.
         text: the thread's innermost frame, and its innermost frame outside libraries; '' if the frames are not known.
     """
 

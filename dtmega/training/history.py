@@ -1,4 +1,4 @@
-"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint show only the last start.
+"""`starts.jsonl`: a run appends one line each time it starts. `config.toml` describes only the last start.
 
     append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
     starts = read(run_dir)        # oldest first
@@ -37,7 +37,7 @@ class Start(BaseModel):
         step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
         config: the resolved configuration, by section.
-        layout: number of "processes", and size of each mesh axis, by name.
+        layout: number of processes, under the key "processes", and size of each mesh axis, under the axis's name.
         device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
         parameters: number of parameters of the whole model.
         steps: number of the run's last step, as planned at this start.

@@ -54,10 +54,10 @@ class ShardedModel:
 
     Attributes:
         stages: models by stage number; {0: the whole model} without a pipeline.
-        partial: names, by stage number, of the parameters whose gradients must be summed over tp.
-        reshard: True if FSDP frees a block's gathered weights after the block's forward and after each backward.
+        partial: stage number -> names of the parameters whose gradients must be summed over tp.
+        reshard: flag, True if FSDP frees a block's gathered weights after the block's forward and each backward.
         objective: the objective that the model is trained for.
-        sharded: True if gradients add up in shards, summed over the data ranks after each microbatch.
+        sharded: flag, True if gradients accumulate as shards, summed over the data ranks after each microbatch.
         pipeline: the schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
         replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
@@ -101,7 +101,7 @@ class ShardedModel:
 
         Args:
             microbatches: the microbatches that the ranks of this rank's `model` group compute together.
-            counts: divisors of the sums, counted over the global batch, by name.
+            counts: divisors of the sums, keyed by name and counted over the global batch.
             scale: loss scale for float16, which multiplies all gradients; None in other precisions.
 
         Returns:
@@ -156,7 +156,7 @@ class ShardedModel:
         """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
         (model,) = self.stages.values()
         for i, microbatch in enumerate(microbatches):
-            # Unless gradients add up in shards, the data ranks exchange gradients once per step, in the last
+            # Unless gradients accumulate as shards, the data ranks exchange gradients once per step, in the last
             # microbatch. Before the last microbatch, each rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
             sync_gradients(model, last, reshard=self.reshard, sharded=self.sharded)
@@ -174,7 +174,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters with elements that affect no output, each with a mask of these elements in a local part."""
+        """Pairs (parameter, mask): the mask marks the elements of a local part that affect no output."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -234,8 +234,8 @@ class ShardedModel:
         """The local parts of the parameters' gradients.
 
         Args:
-            every: True for all gradients that this rank holds, which clipping needs. False for the gradients of the
-                parameters in `weights`, so that a norm over the `shards` group counts each element once.
+            every: flag, True for all gradients that this rank holds, which clipping needs; False for the gradients of
+                the parameters in `weights`, so that a norm over the `shards` group counts each element once.
         """
         parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
         return [local(p.grad) for p in parameters if p.grad is not None]
@@ -325,7 +325,7 @@ def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model
 
 
 def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
-    """Make meta tensors with the shapes that each stage, except the last, passes to the next stage.
+    """For each stage except the last, make meta tensors shaped like the tensors that it passes to the next stage.
 
     A stage's tensors require gradients if any parameter of this stage, or of an earlier stage, is trained. Otherwise
     backward never reaches the tensors.

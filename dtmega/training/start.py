@@ -57,7 +57,7 @@ class Settings(NamedTuple):
         pieces: the model's pieces, with their parameter counts and FLOPs.
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, the same number on all ranks; None on CPUs.
-        auto_dtype: True if the configuration left the parameters' dtype open.
+        auto_dtype: flag, True if the configuration left the parameters' dtype open.
     """
 
     saved_cfg: Config
@@ -99,7 +99,7 @@ def read_configuration(argv: list[str], startup: Startup) -> Settings:
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
-        # Devices may differ, and all ranks must sum the same gradients at the same time.
+        # All ranks use rank 0's value, because devices may differ but all ranks must sum gradients at the same time.
         step.send = mesh.memory_bytes(device)
     memory_bytes = step.received
     cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
@@ -112,7 +112,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
     cfg = settings.cfg
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
-        # Check the checkpoint paths that the user has named before any folder is made.
+        # Before any folder is made, check the checkpoint paths that the user named.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
             found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))

@@ -1,4 +1,4 @@
-"""Conversations of `dtmega generate --interactive`: the model answers each line of stdin.
+"""Conversations for `dtmega generate --interactive`: the model answers each line of stdin.
 
 The first process reads stdin, runs the chat template and prints. All processes compute the answer.
 """
