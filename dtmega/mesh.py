@@ -7,7 +7,7 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     fsdp       dp_shard x cp (with dp_replicate: HSDP): parameters are sharded over these ranks
     loss       pp x data x cp: token losses add up over these ranks
     shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
-    model      pp x cp x tp: these ranks compute one microbatch together, so all must see the same microbatch
+    model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
     pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
 """
 
@@ -186,7 +186,7 @@ def pick_device(configured: str) -> torch.device:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """True if this device multiplies bfloat16 faster than float32, with dedicated instructions or units."""
+    """True if dedicated instructions or units make bfloat16 matrix products faster than float32 ones on this device."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return features.HAS_FAST_BFLOAT16
@@ -255,7 +255,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
     Raises:
         ValueError: the ranks made different numbers of groups before this call.
     """
-    # One all-reduce gives the largest and (negated) the smallest number of groups on any rank.
+    # One all-reduce finds the largest and (negated) the smallest number of groups that any rank has made.
     made = len(distributed_c10d._world.pg_names)
     most_least = torch.tensor([made, -made], device=device)
     dist.all_reduce(most_least, dist.ReduceOp.MAX)
@@ -282,7 +282,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
     assert everyone is not None
     members = set(itertools.chain.from_iterable(lists))
     # torch derives a group's name from the number of groups that the process has made. So all processes must make
-    # equally many groups; otherwise later groups would have different names on different processes.
+    # the same number of groups; otherwise later groups would have different names on different processes.
     lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:
         return everyone

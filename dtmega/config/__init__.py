@@ -221,7 +221,7 @@ def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
 
 
 def find_file(name: str) -> Path:
-    """Find the file that `--config NAME` means: first as a path, then in configs/, with or without `.toml`.
+    """Find the file that `--config NAME` names: try NAME as a path, then in configs/, with or without `.toml`.
 
     Raises:
         ConfigError: the file does not exist.

@@ -185,7 +185,7 @@ class Data(Section):
 
     @property
     def decoder_length(self) -> int:
-        """T: tokens in a decoder sequence."""
+        """T: number of tokens in a decoder sequence."""
         return self.decoder_seq_len or max(1, self.seq_len // 4)
 
     @property

@@ -115,7 +115,7 @@ class Startup:
             rank's heartbeat while waiting.
 
     Raises:
-        Refused: environment variables set by the launcher are wrong; the reason has been printed.
+        Refused: the launcher set invalid environment variables; the reason has been printed.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ Running the command again resumes the run, because `--checkpoint.resume` is `aut
 
 torchrun itself exits with 0 if all workers exited with 0, and with 1 otherwise. torchrun prints the workers' codes and
 reasons only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json`
-in the run directory, even if the start was refused.
+in the run directory, even if the run was refused at startup.
 """
 
 from __future__ import annotations

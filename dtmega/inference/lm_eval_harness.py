@@ -45,7 +45,7 @@ Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
     """Load the definitions of tasks.
 
-    The function first searches only the folder, because the harness's own collection has thousands of YAML files.
+    This function first searches `folder` alone, because the harness's own collection has thousands of YAML files.
 
     Args:
         names: names of the tasks.
@@ -227,7 +227,7 @@ class RunLM(TemplateLM):
 
 
 def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
-    """Make the function `Sampling.settle` for one answer.
+    """Make the `Sampling.settle` function for one answer.
 
     The function ends the answer once the tokens before the newest token contain a stop sequence.
     """

@@ -125,7 +125,7 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
         sizes: size of each mesh axis.
 
     Raises:
-        ValueError: the model cannot be split this way, or the mesh has a pipeline and the model is not decoder-only.
+        ValueError: the mesh cannot split the model, or the mesh has a pipeline and the model is not decoder-only.
     """
     family = families.of(cfg.model)
     family.check(cfg, sizes)

@@ -31,7 +31,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
     """Reduce a series to fewer points without changing how its curve looks.
 
     The steps are divided into `buckets` stretches of about equal length. The smallest and the largest value of each
-    stretch are kept, and also the first step, the last step and the marked steps. A series of at most 2 · buckets
+    stretch are kept, as are the first step, the last step and the marked steps. A series of at most 2 · buckets
     points is returned unchanged.
 
     Args:
@@ -50,7 +50,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index of each bucket's extreme in `values`. If the extreme occurs several times, its first index is returned.
+    """The index in `values` of each bucket's extreme; the first index if an extreme occurs several times in a bucket.
 
     Args:
         ufunc: np.minimum for the smallest values, np.maximum for the largest.

@@ -62,8 +62,8 @@ def over_steps(runs: Sequence[Run]) -> str:
                 phase_plot.add(figure, run.record.series, row, column)
             else:
                 _add_curve(figure, run, number, panel, row=row, column=column)
-    # plotly numbers panels row by row. A panel's axes therefore have one name in both layouts, and each trace fits both
-    # layouts.
+    # plotly numbers panels row by row. A panel's axes therefore have the same names in both layouts, and each trace
+    # fits both layouts.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 

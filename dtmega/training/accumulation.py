@@ -16,7 +16,7 @@ SHARE = 10  # "auto" adds up whole gradients if they take at most 1 / SHARE of a
 
 
 def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> Accumulation:
-    """Choose how each rank accumulates gradients between microbatches: whole, or only its shards.
+    """Choose how each rank accumulates gradients between microbatches: as whole gradients or as shards.
 
     *The rule for 'auto':* accumulate shards if the whole gradients of the fullest rank (`whole_gradient_bytes`) take
     more than a tenth of a device's memory. On CPUs, and if nothing is sharded, accumulate whole gradients. Sharded

@@ -1,10 +1,11 @@
-"""`starts.jsonl`: a run appends one line each time it starts. `config.toml` describes only the last start.
+"""`starts.jsonl`, to which a run appends one line each time it starts.
 
     append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
     starts = read(run_dir)        # oldest first
     parts(starts)                 # the starts that wrote the steps in metrics.jsonl
 
-The lines are for people and for `dtmega report`; no run reads them.
+The lines are for people and for `dtmega report`; no run reads them. `config.toml` and the newest checkpoint describe
+only the last start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report the steps of a run: in progress lines, in `metrics.jsonl`, in TensorBoard and to trackers.
+"""Report the steps of a run: print progress lines, and write to `metrics.jsonl`, TensorBoard and trackers.
 
     metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
@@ -57,7 +57,7 @@ class Metrics:
         write: flag, True on the only rank that writes reports.
 
     Attributes:
-        peak_memory: memory counter of this process, also on ranks that do not write.
+        peak_memory: memory counter of this process, set on all ranks, even if `write` is False.
     """
 
     def __init__(

@@ -8,7 +8,7 @@
     fsdp       shard the tp rank's part over the fsdp ranks too; FSDP's hooks stay outside the compiled blocks
     memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
-Nothing in this file depends on a model family: families.py says how each model is built and sharded. Before
+Nothing in this file depends on a model family: families.py defines how each model is built and sharded. Before
 anything starts, `check` refuses combinations that cannot work.
 """
 
@@ -60,7 +60,7 @@ class ShardedModel:
         sharded: flag, True if gradients accumulate as shards, summed over the data ranks after each microbatch.
         pipeline: the schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
-        replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
+        replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: the cp ranks, among which each sequence is divided; None if cp is 1.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
@@ -384,7 +384,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
     # recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the input again
     # in backward. Two cases keep the gathered input. In recomputed blocks, the recomputation has just gathered the
-    # input when backward needs it. And a backward in two parts works only with torch's own matrix product, which keeps
+    # input when backward needs it. And backward can be split in two only with torch's own matrix product, which keeps
     # its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])

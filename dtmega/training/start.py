@@ -225,7 +225,7 @@ def fill(
 def write_files(
     settings: Settings, world: World, checkpoints: Checkpoints, loaded: State | None, at: Progress, end: RunEnd
 ) -> None:
-    """Write config.toml and a line in starts.jsonl, and clear away checkpoints that this start does not continue.
+    """Write config.toml and a line in starts.jsonl, and clear away checkpoints that the run does not continue from.
 
     Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt has left behind are deleted.
 

@@ -188,7 +188,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """The divisor of each objective sum, counted over the global batch, by name. A count may be 0."""
+    """The divisor of each objective sum, keyed by name and counted over the global batch. A count may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():

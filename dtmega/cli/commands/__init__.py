@@ -10,7 +10,7 @@ The top-level imports of a module are limited to the code that its options need,
 options do not wait for torch.
 
     arguments.py      option types, and one-line error messages
-    conversation.py   conversations of `dtmega generate --interactive`
+    conversation.py   conversations for `dtmega generate --interactive`
     endings.py        message and exit code of an error that ends a command
     used.py           options that choose a trained model, and a function that loads the model
 """
