@@ -125,7 +125,7 @@ class BuiltInFamily:
         stage.to_empty(device=device)
         # `to_empty` has given separate memory to each module that shares a tied parameter.
         stage.tie()
-        # Fill the buffers before sharding, because slopes and ids follow from global numbers of heads and channels.
+        # Fill the buffers before sharding, because slopes and ids depend on global head and channel numbers.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._plan(cfg))

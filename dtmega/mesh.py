@@ -102,7 +102,7 @@ def world_size() -> int:
     """Size of the process group. Before the group exists: the launcher's number of processes, or 1 without a launcher.
 
     Raises:
-        ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
+        ValueError: the launcher's RANK or WORLD_SIZE is not a number, or is out of range.
     """
     return dist.get_world_size() if dist.is_initialized() else rank_and_size()[1]
 
@@ -186,7 +186,7 @@ def pick_device(configured: str) -> torch.device:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """True if dedicated instructions or units make bfloat16 matrix products faster than float32 ones on this device."""
+    """True if this device has instructions or units that multiply bfloat16 matrices faster than float32 matrices."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return features.HAS_FAST_BFLOAT16

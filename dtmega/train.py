@@ -263,7 +263,7 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
     Args:
         run: the run.
         at: progress of the run after the step.
-        wanted: flag, True to save this step regardless of the interval: the run stops here or was validated.
+        wanted: flag, True to save regardless of the interval, because the run stops here or was just validated.
         last: flag, True if no step follows. The function then waits for all saves to end.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def tell_of_faults() -> None:
-    """Print the stacks of all threads if the process crashes in a library (SIGSEGV, SIGABRT)."""
+    """Enable stack dumps: a process that crashes in a library (SIGSEGV, SIGABRT) prints the stacks of its threads."""
     if sys.stderr is not None:  # None if the program was started with stderr closed
         faulthandler.enable()
 

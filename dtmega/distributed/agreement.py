@@ -219,7 +219,7 @@ class Startup:
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
-                # A program that starts training twice uses the same store twice, so each start needs its own prefix.
+                # A program that starts training twice uses the same store twice, so each startup needs its own prefix.
                 n_starts = self.store.add(f"startup/{self.rank}", 1)
                 self._meeting = PrefixStore(f"startup/{n_starts}", self.store)
         # torch raises RuntimeError if the store is gone.

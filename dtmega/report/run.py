@@ -31,11 +31,11 @@ Config = Mapping[str, Mapping[str, Any]]
 
 
 class Part(NamedTuple):
-    """A part of a run: the consecutive steps that follow one start.
+    """A part of a run: the steps from one start of the run to the next.
 
     Attributes:
         first, last: numbers of the first and the last step.
-        start: start at which the part began; None if `starts.jsonl` does not record the start.
+        start: record of the start at which the part began; None if `starts.jsonl` does not record the start.
     """
 
     first: int

@@ -77,7 +77,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
     last_step, ended = run.record.last_step, run.ended
     progress = f"step {last_step:,} of {run.end:,}" if run.end else f"step {last_step:,}"
     if run.refused:
-        # A refused start changes nothing, so the run is still finished or stopped, as it was before.
+        # A refused attempt changes nothing, so the run is still finished or stopped, as it was before.
         refused = plain(run.refused, MAX_CHARACTERS)
         return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
     if ended is not None:

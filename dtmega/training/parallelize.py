@@ -272,7 +272,7 @@ class ShardedModel:
         """Check that copies of a stored tensor on different ranks are bit-identical.
 
         Raises:
-            RuntimeError: copies differ. The message names the tensor and the ranks.
+            RuntimeError: copies of a tensor differ. The message names the tensor and the ranks.
         """
         tensors = self.owned()
         replica_check.check_equal(tensors, self.world.groups["dp_replicate"], "copies over dp_replicate")
@@ -473,8 +473,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """Refuse combinations that cannot work, before anything starts.
 
     Raises:
-        ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or features exclude each
-            other. The message states the reason and the keys to change.
+        ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or two features cannot
+            be combined. The message states the reason and the keys to change.
     """
     pp = sizes["pp"]
     family = families.of(cfg.model)

@@ -239,7 +239,7 @@ def write_files(
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
     resume.set_aside_newer(cfg, at.step)
-    # A start from a named checkpoint deletes no other checkpoints, because a later start may resume from one of them.
+    # A run resumed from a named checkpoint deletes no other checkpoints: a later attempt may resume from one of them.
     if loaded and cfg.checkpoint.resume == "auto":
         checkpoints.purge_strays(loaded.config)
     with atomic.replaced(Path(cfg.run.dir, "config.toml")) as file:

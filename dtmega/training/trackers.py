@@ -68,7 +68,7 @@ class Tracker(Protocol):
     """An open run at one tracker. After a method has raised an exception, the tracker is no longer used.
 
     Attributes:
-        id: the tracker's id for the run. A later start uses the id to continue the same run.
+        id: the tracker's id for the run. A resumed run uses the id to continue its run at the tracker.
     """
 
     id: str
@@ -274,7 +274,7 @@ class Kept:
     def keep(self, name: str, run_id: str, newest: int) -> None:
         with self._lock:
             self._known[name] = {"id": run_id, "newest": newest}
-            # If the disk is full, the file keeps an older step, and a later start may send some steps again.
+            # If the disk is full, the file keeps an older step, and a resumed run may send some steps again.
             with suppress(OSError), atomic.replaced(self._path) as file:
                 json.dump(self._known, file, indent=1)
 
