@@ -125,13 +125,13 @@ class BuiltInFamily:
         stage.to_empty(device=device)
         # `to_empty` has given separate memory to each module that shares a tied parameter.
         stage.tie()
-        # Fill the buffers before they are sharded, because a slope or an id depends on the head's global number.
+        # Fill the buffers before sharding, because slopes and ids depend on global head and channel numbers.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # A stage passes on only this rank's part of the sequence, which cp and sequence parallelism divide.
+        # Each rank passes on only its part of the sequence, because cp and sequence parallelism divide the sequence.
         parts = sizes["cp"] * (sizes["tp"] if cfg.mesh.sequence_parallel else 1)
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -229,7 +229,7 @@ def objective(cfg: config.Config) -> Objective:
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:
-    """The options for `Show.text` that depend on how the run was trained, by name.
+    """The options of `Show.text`, keyed by name, that depend on how the run was trained.
 
     Raises:
         ValueError: the family does not have the run's objective.
@@ -315,7 +315,7 @@ def section_of(
         names: names of the stored tensors, used to recognise the family.
         theirs: configuration stored with the tensors.
         where: path of the tensors, for messages.
-        expected: the section that the configuration must agree with; None to make the section from the configuration.
+        expected: section that the configuration must agree with; None to make the section from the configuration.
 
     Raises:
         ValueError: the model belongs to no family, or the configuration does not agree with `expected`.

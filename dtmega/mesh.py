@@ -7,7 +7,7 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     fsdp       dp_shard x cp (with dp_replicate: HSDP): parameters are sharded over these ranks
     loss       pp x data x cp: token losses add up over these ranks
     shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
-    model      pp x cp x tp: these ranks compute one microbatch together, so all must see the same microbatch
+    model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
     pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
 """
 
@@ -79,10 +79,10 @@ class World:
         return self.groups[axis].rank()
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of ranks at the given places in this process's pipeline; None if this process is elsewhere.
+        """The group of ranks at the given places in this process's pipeline; None if this process is at none of them.
 
-        The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". Every
-        process must call this method for the same places in the same order.
+        The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". All
+        processes must call this method for the same sets of places, in the same order.
         """
         key, name = tuple(places), f"pp {'+'.join(map(str, places))}"
         if key not in self._between:
@@ -102,7 +102,7 @@ def world_size() -> int:
     """Size of the process group. Before the group exists: the launcher's number of processes, or 1 without a launcher.
 
     Raises:
-        ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
+        ValueError: the launcher's RANK or WORLD_SIZE is not a number, or is out of range.
     """
     return dist.get_world_size() if dist.is_initialized() else rank_and_size()[1]
 
@@ -113,7 +113,7 @@ def rank() -> int:
 
 
 def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
-    """The size of each axis. An axis of size -1 gets the number of processes divided by all other sizes.
+    """The size of each axis. An axis of size -1 gets the number of processes divided by the product of the other sizes.
 
     Raises:
         ValueError: the product of the sizes is not the number of processes.
@@ -138,7 +138,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
 
 
 def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
-    """The groups of ranks that differ only along these axes, in Megatron's order (`mpu/initialize.py`)."""
+    """Group the ranks that differ only along these axes, in Megatron's order (`mpu/initialize.py`)."""
     axes = tuple(axes)
     # Lay out all ranks as a grid with the given axes last, so that each row of the flattened grid is one group.
     grid = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in AXES])
@@ -148,7 +148,7 @@ def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
 
 
 def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
-    """The ranks of every group, by the name of the axis or derived set."""
+    """Map the name of each axis and each derived set to its groups, as lists of ranks."""
     named = {axis: (axis,) for axis in AXES} | DERIVED
     return {name: rank_groups(sizes, axes) for name, axes in named.items()}
 
@@ -168,7 +168,7 @@ def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
 
 
 def pick_device(configured: str) -> torch.device:
-    """The device for [run] device. 'auto' is cuda:LOCAL_RANK if there is a GPU, otherwise the CPU.
+    """The device that [run] device selects. 'auto' selects cuda:LOCAL_RANK if there is a GPU, otherwise the CPU.
 
     Raises:
         ValueError: this machine has fewer GPUs than local processes.
@@ -186,25 +186,25 @@ def pick_device(configured: str) -> torch.device:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """True if this device multiplies bfloat16 faster than float32, with dedicated instructions or units."""
+    """True if this device has instructions or units that multiply bfloat16 matrices faster than float32 matrices."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return features.HAS_FAST_BFLOAT16
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None for a CPU, whose memory ranks and other programs share."""
+    """Memory of a GPU; None for a CPU, because several ranks and other programs share its memory."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def start(
     device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOUT_S, store: Store | None = None
 ) -> World:
-    """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
+    """Join the process group (nccl on GPUs, gloo on CPUs) and make the mesh, with or without torchrun.
 
     Args:
         timeout_s: timeout of the rendezvous and of every collective. An existing process group keeps its own timeout.
-        store: result of an earlier call to `rendezvous`; None if there was no earlier call.
+        store: store that an earlier call to `rendezvous` returned; None if there was no such call.
 
     Raises:
         ValueError: `rendezvous.meet` failed, or the ranks made different numbers of groups before this call.
@@ -228,7 +228,7 @@ def start(
     grid = torch.arange(dist.get_world_size()).view(shape)
     mesh = DeviceMesh.from_group([groups[dim] for dim in LAID_OUT], device.type, grid, mesh_dim_names=LAID_OUT)
     data_rank, data_size = data_coordinate(sizes, me)
-    # The mesh is 2-D only for HSDP: over a 1-D mesh, FSDP makes no second reduction.
+    # Only HSDP gets a 2-D mesh: over a 1-D mesh, FSDP skips the second reduction.
     fsdp = mesh["dp_replicate", "fsdp"] if sizes["dp_replicate"] > 1 else mesh["fsdp"]
     return World(
         rank=me,
@@ -246,16 +246,16 @@ def start(
 
 
 def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """Make the groups that this process is in, by name. Names with the same ranks share one group.
+    """Make the groups that contain this process, keyed by name. Names for identical sets of ranks share one group.
 
     Each process makes only its own groups, one of each kind, however many processes there are. All processes make
     the kinds in the same order, so overlapping groups cannot wait for each other in a cycle. torch derives a
-    group's name from the number of groups that the process made before, so a group has the same name on all members.
+    group's name from the number of groups that the process has made, so all members give a group the same name.
 
     Raises:
         ValueError: the ranks made different numbers of groups before this call.
     """
-    # One all-reduce gives the largest and (negated) the smallest number of groups on any rank.
+    # One all-reduce finds the largest and (negated) the smallest number of groups that any rank has made.
     made = len(distributed_c10d._world.pg_names)
     most_least = torch.tensor([made, -made], device=device)
     dist.all_reduce(most_least, dist.ReduceOp.MAX)
@@ -281,7 +281,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
     everyone = dist.group.WORLD
     assert everyone is not None
     members = set(itertools.chain.from_iterable(lists))
-    # torch derives a group's name from the number of groups that the process made before. So every process must make
+    # torch derives a group's name from the number of groups that the process has made. So all processes must make
     # the same number of groups; otherwise later groups would have different names on different processes.
     lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:
@@ -312,12 +312,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def store() -> Store:
-    """A new connection to the store of the process group, for another thread or another timeout."""
+    """A new connection to the store of the process group, for a second thread or a different timeout."""
     return distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
 
 
 def stop() -> None:
-    """Leave the process group. All ranks must call this function together."""
+    """Destroy the process group. All ranks must call this function together."""
     # Free tensors with pending work first, or gloo aborts at exit.
     gc.collect()
     dist.barrier()

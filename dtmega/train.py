@@ -1,11 +1,11 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
 From top to bottom: `begin` reads the configuration and the data (an error in either ends the run with exit code 2),
-makes the process group and the model, and resumes from a checkpoint. `train` runs the loop, the last evaluation and a
-sample. `--help` lists every key.
+makes the process group and the model, and resumes from a checkpoint. `train` runs the loop and the last evaluation,
+and generates a sample. `--help` lists every key.
 
-On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. The
-same command then continues the run, and the numbers are the same as in an uninterrupted run. All exit codes are in
+On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. To
+continue the run, repeat the command; the numbers are those of an uninterrupted run. All exit codes are in
 `dtmega/distributed/exit_codes.py`.
 """
 
@@ -58,7 +58,7 @@ GO_ON = "to go on all the same: --train.past_stop true"
 
 @console.guarded()
 def main(argv: list[str]) -> int:
-    """Train or evaluate a model. The caller must leave the process group.
+    """Train or evaluate a model. The caller must destroy the process group afterwards.
 
     Returns:
         The exit code.
@@ -87,18 +87,18 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     Args:
         argv: arguments of the command line.
         startup: meeting point of the ranks at the end of each step.
-        closing: exit stack that closes everything opened here.
+        closing: exit stack that closes everything that this function opens.
         exit_status: record of how the run ends.
 
     Returns:
-        The run, and its progress at the start: the checkpoint's progress, or no progress for a new run.
+        The run, and its progress at the start: the progress stored in the checkpoint, or zero for a new run.
     """
     # The run directory is not claimed yet, so an error is recorded there only if the directory already holds a run.
     with found.early_end_recorded(config.run_dir_of(argv), exit_status, first=startup.rank == 0):
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Open the log early, so that the log closes only after everything that takes time to close.
+    # Open the log early: the exit stack then closes the log after everything that takes time to close.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -263,8 +263,8 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
     Args:
         run: the run.
         at: progress of the run after the step.
-        wanted: True to save this step regardless of the interval, because the run stops here or was validated.
-        last: True if no step follows. The function then waits for all saves to end.
+        wanted: flag, True to save regardless of the interval, because the run stops here or was just validated.
+        last: flag, True if no step follows. The function then waits for all saves to end.
 
     Returns:
         The outcomes of the saves that have ended: this save, or earlier saves that a thread wrote in the meantime.
@@ -321,7 +321,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
 
 
 def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Progress, bool | None]:
-    """Train on a batch, or pass it over, and report the step.
+    """Train on a batch, or pass the batch over, and report the step.
 
     Args:
         run: the run.
@@ -409,24 +409,24 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
 
 def killed(run: Run) -> bool:
-    """True on rank 0 if the file [train] kill_switch exists. Other ranks do not check, to spare the file system."""
+    """True on rank 0 if the [train] kill_switch file exists. Other ranks do not check, to spare the file system."""
     return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
 
 
 def killed_before_it_began(run: Run) -> bool:
-    """True on all ranks if the file [train] kill_switch exists at the start. One file can end a whole queue of jobs."""
+    """True on all ranks if the [train] kill_switch file exists at startup. One file can end a whole queue of jobs."""
     seen = torch.tensor(int(killed(run)), device=run.world.device)
     dist.broadcast(seen, src=0)
     return bool(seen.item())
 
 
 def due(step: int, interval: int) -> bool:
-    """True at every `interval`-th step; never if the interval is 0."""
+    """True for every `interval`-th step; never True if the interval is 0."""
     return interval > 0 and step % interval == 0
 
 
 def run_and_leave(argv: list[str]) -> NoReturn:
-    """Train, then exit with the exit code. If there is an unexpected error, print its traceback first."""
+    """Train, then exit with the exit code. After an unexpected error, print the traceback before exiting."""
     with console.guarded():
         try:
             code = main(argv)

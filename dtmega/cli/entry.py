@@ -1,4 +1,4 @@
-"""Start a program: enable crash reports, and import quickly. Imports take a third of the time until the first step."""
+"""Start a program: enable crash reports and fast imports. Imports take a third of the time until the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def tell_of_faults() -> None:
-    """Make a process that crashes in a library (SIGSEGV, SIGABRT) print the stacks of its threads."""
+    """Enable stack dumps: a process that crashes in a library (SIGSEGV, SIGABRT) prints the stacks of its threads."""
     if sys.stderr is not None:  # None if the program was started with stderr closed
         faulthandler.enable()
 

@@ -186,7 +186,7 @@ def load(argv: list[str]) -> Config:
 def run_dir_of(argv: Sequence[str]) -> Path | None:
     """The run directory (`[run] dir`) that these arguments name, even if the rest of the configuration is invalid.
 
-    A refused start still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
+    A refused run still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
 
     Returns:
         The directory; None if the TOML file cannot be read, or if [run] dir is not a string.
@@ -221,7 +221,7 @@ def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
 
 
 def find_file(name: str) -> Path:
-    """Find the file that `--config NAME` means: first as a path, then in configs/, with or without `.toml`.
+    """Find the file that `--config NAME` names: try NAME as a path, then in configs/, with or without `.toml`.
 
     Raises:
         ConfigError: the file does not exist.
@@ -249,8 +249,8 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     """
     optim = values.get("optim")
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
-        # A warm-up on the command line replaces the file's warm-up, even if the file sets the other key, because
-        # a configuration with both keys would be refused.
+        # A warm-up on the command line replaces the file's warm-up, even under a different key, because a
+        # configuration with both keys would be refused.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
     return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
 

@@ -51,7 +51,7 @@ class Run(Section):
     def collective_timeout_s(self) -> float:
         """Seconds after which a collective gives up: twice `timeout_s`.
 
-        The watchdog (`distributed/watchdog.py`) must act first, because the watchdog can name the rank that hangs, and
+        The watchdog (`distributed/watchdog.py`) must act first, because the watchdog can name the rank that hangs, but
         a collective that times out cannot.
         """
         return 2 * self.timeout_s
@@ -148,7 +148,7 @@ class Data(Section):
                 _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
-        # The names of the run's own sets are taken. With [data] train there is no split, so 'valid' is free.
+        # The names of the run's own sets are reserved. With [data] train there is no split, so 'valid' is free.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
         for written in self.validation:
@@ -185,7 +185,7 @@ class Data(Section):
 
     @property
     def decoder_length(self) -> int:
-        """T: tokens in a decoder sequence."""
+        """T: number of tokens in a decoder sequence."""
         return self.decoder_seq_len or max(1, self.seq_len // 4)
 
     @property
@@ -468,7 +468,7 @@ class Profile(Section):
 
 
 class Checkpoint(Section):
-    """[checkpoint]: when and where checkpoints are written, and which checkpoint a start resumes from."""
+    """[checkpoint]: when and where checkpoints are written, and which checkpoint a run resumes from."""
 
     interval: int = key(100, "steps between checkpoints; 0 = only at the end, and when the run is stopped", ge=0)
     final: bool = key(True, "write a checkpoint at the end, whatever the interval")
@@ -527,7 +527,7 @@ class Pipeline(Section):
 
 
 class Recompute(Section):
-    """[recompute]: activations that the backward pass recomputes instead of keeping them in memory."""
+    """[recompute]: activations that are recomputed in the backward pass instead of kept in memory."""
 
     mode: Literal["none", "full", "selective"] = key(
         "none",

@@ -1,4 +1,4 @@
-"""The keys of [model]: one class per family, chosen by `name`. Base classes have the shared keys."""
+"""The keys of [model]: one class per family, chosen by `name`. Base classes declare the shared keys."""
 
 from __future__ import annotations
 
@@ -244,8 +244,8 @@ class T5(NativeModel):
 
     @model_validator(mode="after")
     def _check(self) -> T5:
-        # In a decoder, half of the buckets hold one distance each. The other half shares the distances up to the
-        # maximum.
+        # In a decoder, each bucket in the first half holds one distance. The buckets in the second half share the
+        # distances up to the maximum.
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "

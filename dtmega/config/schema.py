@@ -64,7 +64,7 @@ class SectionClasses:
         return cls(discriminator, getattr(info.default, discriminator), classes)
 
     def declarations(self, k: str) -> dict[str, FieldInfo]:
-        """The declarations of key `k`, keyed by the discriminator's value; classes without this key are left out."""
+        """The declarations of key `k`: discriminator's value -> declaration. Classes without the key are left out."""
         return {value: cls.model_fields[k] for value, cls in self.classes.items() if k in cls.model_fields}
 
 
@@ -97,7 +97,7 @@ def groups_of(kind: type[BaseModel]) -> list[Group]:
 
 
 def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str, FieldInfo]]:
-    """A section's keys, keyed by the title of their group."""
+    """Group a section's keys by title: title -> key -> declaration."""
     every = f"[{section}]"
     groups: dict[str, dict[str, FieldInfo]] = {every: {}}
     if kinds.discriminator:

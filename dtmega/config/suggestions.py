@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from dtmega.config.schema import SectionClasses, condition
 from dtmega.config.synonyms import Synonym
 
-# A name counts as a typo of a second name if difflib's ratio for the two names is at least this number. At 0.4, the
+# An unknown name counts as a typo of a known name if difflib's ratio for the two is at least this number. At 0.4, the
 # suggestion for `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
 LIKENESS = 0.75
 LISTED = 25  # maximum number of a section's keys to list when no key resembles the unknown key
@@ -43,7 +43,7 @@ class SimilarKeys:
             section: the section that the user wrote, which may not exist; '' if there was no section.
             key: the key as the user wrote it.
             families: section -> the discriminator's value in the configuration, for each section with several classes.
-            option: True if the key comes from the command line; the suggestion is then written as an option, too.
+            option: flag, True if the key comes from the command line; the suggestion is then written as an option too.
         """
         here = self.section(section)
         name = key.lower().replace("-", "_")

@@ -52,7 +52,7 @@ class OtherRankFailed(Exception):
 
 
 class Refused(Exception):
-    """Raised on every rank to end a start or a command. The reason has already been printed.
+    """Raised on every rank to abort startup or a command. The reason has already been printed.
 
     Attributes:
         exit_code: exit code for this process.
@@ -99,7 +99,7 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
 
 
 class Startup:
-    """Start all ranks together, for a command or for a training job up to its first step.
+    """Starts all ranks of a command together, or all ranks of a training job up to the first step.
 
     Args:
         timeout_s: initial value of the attribute `timeout_s`.
@@ -115,7 +115,7 @@ class Startup:
             rank's heartbeat while waiting.
 
     Raises:
-        Refused: environment variables set by the launcher are wrong; the reason has been printed.
+        Refused: the launcher set invalid environment variables; the reason has been printed.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Startup:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """Run one part of the start. All ranks run this part, and wait for each other at the end.
+        """Run one part of startup. All ranks run this part, and wait for each other at the end.
 
         Args:
             name: name of the step, used in messages such as "the ranks do not have the same configuration".
@@ -188,7 +188,7 @@ class Startup:
 
         Raises:
             OtherRankFailed: a rank has failed in this step.
-            RuntimeError: not all ranks called this method, and no heartbeat was heard for timeout_s.
+            RuntimeError: not all ranks called this method, and no heartbeat arrived for timeout_s.
         """
         assert self._meeting is not None
         self._n_waits += 1
@@ -219,12 +219,12 @@ class Startup:
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
-                # A program that starts training twice uses the same store twice, so each start needs its own prefix.
+                # A program that starts training twice uses the same store twice, so each startup needs its own prefix.
                 n_starts = self.store.add(f"startup/{self.rank}", 1)
                 self._meeting = PrefixStore(f"startup/{n_starts}", self.store)
         # torch raises RuntimeError if the store is gone.
         except (ValueError, RuntimeError) as error:
-            # Without a store, this rank cannot report its failure to the others, so it prints the reason itself.
+            # Without a store, this rank cannot report its failure to other ranks, so it prints the reason itself.
             if failure is not None:
                 raise self._refused(failure.exit_code, failure.reason) from None
             # If rank 0 gave up waiting, rank 0 prints the reason.
@@ -250,7 +250,7 @@ class Startup:
         """Read all reports, print the errors, and publish the verdict. Only rank 0 calls this method.
 
         Returns:
-            The verdict, with three keys: `exit_code` (0 if the start continues), `reason`, and `sent` (rank 0's
+            The verdict, with three keys: `exit_code` (0 if startup continues), `reason`, and `sent` (rank 0's
             `step.send`).
         """
         complete = self._wait(store, "complete", is_patient=lambda: not store.check(["failed"]))

@@ -6,15 +6,15 @@
 | 1 | FAILED | a Python exception; its message is on stderr | read the message |
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints, but none is intact | restore a checkpoint, or start in another run directory |
-| 75 | PREEMPTED | a signal came; the step was finished and saved | give the same command again |
-| 76 | STUCK | not saved: no step ended within grace_s of a signal, or the save failed | give the same command again |
-| 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; give the same command again |
+| 75 | PREEMPTED | a signal came; the step was finished and saved | run the command again |
+| 76 | STUCK | not saved: no step ended within grace_s of a signal, or the save failed | run the command again |
+| 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; run the command again |
 
-The same command resumes the run, because `--checkpoint.resume` is `auto` by default.
+Running the command again resumes the run, because `--checkpoint.resume` is `auto` by default.
 
 torchrun itself exits with 0 if all workers exited with 0, and with 1 otherwise. torchrun prints the workers' codes and
 reasons only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json`
-in the run directory, even if the start was refused.
+in the run directory, even if the run was refused at startup.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ExitRecord(NamedTuple):
          "step": 180, "checkpoint": "runs/a/checkpoints/step-00000180"}
 
     Attributes:
-        code: exit code of the last start, even if that start was refused.
-        reason: reason why the last start ended.
+        code: exit code of the newest attempt to run, even if the attempt was refused.
+        reason: reason why the newest attempt ended.
         step: number of steps that the run has done.
         checkpoint: path of the run's newest checkpoint; '' while there is none.
         time: time of the exit, UTC in ISO 8601; '' if an earlier version wrote the file.
@@ -80,10 +80,10 @@ class ExitRecord(NamedTuple):
 
 
 class ExitStatus:
-    """Holds the exit code and the reason of this start, and writes `exit.json`.
+    """Holds the exit code of this attempt to run and the reason for the exit, and writes `exit.json`.
 
-    The file exists only after an exit, because each start removes the file of the previous start. A run that is still
-    running, or that was killed, has no `exit.json`.
+    `exit.json` exists only after an exit, because each attempt removes the file of the previous attempt. A run that is
+    still running, or that was killed, has no `exit.json`.
 
     Attributes:
         step, checkpoint: the same values as in `ExitRecord`.
@@ -100,7 +100,7 @@ class ExitStatus:
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
         """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
 
-        If this start completes no step, the new `exit.json` repeats this step and this checkpoint.
+        If this attempt completes no step, the new `exit.json` repeats this step and this checkpoint.
 
         Args:
             folder: the run directory.
@@ -122,7 +122,7 @@ class ExitStatus:
             newest: the same function as in `attach`.
 
         Raises:
-            OSError: the previous start's `exit.json` cannot be removed.
+            OSError: the previous attempt's `exit.json` cannot be removed.
         """
         self.attach(folder, newest)
         (folder / EXIT).unlink(missing_ok=True)

@@ -110,7 +110,7 @@ def _groups() -> dict[str, dict[str, Any]]:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
     # The main thread and the watch may write this file at the same time, so each thread uses its own temporary name.
-    # The name must not end with a number or contain PREFIX, because torchfrtrace would take it for a rank's file.
+    # torchfrtrace would mistake a name that ends with a number or contains PREFIX for the name of a rank's record.
     part = path.with_name(f"{path.name.removeprefix(PREFIX)}.{threading.get_ident()}.part")
     try:
         with atomic.created(part) as file:

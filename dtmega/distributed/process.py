@@ -23,7 +23,7 @@ from dtmega.files.lock import Lock, is_held
 from dtmega.files.untrusted_json import read_object
 
 LOCK = ".lock"
-# Signals after which a run saves and exits. SLURM sends one of the last two on request: `--signal=USR1@120`.
+# Signals after which a run saves and exits. SLURM sends one of the last two signals on request: `--signal=USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Width to which a reason is wrapped: torchrun frames its summary with lines as long as the summary's longest line.

@@ -36,7 +36,7 @@ class Rank0GaveUp(ValueError):
 
 
 def launcher_number(name: str, default: int, low: int, high: int) -> int:
-    """The number in an environment variable that the launcher sets, or `default` if it is not set.
+    """The number in an environment variable that the launcher sets, or `default` if the variable is not set.
 
     Raises:
         ValueError: the variable is not a whole number from `low` to `high`.
@@ -93,7 +93,7 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
     """Connect to the store at the launcher's address.
 
     Args:
-        is_master: True if this process serves the store. If False, the server must be listening within `patience`.
+        is_master: flag, True if this process serves the store; if False, the server must listen within `patience`.
         timeout: timeout of the store's operations.
         patience: time to wait for the server, and then for its answer.
 
@@ -161,7 +161,7 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
         job: store that all attempts of the job share.
         size: number of ranks.
         patience: time to wait for the next rank.
-        agent_has_store: True under torchrun; affects only the error message.
+        agent_has_store: flag, True under torchrun; affects only the error message.
 
     Returns:
         The number of the attempt.

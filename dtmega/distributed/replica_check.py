@@ -57,8 +57,8 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: s
         what: description of the tensors, for the error message.
 
     Raises:
-        RuntimeError: copies differ. The error is raised on every rank of the group. The message names the first tensor
-            that differs, and the ranks that differ from the majority.
+        RuntimeError: copies of a tensor differ. The error is raised on every rank of the group. The message names the
+            first tensor that differs, and the ranks that differ from the majority.
     """
     if dist.get_world_size(group) == 1 or not tensors:
         return

@@ -45,7 +45,7 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 class Beat(NamedTuple):
     """A message that a rank sends when it begins a phase of a step.
 
-    All ranks go through all phases in one order, so a comparison of (step, nth) shows which rank is ahead.
+    All ranks go through the phases in the same order, so a comparison of (step, nth) shows which rank is ahead.
 
     Attributes:
         step: number of the step.
@@ -68,7 +68,7 @@ class CodePlace(NamedTuple):
     """The point in the code that a rank's main thread has reached.
 
     Attributes:
-        waits: True if the thread waits for other ranks in a collective.
+        waits: flag, True if the thread waits for other ranks in a collective.
         text: the thread's innermost frame, and its innermost frame outside libraries; '' if the frames are not known.
     """
 
@@ -95,7 +95,7 @@ class Watch:
         rank: rank of this process.
         exit_status: object that records the exit code and the reason if the thread ends the process; None to record
             nothing.
-        records: folder for the flight recorder's files, with a subfolder for each start; None to write no files.
+        records: folder for the flight recorder's files, with a subfolder for each attempt; None to write no files.
 
     Attributes:
         signals: numbers of the signals that have been received.
@@ -140,8 +140,8 @@ class Watch:
         """
         self._size, self._store, self._reader = size, store, store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
         if self._records is not None:
-            # All ranks must name this start's folder after the same time. The ranks agree on the time now, because the
-            # store may be gone when the folder is needed.
+            # The name of this attempt's folder is a time, equal on all ranks. The ranks agree on the time now, because
+            # the store may be gone when the folder is needed.
             self._start = store.compare_set("start", "", self._start).decode()
         self._publish()
 

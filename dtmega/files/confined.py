@@ -91,7 +91,7 @@ class Confined:
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """The child's next answer. If the child does not answer in time, or has ended, the child is closed.
+        """The child's next answer. If the child does not answer in time, or has ended, `close` is called.
 
         Raises:
             ValueError: the child did not answer, or reported an error.

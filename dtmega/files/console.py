@@ -28,7 +28,7 @@ class Guarded:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        # The terminal's encoding lacks a character in the text, such as a letter in a generated sample.
+        # UnicodeEncodeError: the terminal's encoding lacks a character, such as a letter in a generated sample.
         except UnicodeEncodeError:
             self.write(text.encode("ascii", "backslashreplace").decode())
         # OSError: the stream is not writable. ValueError: the stream is closed. AttributeError: the stream is None.
@@ -99,7 +99,7 @@ class Copied:
 
 @contextmanager
 def copied(take: Callable[[str], None]) -> Iterator[None]:
-    """Make stdout and stderr `Copied` within the `with` block, also for loggers that already print on these streams."""
+    """Make stdout and stderr `Copied` within the `with` block, including in loggers that already print on them."""
     with ExitStack() as undo:
         for owner, name in [(sys, "stdout"), (sys, "stderr"), *((handler, "stream") for handler in _handlers())]:
             stream = getattr(owner, name)
@@ -118,7 +118,7 @@ def _handlers() -> set[logging.Handler]:
 
 
 def say(text: str) -> None:
-    """Print lines on stderr. The lines are made `printable`, because they may quote other people's text.
+    """Print lines on stderr, with control characters escaped (`printable`), because lines may quote untrusted text.
 
     All lines are printed in one write, so that the lines of several ranks do not mix.
     """

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(extra: str, who: str) -> Iterator[None]:
-    """Turn a failed import inside the `with` block into an error message that says what to install.
+    """Turn a failed import inside the `with` block into a ValueError that names the library to install.
 
     Args:
         extra: name of the pyproject.toml extra that contains the library.

@@ -61,10 +61,10 @@ def dangling(path: str | Path) -> str:
 
 
 def download(name: str) -> str:
-    """End of a message about a missing folder: the command that downloads the model with this id from the hub.
+    """End of a message about a missing folder: the command that downloads the model `name` from the Hugging Face hub.
 
     Returns:
-        The text; '' if the path exists, or if the name cannot be a Hugging Face hub id.
+        The text; '' if a file or folder `name` exists, or if `name` cannot be an id on the hub.
     """
     if os.path.lexists(name) or not HUB_ID.fullmatch(name):
         return ""

@@ -4,11 +4,11 @@
     scores = evaluate(trained, tasks, find_tasks(tasks, None), batch_size=8)
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
-each batch together. The harness on each rank runs as in a single process. Tokenization, truncation of long texts and
-the end of an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of transformers
-models.
+each batch together. On each rank, the harness runs as if in a single process. Tokenization, truncation of long texts
+and the end of an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of
+transformers models.
 
-Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
+This module needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
     """Load the definitions of tasks.
 
-    The folder is first searched alone, because the harness's own collection has thousands of YAML files.
+    This function first searches `folder` alone, because the harness's own collection has thousands of YAML files.
 
     Args:
         names: names of the tasks.
@@ -139,7 +139,7 @@ class RunLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
         """Score each continuation given its context (see `_score`), in batches of texts of similar length."""
-        # Longest first: lengths within a batch are nearly equal, and a batch too large for memory fails at once.
+        # Sort the longest texts first: batches then need little padding, and a batch too large for memory fails early.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
         for batch in _batches(order, self.batch_size, "texts"):
@@ -227,7 +227,7 @@ class RunLM(TemplateLM):
 
 
 def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
-    """Make the function `Sampling.settle` for one answer.
+    """Make the `Sampling.settle` function for one answer.
 
     The function ends the answer once the tokens before the newest token contain a stop sequence.
     """

@@ -57,7 +57,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
         path: a run directory, or the folder of one checkpoint.
         step: step of the checkpoint to read; None for the newest.
         axes: axis of [mesh] -> size.
-        startup: startup of the ranks that take part.
+        startup: meeting point of the ranks that take part.
 
     Raises:
         Refused: there is no checkpoint, the checkpoint is damaged, or the mesh does not fit the model. Every rank
@@ -125,7 +125,7 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
         sizes: size of each mesh axis.
 
     Raises:
-        ValueError: the model cannot be split this way, or the mesh has a pipeline and the model is not decoder-only.
+        ValueError: the mesh cannot split the model, or the mesh has a pipeline and the model is not decoder-only.
     """
     family = families.of(cfg.model)
     family.check(cfg, sizes)
@@ -146,9 +146,10 @@ def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, 
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """Replace the drawn tokens, int64 [B], with rank 0's tokens, and continue: `Sampling.settle` for several processes.
+    """Replace the drawn tokens, int64 [B], with rank 0's tokens: the `Sampling.settle` for several processes.
 
-    Logits may differ between ranks in the last bit, so ranks might draw different tokens.
+    The result is always True, so generation continues. Logits may differ between ranks in the last bit, so without this
+    function, ranks might draw different tokens.
     """
     dist.broadcast(tokens, src=0)
     return True

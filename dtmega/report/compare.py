@@ -69,8 +69,8 @@ def difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
 def different_keys(configs: Sequence[Config]) -> list[tuple[str, list[Any]]]:
     """Rows of (key, values) for the keys that differ between configurations.
 
-    Each row has one value per configuration, and None for a configuration without the key. `run.dir` is left out,
-    because it always differs and is already shown as the name of the run.
+    Each row has one value per configuration; the value is None if the configuration lacks the key. `run.dir` is left
+    out, because it always differs and is already shown as the name of the run.
     """
     different = []
     for (section, key), values in _keys(configs).items():

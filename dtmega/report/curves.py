@@ -1,4 +1,4 @@
-"""Compute the curves of the report, small enough for a browser.
+"""Compute curves for the report that are small enough for a browser.
 
 Thinned curves have fewer points but keep the extremes. The other curves are running means, the shares of the phases and
 the distribution of step times.
@@ -31,7 +31,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
     """Reduce a series to fewer points without changing how its curve looks.
 
     The steps are divided into `buckets` stretches of about equal length. The smallest and the largest value of each
-    stretch are kept, and also the first step, the last step and the marked steps. A series of at most 2 · buckets
+    stretch are kept, as are the first step, the last step and the marked steps. A series of at most 2 · buckets
     points is returned unchanged.
 
     Args:
@@ -50,7 +50,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index of each bucket's extreme in `values`. If the extreme occurs several times, its first index is returned.
+    """The index in `values` of each bucket's extreme; the first index if an extreme occurs several times in a bucket.
 
     Args:
         ufunc: np.minimum for the smallest values, np.maximum for the largest.
@@ -141,8 +141,8 @@ class Panel(NamedTuple):
         key: name of the series in the record.
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
-        log: True for a logarithmic vertical axis.
-        mean: True to draw a running mean on top of the individual steps, for a metric whose noise hides the trend.
+        log: flag, True for a logarithmic vertical axis.
+        mean: whether to draw a running mean over the individual steps, for a metric whose noise hides the trend.
     """
 
     key: str
@@ -178,8 +178,8 @@ def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:
     """The panels below the loss: first the panels of PANELS that have data, then one panel for each remaining metric.
 
     Args:
-        series: series keys of all runs.
-        alone: True if there is only one run. With several runs, the phases panel is left out.
+        series: keys of the series of all runs.
+        alone: flag, True if there is only one run. With several runs, the phases panel is left out.
     """
     recorded = set(series) - {PHASES.key}
     if alone and recorded & STEP_PHASES.keys():

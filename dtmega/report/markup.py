@@ -25,7 +25,7 @@ def text(value: object, keep: str = "") -> str:
 
 
 def breakable(value: object) -> str:
-    """Escape a path or a key, and allow a line break after each slash or dot, but not within step-00000120."""
+    """Escape a path or a key. Lines may break after slashes and dots, but not inside a name like step-00000120."""
     # Cut after each slash or dot, except before a digit (1.5), at the start of a path, and between two dots (../).
     pieces = re.split(r"(?<=[^\s/.][/.])(?=[^\s\d/.])", str(value))
     return "<wbr>".join(text(piece) if re.search(r"\s", piece) else unbroken(piece) for piece in pieces)

@@ -62,8 +62,8 @@ def over_steps(runs: Sequence[Run]) -> str:
                 phase_plot.add(figure, run.record.series, row, column)
             else:
                 _add_curve(figure, run, number, panel, row=row, column=column)
-    # plotly numbers panels row by row. A panel's axes therefore have equal names in both layouts, and each trace fits
-    # both layouts.
+    # plotly numbers panels row by row. A panel's axes therefore have the same names in both layouts, and each trace
+    # fits both layouts.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 
@@ -146,8 +146,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
         figure: the figure.
         run: the run to draw.
         number: number of the run on the page, which determines the colour.
-        alone: True if the page has only this run. With a single run the legend has one entry per curve; with several
-            runs it has one entry per run.
+        alone: flag, True if the page has only this run. With a single run, the legend has one entry per curve; with
+            several runs, it has one entry per run.
     """
     _add_curve(figure, run, number, LOSS, row=1, column=1, legend="training" if alone else written(run.name))
     validations = sorted(key for key in run.record.series if is_validation(key))

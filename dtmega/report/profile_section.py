@@ -59,7 +59,7 @@ def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: 
         who: HTML with the name of the run, to put before the steps; '' on a page of one run.
         last_step: last step that the run has completed.
         page_folder: folder that the page is written to. Links are relative to this folder.
-        folded: True to fold the whole window away.
+        folded: whether to fold the whole window away.
     """
     first, last = profiles[0].summary.steps
     steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
@@ -107,8 +107,8 @@ def _link(stem: Path, suffix: str, label: str, page_folder: Path) -> str:
         n_bytes = path.stat().st_size
     except OSError:
         return ""
-    # A browser resolves ".." in a path as text, without following symbolic links. `os.path.abspath` works in this way
-    # too, but `Path.resolve` would follow symbolic links.
+    # A browser resolves ".." in a path as text, without following symbolic links. `os.path.abspath` does the
+    # same, but `Path.resolve` would follow symbolic links.
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(page_folder))
     return f'<a href="{text(quote(os.fsencode(relative)))}">{label}</a> ({unbroken(file_size(n_bytes))})'
 

@@ -1,7 +1,7 @@
 """Read a run's profiles: the profiler's summaries of how long phases and operators took in each window of steps.
 
 A summary may be damaged, or may come from another program. Summaries that do not fit the class `Summary` are left out
-and counted. The trace next to a summary may have hundreds of MB and is never opened.
+and counted. The trace next to a summary may take hundreds of MB and is never opened.
 """
 
 from __future__ import annotations

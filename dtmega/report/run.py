@@ -31,11 +31,11 @@ Config = Mapping[str, Mapping[str, Any]]
 
 
 class Part(NamedTuple):
-    """A part of a run: the consecutive steps that follow one start.
+    """A part of a run: the steps from one start of the run to the next.
 
     Attributes:
         first, last: numbers of the first and the last step.
-        start: start at which the part began; None if `starts.jsonl` does not record the start.
+        start: record of the start at which the part began; None if `starts.jsonl` does not record the start.
     """
 
     first: int
@@ -73,7 +73,7 @@ class Run(NamedTuple):
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if none of these files exists.
-        is_claimed: True if a process has claimed the directory, False if that process is gone, None if unknown
+        is_claimed: flag, True if a process has claimed the directory, False if that process is gone, None if unknown
             (`process.is_claimed`).
     """
 
@@ -98,7 +98,10 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """The reason why the newest attempt was refused, as a sentence; '' if it was not. A refusal changes nothing."""
+        """A sentence that explains why the newest attempt was refused; '' if the newest attempt was not refused.
+
+        A refused attempt leaves the run unchanged.
+        """
         ended = self.ended
         if ended is None or ended.code not in exit_codes.NOT_STARTED:
             return ""
@@ -222,7 +225,7 @@ def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """
     recorded = history.parts(all_starts)
-    # A start that has not finished a step yet is left out, unless there is no other start.
+    # A start that has not completed a step yet is left out, unless no other start is recorded.
     recorded = [start for start in recorded if start.step < last_step] or recorded[-1:]
     if not recorded:
         return [Part(1, last_step, None)]
@@ -291,7 +294,7 @@ def best_validation(run: Run) -> Best | None:
 
 
 def kept_checkpoint(run: Run, step: int) -> str:
-    """The path of a step's checkpoint; '' if there is no complete checkpoint, or if the checkpoints are under a URL.
+    """The path of a step's checkpoint; '' if there is no complete checkpoint, or if the checkpoints are at a URL.
 
     A path within the run directory is returned relative to the run directory. URLs are never opened, because writing a
     page must not need a network connection.

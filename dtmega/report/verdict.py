@@ -50,7 +50,7 @@ def judge(run: Run, now: datetime) -> Verdict:
 
     Args:
         run: the run to judge.
-        now: current time, with a time zone. A run that has written nothing for too long counts as stalled.
+        now: current time, with a time zone, used to find out whether the run has stalled.
     """
     state, why = _state(run, now)
     return Verdict(state, why, diverging(run.record))
@@ -77,7 +77,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
     last_step, ended = run.record.last_step, run.ended
     progress = f"step {last_step:,} of {run.end:,}" if run.end else f"step {last_step:,}"
     if run.refused:
-        # A refused start changes nothing, so the run is still finished or stopped, as before the start.
+        # A refused attempt changes nothing, so the run is still finished or stopped, as it was before.
         refused = plain(run.refused, MAX_CHARACTERS)
         return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
     if ended is not None:
@@ -120,8 +120,8 @@ def diverging(record: Record) -> str:
     window = max(losses.values.size // 10, MIN_WINDOW)
     if losses.values.size < 2 * window:
         return ""
-    # Means are computed from differences of running sums. Clip huge losses, because a sum with a huge loss would lose
-    # the digits of the other losses.
+    # Means are computed from differences of running sums. Clip huge losses, because adding a huge loss to
+    # a sum would erase the digits of the other losses.
     values = np.clip(losses.values, -1e6, 1e6)
     means = _means(values, window)
     last = float(means[-1])

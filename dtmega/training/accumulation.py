@@ -1,4 +1,4 @@
-"""The choice of [fsdp] accumulate: what a rank keeps of its gradients between the microbatches of a step."""
+"""Choose [fsdp] accumulate: a rank keeps whole gradients or shards between the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SHARE = 10  # "auto" adds up whole gradients if they take at most 1 / SHARE of a
 
 
 def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> Accumulation:
-    """What gradients add up in between microbatches: whole gradients on each rank, or shards.
+    """Choose how each rank accumulates gradients between microbatches: as whole gradients or as shards.
 
-    *The rule of 'auto':* sharded if the whole gradients of the fullest rank (`whole_gradient_bytes`) take more than a
-    tenth of a device's memory. On CPUs, and where nothing is sharded, whole. Sharded gradients cost one reduce-scatter
-    of all gradients per microbatch instead of one per step, so they must be worth it. The number of microbatches is not
-    in the rule: with a single one, both ways are the same.
+    *The rule for 'auto':* accumulate shards if the whole gradients of the fullest rank (`whole_gradient_bytes`) take
+    more than a tenth of a device's memory. On CPUs, and if nothing is sharded, accumulate whole gradients. Sharded
+    gradients cost one reduce-scatter of all gradients per microbatch instead of one per step, so the saved memory must
+    be worth this cost. The rule ignores the number of microbatches: with one microbatch, both choices cost the same.
 
-    Every rank gets the same answer, if all have the same arguments.
+    All ranks make the same choice if they pass equal arguments.
 
     Args:
         cfg: the run's configuration.
@@ -40,10 +40,10 @@ def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int 
 
 
 def whole_gradient_bytes(cfg: config.Config, sizes: Mapping[str, int]) -> int:
-    """Bytes of all gradients of the pipeline rank that has most, in [precision] reduce, before they are sharded.
+    """Bytes of unsharded gradients, in the dtype [precision] reduce, on the pipeline rank with the most gradients.
 
-    Frozen parameters have no gradient. Copies of a tied parameter on several stages count once per stage. Vectors that
-    every tp rank holds whole count as if tp cut them, as it cuts the matrices.
+    Frozen parameters have no gradient. Copies of a tied parameter on several stages count once per stage. Some
+    vectors stay whole on every tp rank, but this estimate divides all parameters by tp.
     """
     with torch.device("meta"):
         whole = families.build(cfg)
@@ -61,18 +61,18 @@ def whole_gradient_bytes(cfg: config.Config, sizes: Mapping[str, int]) -> int:
 
 
 def _n_trained(parameters: Iterable[nn.Parameter]) -> int:
-    """Number of elements of these parameters, each parameter once, without frozen parameters."""
+    """Count the elements of the trained parameters. A parameter that occurs several times counts once."""
     return sum(parameter.numel() for parameter in set(parameters) if parameter.requires_grad)
 
 
 def with_accumulation(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> config.Config:
-    """Copy the configuration, with [fsdp] accumulate set to what `accumulates` says."""
+    """Copy the configuration, and set [fsdp] accumulate to the result of `accumulates`."""
     chosen = accumulates(cfg, sizes, memory_bytes)
     return cfg.model_copy(update={"fsdp": cfg.fsdp.model_copy(update={"accumulate": chosen})})
 
 
 def note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> list[str]:
-    """The line that a start prints about [fsdp] accumulate; none for the default.
+    """The line about [fsdp] accumulate that a run prints when it starts; [] for the default.
 
     Args:
         cfg: the run's configuration, with `accumulate` as the user wrote it.

@@ -17,7 +17,7 @@ def exit_code(run: Run, error: Exception) -> int | None:
     exhausted = out_of_memory.find(error)
     if exhausted is not None:
         return _end_without_memory(run, exhausted)
-    # A RuntimeError may come from a collective after other ranks have exited. If a signal came first, those ranks
+    # A RuntimeError may come from a collective after other ranks have exited. If a signal came first, the other ranks
     # exited at the end of their grace time, and the watch would soon end this rank too.
     of_collective = isinstance(error, RuntimeError)
     if of_collective and run.watch.signals:

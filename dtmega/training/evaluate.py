@@ -48,7 +48,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
 
 
 def mean_losses(run: Run, split: str) -> dict[str, float] | None:
-    """Mean losses over the first `eval.steps` global batches of a split, by name; None if a signal came first.
+    """Mean losses, keyed by name, over the first `eval.steps` global batches of a split; None if a signal came first.
 
     Each mean is a sum over all these batches divided by its count, not an average of the batches' means.
     """
@@ -61,7 +61,7 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
             return None
         run.phases.enter("evaluation")
         totals += run.model.losses(to(world.device, batch.microbatches))
-        # Counter.update adds, where dict.update would replace.
+        # Counter.update adds, whereas dict.update would replace.
         counts.update(count(world, objective, batch))
     dist.all_reduce(totals, group=world.groups["loss"])
     return means_of(objective.sums, totals, divisors(counts))

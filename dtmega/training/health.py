@@ -12,7 +12,7 @@ from dtmega.config import keys
 
 
 class Health:
-    """Counters of high losses. Each rank has its own counters, which agree because all ranks have equal losses.
+    """Counters of high losses. Each rank has its own counters, which agree because all ranks see equal losses.
 
     Args:
         cfg: the section [train].

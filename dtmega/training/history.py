@@ -1,10 +1,11 @@
-"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint show only the last start.
+"""`starts.jsonl`, to which a run appends one line each time it starts.
 
     append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
     starts = read(run_dir)        # oldest first
     parts(starts)                 # the starts that wrote the steps in metrics.jsonl
 
-The lines are for people and for `dtmega report`; no run reads them.
+The lines are for people and for `dtmega report`; no run reads them. `config.toml` and the newest checkpoint describe
+only the last start.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Start(BaseModel):
         step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
         config: the resolved configuration, by section.
-        layout: number of "processes", and size of each mesh axis, by name.
+        layout: number of processes, under the key "processes", and size of each mesh axis, under the axis's name.
         device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
         parameters: number of parameters of the whole model.
         steps: number of the run's last step, as planned at this start.

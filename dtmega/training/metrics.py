@@ -1,4 +1,4 @@
-"""Report the steps of a run: in progress lines, in `metrics.jsonl`, in TensorBoard and to trackers.
+"""Report the steps of a run: print progress lines, and write to `metrics.jsonl`, TensorBoard and trackers.
 
     metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
@@ -54,10 +54,10 @@ class Metrics:
         start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
             last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
             TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
-        write: True on the only rank that writes reports.
+        write: flag, True on the only rank that writes reports.
 
     Attributes:
-        peak_memory: memory counter of this process, also on ranks that do not write.
+        peak_memory: memory counter of this process, set on all ranks, even if `write` is False.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Metrics:
 
         Args:
             step: number of the step.
-            loss: the loss of the step, a mean over its tokens.
+            loss: the step's loss, averaged over the step's tokens.
             grad_norm: L2 norm of the gradient before clipping.
             lr: learning rate of the step.
             samples: global indices of the step's sequences.
@@ -398,8 +398,8 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     Args:
         path: path of metrics.jsonl, which need not exist.
         step: number of steps done before this start.
-        finished: True if the run has done all its steps. The run will then repeat the evaluations after the last step,
-            so the lines of these evaluations are removed.
+        finished: flag, True if the run has done all its steps. The run will then repeat the evaluations after the last
+            step, so the lines of these evaluations are removed.
     """
     if not path.exists():
         return

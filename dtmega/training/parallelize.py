@@ -8,7 +8,7 @@
     fsdp       shard the tp rank's part over the fsdp ranks too; FSDP's hooks stay outside the compiled blocks
     memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
-Nothing in this file depends on a model family: families.py says how each model is built and sharded. Before
+Nothing in this file depends on a model family: families.py defines how each model is built and sharded. Before
 anything starts, `check` refuses combinations that cannot work.
 """
 
@@ -55,13 +55,13 @@ class ShardedModel:
 
     Attributes:
         stages: models by stage number; {0: the whole model} without a pipeline.
-        partial: names, by stage number, of the parameters whose gradients must be summed over tp.
-        reshard: True if FSDP frees a block's gathered weights after the block's forward and after each backward.
+        partial: stage number -> names of the parameters whose gradients must be summed over tp.
+        reshard: flag, True if FSDP frees a block's gathered weights after the block's forward and each backward.
         objective: the objective that the model is trained for.
-        sharded: True if gradients add up in shards, summed over the data ranks after each microbatch.
+        sharded: flag, True if gradients accumulate as shards, summed over the data ranks after each microbatch.
         pipeline: the schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
-        replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
+        replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: the cp ranks, among which each sequence is divided; None if cp is 1.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
@@ -102,7 +102,7 @@ class ShardedModel:
 
         Args:
             microbatches: the microbatches that the ranks of this rank's `model` group compute together.
-            counts: divisors of the sums, counted over the global batch, by name.
+            counts: divisors of the sums, keyed by name and counted over the global batch.
             scale: loss scale for float16, which multiplies all gradients; None in other precisions.
 
         Returns:
@@ -157,7 +157,7 @@ class ShardedModel:
         """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
         (model,) = self.stages.values()
         for i, microbatch in enumerate(microbatches):
-            # Unless gradients add up in shards, the data ranks exchange gradients once per step, in the last
+            # Unless gradients accumulate as shards, the data ranks exchange gradients once per step, in the last
             # microbatch. Before the last microbatch, each rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
             sync_gradients(model, last, reshard=self.reshard, sharded=self.sharded)
@@ -175,7 +175,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters with elements that affect no output, each with a mask of these elements in a local part."""
+        """Pairs (parameter, mask): the mask marks the elements of a local part that affect no output."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -235,8 +235,8 @@ class ShardedModel:
         """The local parts of the parameters' gradients.
 
         Args:
-            every: True for all gradients that this rank holds, which clipping needs. False for the gradients of the
-                parameters in `weights`, so that a norm over the `shards` group counts each element once.
+            every: flag, True for all gradients that this rank holds, which clipping needs; False for the gradients of
+                the parameters in `weights`, so that a norm over the `shards` group counts each element once.
         """
         parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
         return [local(p.grad) for p in parameters if p.grad is not None]
@@ -273,7 +273,7 @@ class ShardedModel:
         """Check that copies of a stored tensor on different ranks are bit-identical.
 
         Raises:
-            RuntimeError: copies differ. The message names the tensor and the ranks.
+            RuntimeError: copies of a tensor differ. The message names the tensor and the ranks.
         """
         tensors = self.owned()
         replica_check.check_equal(tensors, self.world.groups["dp_replicate"], "copies over dp_replicate")
@@ -327,7 +327,7 @@ def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model
 
 
 def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
-    """Make meta tensors with the shapes that each stage, except the last, passes to the next stage.
+    """For each stage except the last, make meta tensors shaped like the tensors that it passes to the next stage.
 
     A stage's tensors require gradients if any parameter of this stage, or of an earlier stage, is trained. Otherwise
     backward never reaches the tensors.
@@ -386,7 +386,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
     # recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the input again
     # in backward. Two cases keep the gathered input. In recomputed blocks, the recomputation has just gathered the
-    # input when backward needs it. And a backward in two parts works only with torch's own matrix product, which keeps
+    # input when backward needs it. And backward can be split in two only with torch's own matrix product, which keeps
     # its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
@@ -479,8 +479,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """Refuse combinations that cannot work, before anything starts.
 
     Raises:
-        ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or features exclude each
-            other. The message states the reason and the keys to change.
+        ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or two features cannot
+            be combined. The message states the reason and the keys to change.
     """
     pp = sizes["pp"]
     family = families.of(cfg.model)

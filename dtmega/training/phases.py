@@ -37,7 +37,7 @@ class StepTimes(NamedTuple):
     Attributes:
         step_s: time from the beginning of the wait for data until the device has finished the update.
         phases: time of each phase by its key in metrics.jsonl, and `other_s`. These times add up to step_s.
-        own_s: time that this rank spent on its own work, not waiting for other ranks.
+        own_s: time that this rank spent on its own work rather than waiting for other ranks.
     """
 
     step_s: float
@@ -53,7 +53,7 @@ class StepTimes(NamedTuple):
 class Phases:
     """Timer of a run's phases on this rank, which also reports each phase to the watch and the profiler.
 
-    On a CPU, a phase ends when its last operation returns. A GPU runs an operation later than the host queues it, so
+    On a CPU, a phase ends when its last operation returns. A GPU runs an operation after the host has queued it, so
     on a GPU, phases are timed by events on the device. These events are read at the end of a step, when the host waits
     for the device anyway.
 
@@ -91,7 +91,7 @@ class Phases:
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         if self._profiler.due(step):
-            # Writing a trace can take long. With this beat, the watch can report what this rank is doing.
+            # Writing a trace can take a long time. With this beat, the watch can report what this rank is doing.
             self._watch.beat(step, "profile")
             self._profiler.switch(step)
         self._step_range = ranges.named(f"step {step}")

@@ -57,7 +57,7 @@ class Settings(NamedTuple):
         pieces: the model's pieces, with their parameter counts and FLOPs.
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, the same number on all ranks; None on CPUs.
-        auto_dtype: True if the configuration left the parameters' dtype open.
+        auto_dtype: flag, True if the configuration left the parameters' dtype open.
     """
 
     saved_cfg: Config
@@ -99,7 +99,7 @@ def read_configuration(argv: list[str], startup: Startup) -> Settings:
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
-        # Devices may differ, and all ranks must sum the same gradients at the same time.
+        # All ranks use rank 0's value, because devices may differ but all ranks must sum gradients at the same time.
         step.send = mesh.memory_bytes(device)
     memory_bytes = step.received
     cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
@@ -112,7 +112,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
     cfg = settings.cfg
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
-        # Check the checkpoint paths that the user has named before any folder is made.
+        # Before any folder is made, check the checkpoint paths that the user named.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
             found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
@@ -225,7 +225,7 @@ def fill(
 def write_files(
     settings: Settings, world: World, checkpoints: Checkpoints, loaded: State | None, at: Progress, end: RunEnd
 ) -> None:
-    """Write config.toml and a line in starts.jsonl, and clear away checkpoints that this start does not continue.
+    """Write config.toml and a line in starts.jsonl, and clear away checkpoints that the run does not continue from.
 
     Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt has left behind are deleted.
 
@@ -239,7 +239,7 @@ def write_files(
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
     resume.set_aside_newer(cfg, at.step)
-    # A start from a named checkpoint deletes no other checkpoints, because a later start may resume from one of them.
+    # A run resumed from a named checkpoint deletes no other checkpoints: a later attempt may resume from one of them.
     if loaded and cfg.checkpoint.resume == "auto":
         checkpoints.purge_strays(loaded.config)
     with atomic.replaced(Path(cfg.run.dir, "config.toml")) as file:

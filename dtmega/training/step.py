@@ -83,10 +83,10 @@ class StepResult(NamedTuple):
     Attributes:
         loss: weighted sum of `means`.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
-        skipped: True if the weights stayed unchanged, because the loss or gradient norm is not finite or is a spike.
+        skipped: flag, True if the weights did not change, because the loss or gradient norm is not finite or a spike.
         means: the objective's means over the global batch, by name.
         loss_scale: loss scale of the step's float16 gradients; None in other precisions.
-        overflowed: True if the step was skipped because a float16 gradient is not finite.
+        overflowed: flag, True if the step was skipped because a float16 gradient is not finite.
     """
 
     loss: float
@@ -98,7 +98,7 @@ class StepResult(NamedTuple):
 
 
 class Stepping(Protocol):
-    """The part of a `Run` that `train_step` uses. A plan has these parts only (`planning/role.py`)."""
+    """The attributes of a `Run` that `train_step` uses. A plan has only these attributes (`planning/role.py`)."""
 
     @property
     def cfg(self) -> Config: ...
@@ -188,7 +188,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """The divisor of each objective sum, counted over the global batch, by name. A count may be 0."""
+    """The divisor of each objective sum, keyed by name and counted over the global batch. A count may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():

@@ -42,7 +42,7 @@ MLFLOW_PARAMS = 100
 MLFLOW_VALUE = 6000  # characters
 
 MASK = "***"
-# Names of keys with secret values. The names "tokens" and "tokenizer" do not match.
+# Matches the names of keys with secret values, but not the names "tokens" and "tokenizer".
 SECRET = re.compile(
     r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
 )
@@ -68,7 +68,7 @@ class Tracker(Protocol):
     """An open run at one tracker. After a method has raised an exception, the tracker is no longer used.
 
     Attributes:
-        id: the tracker's id for the run. A later start uses the id to continue the same run.
+        id: the tracker's id for the run. A resumed run uses the id to continue its run at the tracker.
     """
 
     id: str
@@ -110,7 +110,7 @@ class Wandb:
 
 
 class Mlflow:
-    """An mlflow run (https://mlflow.org), at MLFLOW_TRACKING_URI or in `mlruns/` of the run directory.
+    """An mlflow run (https://mlflow.org), stored at MLFLOW_TRACKING_URI or in the run directory's `mlruns/`.
 
     This class uses mlflow's client, because mlflow's fluent interface keeps the run in a global variable.
     """
@@ -213,7 +213,7 @@ class Trackers:
 
     Args:
         config: the run's configuration.
-        new: True if the run starts at step 0, so that each tracker opens a new run too.
+        new: flag, True if the run starts at step 0, so that each tracker opens a new run too.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
@@ -230,7 +230,7 @@ class Trackers:
         """Send the queued rows, and close the run at each tracker. Any thread may call this method.
 
         Args:
-            finished: True if the run has done all its steps.
+            finished: flag, True if the run has done all its steps.
             within_s: time limit for all trackers together, in seconds.
         """
         deadline = time.monotonic() + within_s
@@ -246,7 +246,7 @@ class Kept:
 
     Args:
         path: path of the file.
-        new: True to ignore the ids and steps that an earlier run has left in the file.
+        new: whether to ignore the ids and steps that an earlier run has left in the file.
     """
 
     def __init__(self, path: Path, new: bool) -> None:
@@ -274,7 +274,7 @@ class Kept:
     def keep(self, name: str, run_id: str, newest: int) -> None:
         with self._lock:
             self._known[name] = {"id": run_id, "newest": newest}
-            # If the disk is full, the file keeps an older step, and a later start may send some steps again.
+            # If the disk is full, the file keeps an older step, and a resumed run may send some steps again.
             with suppress(OSError), atomic.replaced(self._path) as file:
                 json.dump(self._known, file, indent=1)
 
@@ -330,7 +330,7 @@ class Sink:
                     break
                 self._ending.wait(PAUSE_S)
             tracker.close(self._finished)
-        # The libraries, and the networks that they use, may raise any exception.
+        # The libraries may raise any exception, for example if the network fails.
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             console.say(f"{self.name} tracks no longer: {reason[0]}")

@@ -5,12 +5,12 @@
     command(args) -> int    runs the command, and returns the exit code or raises an error
     TAKES_FLAGS             (optional) options whose value may begin with a dash
 
-`__main__.py` prints an error in one line. A command's module is imported only if the command line names that command.
+`__main__.py` prints the error in one line. A command's module is imported only if the command line names that command.
 The top-level imports of a module are limited to the code that its options need, so that `--help` and errors about
 options do not wait for torch.
 
     arguments.py      option types, and one-line error messages
-    conversation.py   conversations of `dtmega generate --interactive`
+    conversation.py   conversations for `dtmega generate --interactive`
     endings.py        message and exit code of an error that ends a command
     used.py           options that choose a trained model, and a function that loads the model
 """

@@ -1,6 +1,6 @@
 """Option types for `dtmega COMMAND`, and one-line error messages that name the option.
 
-An option type checks its bounds, so that commands need not check the bounds again.
+An option type checks the bounds of a value, so that commands need not check the bounds again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Make the option type for whole numbers from `low` to `high`; None means no upper bound."""
+    """Make the option type for whole numbers from `low` to `high`; `high` is None if there is no upper bound."""
     expected = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
 
     def read(text: str) -> int:
@@ -93,7 +93,7 @@ def prefix(text: str) -> str:
 
 
 def encoding(text: str) -> str:
-    """Parse the name of a text encoding into Python's name for that encoding; '' for UTF-8."""
+    """Translate the name of a text encoding into Python's name for the encoding; '' for UTF-8."""
     try:
         name = codecs.lookup(text).name
         # This line raises LookupError for codecs that do not encode text, such as base64.

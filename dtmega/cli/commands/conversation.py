@@ -1,4 +1,4 @@
-"""Conversations of `dtmega generate --interactive`: the model answers each line of stdin.
+"""Conversations for `dtmega generate --interactive`: the model answers each line of stdin.
 
 The first process reads stdin, runs the chat template and prints. All processes compute the answer.
 """
@@ -61,7 +61,7 @@ def talk(answer: Callable[[str], str]) -> None:
         text = line.rstrip("\n")
         if not text:
             continue
-        # All processes answer the same line, so either all processes raise an error, or none does.
+        # All processes answer the same line, so either all processes raise an error or none do.
         try:
             print_on_first(answer(_utf8(text)))
         except ValueError as error:

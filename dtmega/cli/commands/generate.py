@@ -1,4 +1,4 @@
-"""`dtmega generate`: samples from the model in a run's checkpoint, as continuations of prompts or as a conversation.
+"""`dtmega generate`: samples text from the model in a run's checkpoint, to continue prompts or hold a conversation.
 
 dtmega generate runs/bloom --prompt "def " --prompt "class "
 dtmega generate runs/bloom --step 200 --prompt - < prompt.txt

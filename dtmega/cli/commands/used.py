@@ -36,7 +36,7 @@ def startup_of(program: str) -> Startup:
         program: the command's name, printed at the beginning of the error line.
 
     Raises:
-        Refused: environment variables set by the launcher are wrong; the reason has been printed.
+        Refused: the launcher set invalid environment variables; the reason has been printed.
     """
     from dtmega.distributed.agreement import Startup
 
@@ -49,7 +49,7 @@ def open_run(path: str, args: argparse.Namespace, startup: Startup) -> TrainedMo
     Args:
         path: a run directory, or the folder of one checkpoint.
         args: parsed command line, with the options of `add_checkpoint_options`.
-        startup: startup of all processes.
+        startup: meeting point of all processes.
 
     Raises:
         Refused: the model cannot be loaded. Every process raises this error, after the reason has been printed.

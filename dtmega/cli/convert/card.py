@@ -73,7 +73,7 @@ def rows_of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> 
 
 
 def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
-    """The row about the length of the training.
+    """The row about the length of training.
 
     Args:
         seq_len: number of tokens in a sequence; 0 if unknown.
@@ -148,7 +148,7 @@ def code(written: Any) -> str:
 
 
 def heading(written: str) -> str:
-    """Format untrusted text as a heading, without characters that have a meaning in Markdown."""
+    """Format untrusted text as a heading, without characters that have a special meaning in Markdown."""
     return re.sub(r"[^\w .,+-]", "_", printable(written[:MAX_CHARACTERS]))
 
 

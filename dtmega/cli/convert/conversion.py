@@ -51,7 +51,7 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
 
     Args:
         args: arguments of `python -m dtmega convert`.
-        startup: startup of the ranks that take part.
+        startup: meeting point of the ranks that take part.
 
     Raises:
         Refused: the format is unknown, the source is missing or damaged, the weights belong to a different model, the
@@ -176,7 +176,7 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
 
 
 def _model_section(args: argparse.Namespace, source: ConversionSource, family: Family) -> config.Model:
-    """The source's [model] section. If `--original` names a directory, that directory replaces the section's own.
+    """The source's [model] section. A directory given with `--original` replaces the directory in the section.
 
     Raises:
         ValueError: `--original` is given for a model without a directory, the directory has changed since the
@@ -201,7 +201,7 @@ def _left_out(
     """The names of stored tensors that the model does not have.
 
     Args:
-        expected: name -> shape of the model's tensors.
+        expected: tensors of the model: name -> shape.
 
     Raises:
         ValueError: a tensor of the model is not stored, or is stored in a different shape.
@@ -237,7 +237,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state, with a check of Adam's moments.
+    """Add a check of Adam's moments to the training state.
 
     Reading a moment that contains NaN or infinity raises an error, unless `--allow-nonfinite` names the tensor.
     """

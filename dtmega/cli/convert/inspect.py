@@ -23,7 +23,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
     Args:
         path: path of a checkpoint, or of a run directory, whose newest checkpoint is used.
         other: path of a second checkpoint to compare with; None to describe only the first checkpoint.
-        verify: True to read the whole checkpoint and check all digests.
+        verify: whether to read the whole checkpoint and check all digests.
 
     Returns:
         The exit code: 1 if the two checkpoints differ, otherwise `exit_codes.DONE`.
@@ -68,7 +68,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """The differences between the `State` and tensors of two checkpoints, as lines. Tensors are compared by value."""
+    """A line for each difference in `State` or tensors between two checkpoints. Tensors are compared by value."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):

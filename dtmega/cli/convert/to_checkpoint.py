@@ -51,7 +51,7 @@ def write(
         source: weights under dtmega's names.
         model: the [model] section.
         digest: digest of the directory that the model is read from; '' if there is no directory.
-        training: state that a run resumes from; None to write only weights.
+        training: training state that a run resumes from; None to write only weights.
         toml: TOML text of a configuration to write next to the weights; '' to write no configuration.
 
     Raises:
@@ -90,7 +90,7 @@ def write(
             files.rename(temporary, folder)
             files.sync("")
     except BaseException:
-        # If this deletion fails as well, the leftover files only take up space. The first error is reported.
+        # If this deletion fails too, the leftover files only take up space, so the user sees the first error.
         with contextlib.suppress(Exception):
             files.remove(temporary)
         raise
