@@ -63,7 +63,7 @@ def _has_full_size(places: Tensor) -> Tensor:
 
 
 def _key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn bools [B, query blocks, key blocks] into FlexAttention's form, with a dim of 1 for the heads.
+    """Convert a bool mask [B, query blocks, key blocks] to FlexAttention's form, with a dim of 1 for the heads.
 
     Returns:
         The number of True key blocks for each query block, [B, 1, query blocks], and the indices of all key blocks,

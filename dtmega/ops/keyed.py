@@ -54,7 +54,7 @@ def fold(index: Tensor) -> Tensor:
 
 def keep(p: float, rows: Numbers, columns: Numbers) -> Numbers:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
-    # Hashes are uniform in [-2^31, 2^31), so a share p of all hashes lies below p 2^32 - 2^31.
+    # Hashes are uniform in [-2^31, 2^31), so a fraction p of all hashes lies below p 2^32 - 2^31.
     hashed = mix(rows[..., None] ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
 
@@ -72,7 +72,7 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
     return mix(mix(rows) ^ query_places[:, None])
 
 
-# Feistel rounds. Four rounds make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
+# Number of Feistel rounds. Four make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
 ROUNDS = 8
 
 
@@ -96,7 +96,7 @@ def permuted(i: int, n: int, name: str) -> int:
 
 
 def key64(name: str) -> int:
-    """A key in [0, 2**64) for all bits drawn under `name`, to be passed to `draws`."""
+    """A key in [0, 2**64) for all bits drawn under `name`, as an argument for `draws`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -135,13 +135,13 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
     Each value is the quantile of a hashed uniform number, computed by Wichura's PPND7 (Applied Statistics 37, 1988,
-    AS 241) to an accuracy of 1e-7. The logarithm in the formula is computed by a series, because library logarithms
+    AS 241) to an accuracy of 1e-7. The logarithm in the formula is computed from a series, because library logarithms
     differ in the last bit between devices, and between a tensor's vectorised part and its tail.
     """
     if index.numel() == 0:
         return torch.empty(index.shape, dtype=torch.float32, device=index.device)
     flat = index.reshape(-1)
-    # `fold` does not change numbers below 2^32 (the upper half is 0 and hashes to 0), so the cast is enough.
+    # `fold` does not change numbers below 2^32 (the upper half is 0 and hashes to 0), so a cast is enough.
     folded = flat.to(torch.int32) if int(flat.max()) < 2**32 else fold(flat)
     keys = key(seed, name), key(seed, name + "#")
     if index.device.type != "cpu":

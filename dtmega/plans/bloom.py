@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
-    """The plan of a BLOOM model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
+    """The plan for a BLOOM model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
 
     With sequence parallelism, a layer needs two all-gathers and two reduce-scatters in forward. Backward needs two
     all-gathers and two reduce-scatters as well, and also repeats the two all-gathers of forward. Without sequence

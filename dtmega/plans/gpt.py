@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead, WholeEmbedding
 
 
 def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
-    """The plan of a GPT model: BLOOM's plan, plus a position embedding that is whole on every rank."""
+    """The plan for a GPT model: BLOOM's plan, plus a position embedding that is whole on every rank."""
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
         "embed": VocabEmbedding(sp),

@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, Whol
 
 
 def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
-    """The plan of a T5 model. The layers of both stacks are cut as in Megatron.
+    """The plan for a T5 model. The layers of both stacks are cut as in Megatron.
 
     The encoder's output is gathered once for all decoder layers of a stage. So the output needs one all-gather and one
     reduce-scatter of [B, S, D] per microbatch, while Megatron needs both in every layer. The relative-position
