@@ -150,7 +150,7 @@ def release(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sharded: bool = False) -> None:
-    """Prepare a microbatch's backward outside of pipelines: choose the gradients that are reduced over the data ranks.
+    """Before a microbatch's backward without a pipeline, choose the gradients to reduce over the data ranks.
 
     Until the last microbatch of a step, the root's weights stay gathered. The blocks' weights stay gathered too, unless
     `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.

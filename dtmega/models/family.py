@@ -35,7 +35,7 @@ class Family(Protocol):
         objectives: training objectives that the family supports, keyed by the value of [data] objective; the default
             key is "auto".
         show: kind of sample that is shown at the end of training.
-        dtypes: values of [precision] params that the family can be trained with. float16 requires heads that multiply
+        dtypes: values of [precision] params that the family supports in training. float16 requires heads that multiply
             their gradients by the loss scale (`Model.expect`).
     """
 
@@ -207,7 +207,7 @@ def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
     """The hidden state between two stages, [B, S / parts, D] on meta.
 
     Args:
-        parts: number of ranks that the sequence is cut over.
+        parts: number of ranks over which the sequence is cut.
         length: key of [data] that holds S.
     """
     shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)

@@ -40,7 +40,7 @@ class Sampling:
     Attributes:
         vocab_size: size of the tokenizer's vocabulary; the model's vocabulary may be larger.
         end_ids: tokens that end a sample; a sample does not include its end token.
-        seed: seed of the draws.
+        seed: seed for the random draws.
         temperature: temperature of the softmax; 0 takes the most probable token.
         top_k: number of most probable tokens to draw from; 0 = all.
         top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set

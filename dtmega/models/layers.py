@@ -144,7 +144,7 @@ class FusedAttention(nn.Module):
 def gelu(x: Tensor, form: Gelu) -> Tensor:
     """GELU (arXiv:1606.08415): `erf` is x times the normal cdf, and `tanh` is the approximation from the paper."""
     if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
-        # Replace the tanh by a sigmoid, 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel then takes half the time.
+        # Replace the tanh with a sigmoid, 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel then takes half the time.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         twice_u = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide)
         return (wide * torch.sigmoid(twice_u)).to(x.dtype)
@@ -186,7 +186,7 @@ class MLP(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The output layer: computes logits from the last hidden state, or the sum of token losses if it gets labels.
+    """The output layer, which computes logits from the last hidden state or, given labels, the sum of token losses.
 
     The head also computes the loss, so that the matrix product and the cross-entropy run chunk by chunk, and all logits
     never exist at once. Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the

@@ -55,7 +55,7 @@ def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:
     """The lengths of a model's sequences, each keyed by its [data] key.
 
     Raises:
-        ValueError: [data] sets the length of a sequence that the model does not have, such as a decoder's.
+        ValueError: [data] sets the length of a sequence that the model does not have, such as a decoder sequence.
     """
     for key in cfg.data.lengths:
         field = config.Data.model_fields[key]

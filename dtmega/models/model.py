@@ -33,7 +33,7 @@ class Model(nn.Module):
 
     Attributes:
         cfg: the [model] section of the configuration.
-        layers: the blocks by number, in a model with a single stack.
+        layers: blocks of a model with a single stack, keyed by number.
         ties: groups of parameter names in the whole model. All names in a group share one parameter, and checkpoints
             use the first name.
         longest: length of the longest sequence that the model has positions for; None: there is no limit.
@@ -228,7 +228,7 @@ class Model(nn.Module):
         into full steps. So training sets the gradient to 0, and the bias keeps its initial value. The models have this
         bias only because the checkpoints of other programs contain it.
 
-        A module with unseen elements has its own method `unseen`, which returns masks by the module's parameter names.
+        A module with unseen elements has a method `unseen`, whose masks are keyed by the module's parameter names.
         """
         masks = {}
         for prefix, module in self.named_modules():

@@ -87,7 +87,7 @@ def filled(
     """The prompt, followed by one line per [MASK] with the most probable tokens for that mask.
 
     Args:
-        model: an encoder that returns the logits [B, S, V] as "logits".
+        model: an encoder that returns the logits [B, S, V] under the key "logits".
         tokenizer: the model's tokenizer, which has [CLS], [MASK] and [SEP].
         prompt: text with at least one [MASK].
         top_k: number of tokens to list per mask; 0 = all.

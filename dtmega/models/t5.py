@@ -158,7 +158,7 @@ class T5(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        encoder, decoder: the blocks of each stack by number.
+        encoder, decoder: blocks of each stack, keyed by number.
         encoder_bias, decoder_bias: relative position biases, [buckets, H], shared by all layers of a stack; None if
             positions are learned.
         memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A

@@ -5,8 +5,8 @@
 
 A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
 its sample. Places are global and part of the batch, because a rank may hold any part of a sequence, in any order.
-Documents and padding are given as document numbers [B, S], and a query attends only to keys with its own number. The
-full mask [B, S, S] of all pairs is never built.
+Documents and padding are given as document numbers [B, S], and a query attends only to keys with the query's number.
+The full mask [B, S, S] of all pairs is never built.
 
 Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
 both methods in its kernel; all other kernels evaluate both methods for one chunk of queries at a time. Two shortcuts
@@ -41,7 +41,7 @@ N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, [start, stop), and the range of keys, [first, last), that contains all keys that they see."""
+    """A chunk of queries, [start, stop), and the range of keys, [first, last), with all keys that these queries see."""
 
     start: int
     stop: int

@@ -16,8 +16,8 @@ def block_mask(rule: Any) -> BlockMask:
 
     A block of pairs is marked as full if the bounds prove that all pairs are allowed, as empty if the bounds prove that
     no pair is allowed, and as partial otherwise. In a partial block the kernel checks each pair, so marking a full
-    block as partial costs time but is not wrong. `create_block_mask` would check all B S^2 pairs, and would need 12
-    bytes of memory per pair (torch 2.13).
+    block as partial costs time but does not change the result. `create_block_mask` would check all B S^2 pairs, and
+    would need 12 bytes of memory per pair (torch 2.13).
     """
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

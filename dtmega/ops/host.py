@@ -16,7 +16,7 @@ class Host:
     """The host of a real run, which waits for the device and reads values from its memory."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor on the host."""
+        """The tensor's values, as a tensor on the host."""
         return tensor.cpu()
 
     def true_indices(self, mask: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ _hosts = [Host()]  # `read` and `true_indices` ask the last host
 
 
 def read(tensor: Tensor) -> Tensor:
-    """A copy of the tensor on the host. If the tensor is on a GPU, the host waits for the values."""
+    """The values of a tensor, as a tensor on the host. If the tensor is on a GPU, the host waits for the values."""
     return _hosts[-1].read(tensor)
 
 

@@ -1,4 +1,4 @@
-"""The loss scale for float16: a factor that prevents gradients smaller than 6e-8 from being rounded to zero.
+"""The loss scale for float16: a factor on the loss, so that gradients smaller than 6e-8 are not rounded to zero.
 
 The scale starts high and adapts. A step with a non-finite gradient (an overflow) is skipped. By default, each overflow
 after the first also halves the scale, and a thousand steps without an overflow double the scale. The algorithm, BACKOFF

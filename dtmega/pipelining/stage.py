@@ -32,8 +32,8 @@ class Stage(PipelineStage):
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). The
-            module returns, by name, the tensors to hand on and the sums for the tally. If the module does not return
-            one of its input tensors, the tensor is handed on unchanged.
+            module returns the tensors to hand on and the sums for the tally, keyed by name. If the module does not
+            return one of its input tensors, the tensor is handed on unchanged.
         number: number of the stage.
         n_stages: number of stages in the pipeline.
         device: device that this rank computes on.
@@ -108,7 +108,7 @@ class Stage(PipelineStage):
         """Run backward, in one piece if no input of the stage needs a gradient.
 
         torch's split backward has two passes. The first pass computes the gradients of inputs, and also collects the
-        weights for the second pass. torch supports only the first stage without gradients of inputs. In a stage after
+        weights for the second pass. torch lets only the first stage have no gradients of inputs. In a stage after
         frozen stages, no input needs a gradient, so the two passes would compute no gradients for the weights.
         """
         whole = full_backward or self._no_input_part
@@ -155,7 +155,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return a tensor unchanged. In backward, also pass its factor to each total as the gradient."""
+    """Return a tensor unchanged. In backward, each total also gets its factor as the gradient."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

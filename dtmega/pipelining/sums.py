@@ -10,7 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 
 class Sums(Protocol):
-    """The interface of `dtmega.fsdp.shard_sums.ShardSums`, which sums a stage's gradients after each microbatch."""
+    """The interface of `fsdp.shard_sums.ShardSums`, which sums gradients over the data ranks after each microbatch."""
 
     def expect(self, last: bool) -> None: ...
 
@@ -25,7 +25,7 @@ Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # inp
 def backward_and_sum(
     sums: Sums, module: nn.Module, backward_type: str, arguments: dict[str, Any], last: bool
 ) -> Gradients:
-    """Run a backward or its weight part. torch's own method would prevent FSDP2 from summing gradients meanwhile.
+    """Run a backward or its weight part. Unlike torch's own method, this function lets FSDP2 sum gradients.
 
     Args:
         sums: object that sums the gradients.

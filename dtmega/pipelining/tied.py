@@ -55,7 +55,7 @@ class Tied:
 
     Args:
         name: name of the parameter in checkpoints.
-        copies: this rank's copies by stage number, ascending; at least one.
+        copies: this rank's copies, keyed by ascending stage number; at least one copy.
         places: numbers of the stages whose copies a rank holds, one list for each rank of the group, in rank order.
         group: process group of the ranks that hold a copy; None if this rank holds all copies.
     """

@@ -32,8 +32,8 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
         "mlp.down": Row(sp, **ffn),
     }
     across: Plan = {"cross_norm": Norm(sp), **{f"cross{name}": style for name, style in attention.items()}}
-    # Dropout in attention is keyed by global head, and dropout in the feed-forward by global channel. All other dropout
-    # sites get only this rank's part of the sequence.
+    # Attention dropout is keyed by global head number, and dropout in the feed-forward by global channel number.
+    # Other dropout sites get only this rank's part of the sequence.
     sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout", "decoder.*.cross_dropout"]
     for stack in ("encoder", "decoder"):
         sites += [f"{stack}.*.attn_dropout", f"{stack}.*.mlp_dropout"]
