@@ -152,11 +152,11 @@ class Bert(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: token ids, [B, S] int64, some replaced by [MASK].
+            tokens: token ids, [B, S] int64, in which [MASK] replaces some tokens.
             labels: original token at each masked place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
             token_types: segment of each token, 0 or 1, [B, S] int64; None: all tokens are in segment 0.
-            swapped: flag of each sample, [B] int64: 1 if its segments are swapped, otherwise 0; needed with labels.
+            swapped: flag for each sample, [B] int64: 1 if its segments are swapped, otherwise 0; needed with labels.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
@@ -171,7 +171,7 @@ class Bert(Model):
             - On earlier stages: {"hidden": hidden state}.
 
         Raises:
-            ValueError: sample_ids is None in training with dropout, or swapped is None although there are labels.
+            ValueError: sample_ids is None in training with dropout, or labels are given without swapped.
         """
         fused = self.may_fuse(labels, self.cfg.attention_dropout)
         rule = attention_rule(places, document_ids=document_ids, fused=fused, context=self.context)

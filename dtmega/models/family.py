@@ -119,7 +119,7 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage passes on if it ends with `after`: name -> meta tensor in this rank's shape.
+        """The tensors that a stage passes on if it ends with `after`: name -> meta tensor with this rank's shape.
 
         Args:
             after: name of the stage's last piece.

@@ -188,9 +188,9 @@ class MLP(nn.Module):
 class LMHead(nn.Module):
     """The output layer, which computes logits from the last hidden state or, given labels, the sum of token losses.
 
-    The head also computes the loss, so that the matrix product and the cross-entropy run chunk by chunk, and all logits
-    never exist at once. Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the
-    extra rows produce no logits.
+    The head also computes the loss, so that the matrix product and the cross-entropy run chunk by chunk, and the
+    logits of all tokens never exist at once. Weight and bias may have more rows than the vocabulary (`[model]
+    pad_vocab_to_multiple`); the extra rows produce no logits.
 
     Args:
         cfg: the model's sizes and the terms of its loss.

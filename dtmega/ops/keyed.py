@@ -1,8 +1,8 @@
 """Randomness as a function: a counter-based hash of (seed, name, global index) instead of a generator with a state.
 
 Without a state, a mask or an initial value is the same on every layout, does not change when it is recomputed, and
-needs no place in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations, so
-the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
+need not be stored in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations,
+so the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
 
 The functions for hashes and normal values take tensors or numpy arrays, because numpy is twice as fast as torch on a
 CPU.
@@ -134,7 +134,7 @@ def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np
 def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
-    Each value is the quantile of a hashed uniform number, computed by Wichura's PPND7 (Applied Statistics 37, 1988,
+    Each value is the quantile of a hashed uniform number, computed with Wichura's PPND7 (Applied Statistics 37, 1988,
     AS 241) to an accuracy of 1e-7. The logarithm in the formula is computed from a series, because library logarithms
     differ in the last bit between devices, and between a tensor's vectorised part and its tail.
     """

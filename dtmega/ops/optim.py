@@ -278,6 +278,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place, on a GPU with a few kernels for all tensors instead of one kernel per tensor."""
+    """Multiply tensors in place. A GPU runs a few kernels for all tensors, not one kernel per tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

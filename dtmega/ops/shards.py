@@ -36,9 +36,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def begin_at_same_place(a: Tensor, b: Tensor) -> bool:
-    """True if the elements of two tensors begin at the same offset of the same storage.
+    """True if two tensors share a storage and begin at the same offset.
 
-    Unlike a comparison of `data_ptr`, this also works for tensors without memory.
+    Unlike a comparison of `data_ptr`, this function also works for tensors without memory.
     """
     same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same_storage and a.storage_offset() == b.storage_offset()

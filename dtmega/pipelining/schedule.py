@@ -105,7 +105,7 @@ class Pipeline:
 
     Args:
         pipeline: the [pipeline] section of the configuration.
-        stages: this rank's modules, keyed by ascending stage number; `stage.Stage` describes the interface of a module.
+        stages: stage number -> this rank's module, in ascending order; `stage.Stage` describes a module's interface.
         group: the pp group.
         boundaries: meta tensors that describe what each stage, except the last, hands on to the next stage.
         device: device that this rank computes on.

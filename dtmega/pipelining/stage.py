@@ -108,7 +108,7 @@ class Stage(PipelineStage):
         """Run backward, in one piece if no input of the stage needs a gradient.
 
         torch's split backward has two passes. The first pass computes the gradients of inputs, and also collects the
-        weights for the second pass. torch lets only the first stage have no gradients of inputs. In a stage after
+        weights for the second pass. torch allows only the first stage to have no input gradients. In a stage after
         frozen stages, no input needs a gradient, so the two passes would compute no gradients for the weights.
         """
         whole = full_backward or self._no_input_part

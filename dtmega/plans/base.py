@@ -79,7 +79,7 @@ class Stack:
 
 
 class Style(ParallelStyle):
-    """A way to cut one kind of module: parameters become DTensors, and the style's forward replaces the module's own.
+    """A way to cut one kind of module: parameters become DTensors, and the style replaces the module's forward.
 
     Args:
         stack: stack of blocks that the module belongs to; True for a new stack with sequence parallelism, False for a
