@@ -28,10 +28,10 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
 
     Args:
         sizes: resolved size of each mesh axis.
-        splits_backward: True if the schedule splits the backward pass in two.
+        splits_backward: whether the schedule splits the backward pass in two.
     """
     # In a split backward, torch's pass for the weights (`stage_backward_weight`) frees an autograd node at the first
-    # visit, but visits a node again for every further weight that shares it. FSDP's own nodes in the graph separate the
+    # visit, but visits a node again for every further weight that uses it. FSDP's own nodes in the graph separate the
     # weights.
     if splits_backward:
         return True
@@ -71,7 +71,7 @@ def apply_fsdp(
     Args:
         mesh: mesh of the data ranks: 1-D (fsdp), or for HSDP 2-D (dp_replicate, fsdp). HSDP with one shard
             is the same as DDP.
-        reshard: True to free each block's gathered weights after the block's forward. The root and the last block keep
+        reshard: whether to free each block's gathered weights after its forward. The root and the last block keep
             their gathered weights, because backward starts with the root and the last block, and ends with the root.
     """
     precision = MixedPrecisionPolicy(
@@ -115,7 +115,7 @@ class _NothingToReduce:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer at FSDP's first call, for the input. At the second, return that buffer for the output."""
+        """Return a new buffer for the input on FSDP's first call, and that buffer for the output on the second call."""
         buffer, self._input = self._input, None
         if buffer is None:
             buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
@@ -127,7 +127,7 @@ class _NothingToReduce:
 
 
 def keep_masters(model: nn.Module, cfg: config.Config) -> None:
-    """Let a model compute in `precision.params` with fp32 parameters. This rank must hold the whole model."""
+    """Make a model with fp32 parameters compute in `precision.params`. This rank must hold the whole model."""
     model.masters = Masters(model, getattr(torch, cfg.precision.params))  # pyright: ignore[reportArgumentType]
 
 
@@ -150,18 +150,18 @@ def release(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sharded: bool = False) -> None:
-    """Prepare for a microbatch's backward, without a pipeline: say which gradients are reduced over the data ranks.
+    """Before a microbatch's backward without a pipeline, choose the gradients to reduce over the data ranks.
 
     Until the last microbatch of a step, the root's weights stay gathered. The blocks' weights stay gathered too, unless
     `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
 
     Args:
         model: the model.
-        last_microbatch: True for the last microbatch of a step.
-        reshard: True to free each block's gathered weights after each backward.
-        sharded: True to reduce and scatter the gradients of each microbatch, and to add them to the sharded gradients.
-            Sums over copies of the shards (HSDP) are left to the last microbatch. False to add up whole gradients on
-            each rank, and to reduce them in the last microbatch.
+        last_microbatch: whether this is the last microbatch of a step.
+        reshard: whether to free each block's gathered weights after each backward.
+        sharded: whether to reduce and scatter the gradients of each microbatch and add them to the sharded gradients
+            (HSDP leaves sums over copies of the shards to the last microbatch). If not, whole gradients are added up on
+            each rank, and reduced in the last microbatch.
     """
     masters = _masters(model)
     if masters is not None:

@@ -1,4 +1,4 @@
-"""Data parallelism over whole copies of a model: gradients are summed in place, like DDP but without DDP's buckets.
+"""Data parallelism over whole copies of a model: gradients are summed in place, as in DDP but without DDP's buckets.
 
 DDP and FSDP2 copy a block's gradients into one buffer before reducing the gradients. If nothing is sharded or cast,
 that copy is not needed: each matrix's gradient is summed in its own memory. Only vectors are packed together, because
@@ -24,8 +24,8 @@ class Replicas:
     """Sums the gradients of one stage over a group of ranks, each of which holds a copy of the stage.
 
     Sums start block by block, the last block first, as backward finishes the blocks. A block's sum never starts before
-    the sums of later blocks. So all ranks launch their collectives in one order, even if the ranks use different
-    parameters.
+    the sums of later blocks start. So all ranks launch their collectives in one common order, even if the ranks
+    use different parameters.
 
     Args:
         stage: the stage; its parameters must not be replaced later.

@@ -69,7 +69,7 @@ class ReducesAndScatters(_Allocates):
 
 
 class _Messages(dist.Work):
-    """Several messages that one call of `wait` waits for."""
+    """A handle for several messages; `wait` waits for all messages."""
 
     def __init__(self, messages: Sequence[dist.Work]) -> None:
         super().__init__()

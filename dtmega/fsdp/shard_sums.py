@@ -1,8 +1,8 @@
 """Sums of gradients after each microbatch of a pipeline: between microbatches a rank holds only its shards of the sums.
 
-Without a pipeline FSDP2 does this by itself (`sync_gradients`). torch's pipeline stages let FSDP2 sum gradients only
-once, after a step's last microbatch, and a backward in two parts computes the gradients of weights where FSDP2's hooks
-do not run.
+Without a pipeline, FSDP2 itself computes these sums (`sync_gradients`). But torch's pipeline stages let FSDP2 sum
+gradients only once, after a step's last microbatch. In addition, FSDP2's hooks do not run in the second part of a
+backward in two parts, which computes the gradients of weights.
 
     sums = ShardSums(stage)
     sums.expect(last)          # before each backward, in which FSDP2 sums each unit's gradients once they are complete
@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 class ShardSums:
     """Adds the sum of each microbatch's gradients over the data ranks to the shards of one stage's gradients.
 
-    A unit is what FSDP2 gathers and sums at once: a block, or everything outside the blocks. With copies of the shards
-    (HSDP), the sums over the copies are left to the last microbatch.
+    A unit is a group of parameters that FSDP2 gathers and sums at once: a block's parameters, or all parameters outside
+    the blocks. With copies of the shards (HSDP), the sums over the copies are left to the last microbatch.
 
     Args:
         stage: the stage, wrapped by `apply_fsdp`.
@@ -33,25 +33,25 @@ class ShardSums:
     def __init__(self, stage: nn.Module) -> None:
         assert isinstance(stage, FSDPModule)
         self._stage = stage
-        # The last block first, and the root last, in the order of a backward in one part. All ranks have the same
-        # order, whatever torch's order of the weights is.
+        # The last block comes first, and the root last, as in a backward in one part. All ranks use this order,
+        # whatever torch's order of the weights is.
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)][::-1]
 
     def expect(self, last: bool) -> None:
         """Prepare for the gradients of a microbatch's weights.
 
         Args:
-            last: True for the last microbatch of a step.
+            last: whether this is the last microbatch of a step.
         """
-        # FSDP2 then waits for the sums, and keeps no unit's whole gradients until the next backward.
+        # With this flag FSDP2 waits for the sums, and keeps no unit's whole gradients until the next backward.
         self._stage.set_is_last_backward(True)
         self._stage.set_reshard_after_backward(False)
         self._stage.set_requires_gradient_sync(True)
         self._stage.set_requires_all_reduce(last)
 
     def units(self) -> Iterator[set[nn.Parameter]]:
-        """Yield the parameters of each unit, and sum the unit's gradients when the caller comes back."""
-        # FSDP2's hooks see some of what the caller computes, and would sum zeros in place of gradients still to come.
+        """Yield the parameters of each unit, and sum the unit's gradients when the caller resumes the iteration."""
+        # FSDP2's hooks run in parts of the caller's work, and would sum zeros in place of gradients still to come.
         self._stage.set_requires_gradient_sync(False)
         seen = set[nn.Parameter]()
         for module in self._modules:
@@ -63,18 +63,18 @@ class ShardSums:
                 module.set_requires_gradient_sync(True, recurse=False)
                 group.post_backward()
                 module.set_requires_gradient_sync(False, recurse=False)
-        # Tell FSDP2 that the microbatch's backward has ended, as the hooks do not.
+        # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not.
         _state(self._stage)._root_post_backward_final_callback()
 
     def finish(self) -> None:
         """Free the gathered weights after a step or an evaluation."""
         self._stage.set_is_last_backward(True)
         self._stage.set_reshard_after_backward(True)
-        # All gradients are summed. Otherwise torch 2.13 would sum zeros for every parameter once more.
+        # All gradients are already summed. If this flag were set, torch 2.13 would sum zeros for every parameter.
         self._stage.set_requires_gradient_sync(False)
         _state(self._stage)._root_post_backward_final_callback()
 
 
 def _state(module: FSDPModule) -> Any:
-    """FSDP2's state of a wrapped module, with the unit's parameters."""
+    """FSDP2's state for a wrapped module, which holds the unit's parameters."""
     return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,7 +1,7 @@
 """BERT (Devlin et al., arXiv:1810.04805), by default in Megatron's order (arXiv:1909.08053): LayerNorm first.
 
 BERT is an encoder: every token attends to all tokens of its sample except padding. BERT is trained to fill in masked
-tokens, and to detect whether the two segments of a sample were swapped. bloom.py explains how a model written for one
+tokens and to detect whether the two segments of a sample were swapped. bloom.py explains how a model written for one
 device also runs in pieces.
 """
 
@@ -80,7 +80,7 @@ class WordHead(nn.Module):
         """Compute logits [B, S, V] from hidden [B, S, D] or, given labels [B, S], the fp32 sum of token losses."""
         if labels is not None:
             # Only about 15 % of the tokens are masked and have a label. Remove all other tokens before the large
-            # products.
+            # matrix products.
             labelled = host.true_indices(labels.flatten() != IGNORED)  # [N]
             hidden = hidden.flatten(0, 1)[labelled]  # [N, D]
             labels = labels.flatten()[labelled]
@@ -104,8 +104,8 @@ class Bert(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
-            numbers along with the heads.
+        head_ids: global number of each head, which keys attention dropout. The numbers are stored as a buffer, so that
+            a plan can cut the numbers along with the heads.
     """
 
     cfg: config.Bert
@@ -118,7 +118,7 @@ class Bert(Model):
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings
-        # For the FLOP counter: WordHead processes only labelled tokens, and OrderHead one token per sample.
+        # For the FLOP counter: WordHead runs on labelled tokens only, and OrderHead runs once per sample.
         self.works_per = {"head": "label", "order": "sequence"}
 
         # With norm = "post" the embedding and each layer end in a LayerNorm, so no norm follows the last layer.
@@ -152,15 +152,15 @@ class Bert(Model):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: token ids, [B, S] int64, some replaced by [MASK].
+            tokens: token ids, [B, S] int64, in which [MASK] replaces some tokens.
             labels: original token at each masked place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
             token_types: segment of each token, 0 or 1, [B, S] int64; None: all tokens are in segment 0.
-            swapped: 1 for a sample with swapped segments, 0 for any other sample, [B] int64; needed with labels.
+            swapped: flag for each sample, [B] int64: 1 if its segments are swapped, otherwise 0; needed with labels.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding counts as a separate document.
-            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
-                part of S if a plan cuts the sequence.
+            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
+                the sequence, this tensor is only this rank's part.
             places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
@@ -171,7 +171,7 @@ class Bert(Model):
             - On earlier stages: {"hidden": hidden state}.
 
         Raises:
-            ValueError: sample_ids is None in training with dropout, or swapped is None although there are labels.
+            ValueError: sample_ids is None in training with dropout, or labels are given without swapped.
         """
         fused = self.may_fuse(labels, self.cfg.attention_dropout)
         rule = attention_rule(places, document_ids=document_ids, fused=fused, context=self.context)
@@ -193,7 +193,7 @@ class Bert(Model):
         if swapped is None:
             raise ValueError("labels need swapped [B] with them, 1 where the segments of a sample were swapped")
         order = self.order(hidden).float()
-        # OrderHead reads the first token of a sample. If ranks share the sample, only one of the ranks has this token.
+        # OrderHead reads a sample's first token. If several ranks share a sample, only one rank has that token.
         swapped = swapped.masked_fill(places[:, 0] != 0, IGNORED_SAMPLE)
         return {
             "lm": self.head(hidden, labels),
@@ -206,7 +206,7 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece. Padding counts like text.
+        """`Piece.attention_flops` of the named piece; padding is counted like text.
 
         Tokens attend in both directions, which takes twice the FLOPs of a causal decoder.
         """

@@ -30,7 +30,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 class Block(nn.Module):
     """One layer: h + drop(attn(LN h)), then h + drop(mlp(LN h)).
 
-    With `apply_residual_connection_post_layernorm` the sum starts from LN h instead of h, as in the original BERT.
+    With `apply_residual_connection_post_layernorm` both sums start from LN h instead of h, as in the original BERT.
     """
 
     def __init__(self, cfg: config.Bloom, number: int) -> None:
@@ -58,10 +58,10 @@ class Bloom(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        slopes: ALiBi's slope of each head (arXiv:2108.12409); a buffer, so that a plan can cut the slopes along with
-            the heads.
-        head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
-            numbers along with the heads.
+        slopes: ALiBi slope of each head (arXiv:2108.12409). The slopes are stored as a buffer, so that a plan can cut
+            the slopes along with the heads.
+        head_ids: global number of each head, which keys attention dropout. The numbers are stored as a buffer, so that
+            a plan can cut the numbers along with the heads.
     """
 
     cfg: config.Bloom
@@ -107,10 +107,10 @@ class Bloom(Model):
             position_ids: positions, [B, S] int64, ignored because ALiBi uses the distances between `places`, as in
                 Megatron.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-            prefix: mask of the tokens that all tokens of their document attend to, even earlier tokens, [B, S] bool.
+            prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
-            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
-                part of S if a plan cuts the sequence.
+            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
+                the sequence, this tensor is only this rank's part.
             places: global index of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 

@@ -31,7 +31,7 @@ def pieces(whole: Model) -> list[Piece]:
                 per = works_per.get(module, "token")
                 multiplied[per] += _multiplied(module, parameter, whole.experts_per_token)
         of_decoder, across = whole.decoder_attention_flops(name)
-        # 2 FLOPs per element in forward, and 4 in backward, for the gradients of the input and of the weight.
+        # 2 FLOPs per element in forward, and 4 in backward: 2 each for the gradients of the input and the weight.
         flops = {
             "matmul_flops": 6 * multiplied["token"],
             "attention_flops": whole.attention_flops(name),

@@ -29,13 +29,13 @@ class Family(Protocol):
 
     Attributes:
         libraries: libraries besides torch whose versions must be the same on all ranks.
-        directory: True if the model is read from the directory that [model] path names.
-        formats: formats in which other programs store the family's models, by the program's name in `convert`. A
+        directory: whether the model is read from the directory that [model] path names.
+        formats: formats in which other programs store the family's models, keyed by the program's name in `convert`. A
             program with several classes for these models has several formats.
-        objectives: objectives that the family can be trained for, by the value of [data] objective; the default value
-            is "auto".
+        objectives: training objectives that the family supports, keyed by the value of [data] objective; the default
+            key is "auto".
         show: kind of sample that is shown at the end of training.
-        dtypes: values of [precision] params that the family can be trained with. float16 requires heads that multiply
+        dtypes: values of [precision] params that the family supports in training. float16 requires heads that multiply
             their gradients by the loss scale (`Model.expect`).
     """
 
@@ -115,11 +115,11 @@ class Family(Protocol):
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        """Allocate a stage that was cut on meta, and set up its ties and buffers. The parameters have no values yet."""
+        """Allocate a stage that was cut on meta, and set up its ties and buffers. Parameter values remain undefined."""
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage passes on if it ends with `after`: name -> meta tensor in this rank's shape.
+        """The tensors that a stage passes on if it ends with `after`: name -> meta tensor with this rank's shape.
 
         Args:
             after: name of the stage's last piece.
@@ -132,7 +132,7 @@ class Family(Protocol):
         Raises:
             ValueError: the folder that [model] init_from or path names has no usable weights, or has the weights of a
                 different model.
-            Damaged: the checkpoint is not intact.
+            Damaged: [model] init_from names a checkpoint that is not intact.
         """
         ...
 
@@ -150,7 +150,7 @@ class Family(Protocol):
         Args:
             program: a key of `formats`.
             source: a whole model's tensors, keyed by the program's names; padding rows of the vocabulary are dropped.
-            where: path of the source, for messages.
+            where: path of the source, for error messages.
 
         Raises:
             ValueError: a tensor is missing, is unknown, or has the wrong shape. Reading from the returned source also
@@ -159,7 +159,7 @@ class Family(Protocol):
         ...
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        """The tokenizer in the form that an exported directory stores.
+        """The tokenizer in the form in which an exported directory stores it.
 
         Args:
             data: the [data] section that the model was trained with.
@@ -177,8 +177,8 @@ class Family(Protocol):
             source: the whole model's tensors, keyed by dtmega's names.
 
         Returns:
-            The program's configuration, and the tensors keyed by the program's names: without vocabulary padding, and
-            with each tied tensor only once.
+            The program's configuration, and the tensors keyed by the program's names. The tensors have no vocabulary
+            padding, and each tied tensor appears only once.
 
         Raises:
             ValueError: the program does not support the model, or the source holds a different model.
@@ -207,7 +207,7 @@ def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
     """The hidden state between two stages, [B, S / parts, D] on meta.
 
     Args:
-        parts: number of ranks that the sequence is cut over.
+        parts: number of ranks over which the sequence is cut.
         length: key of [data] that holds S.
     """
     shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)

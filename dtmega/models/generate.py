@@ -40,7 +40,7 @@ class Sampling:
     Attributes:
         vocab_size: size of the tokenizer's vocabulary; the model's vocabulary may be larger.
         end_ids: tokens that end a sample; a sample does not include its end token.
-        seed: seed of the draws.
+        seed: seed for the random draws.
         temperature: temperature of the softmax; 0 takes the most probable token.
         top_k: number of most probable tokens to draw from; 0 = all.
         top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set
@@ -49,8 +49,8 @@ class Sampling:
             every new token.
         settle: function that is called with the tokens just drawn, int64 [B], and may overwrite the tokens, so that
             all ranks use the same tokens. If the function returns False, all samples end.
-        uses_cache: True to keep keys and values; False to recompute all tokens for every new token.
-        prompt_is_prefix: True if each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
+        uses_cache: whether to keep keys and values; if not, all tokens are recomputed for every new token.
+        prompt_is_prefix: whether each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
     """
 
     vocab_size: int
@@ -131,8 +131,8 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         if not same_length:
             # Padding is a separate document, so no text attends to padding.
             rows["document_ids"] = (places < 0).long()
-            # Clamp places to valid positions. Padding has no valid position. A sample that has used all positions has
-            # none either, but stays in the batch until all samples have ended.
+            # Clamp places to valid positions. Padding has no valid position, and neither does the next token of a
+            # sample that has used all positions but stays in the batch until all samples have ended.
             rows["position_ids"] = places.clamp(0, longest - 1)
         return model(new, cache=cache, **rows)[:, -1]
 
@@ -191,7 +191,7 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_se
         model: model whose `longest` limits the sequence.
         tokens: tokens of the prompt.
         multiple: number that must divide the sequence length.
-        answer_is_separate: True if the answer is a sequence of its own, so that the prompt may take all positions.
+        answer_is_separate: whether the answer is a sequence of its own, so that the prompt may take all positions.
 
     Raises:
         ValueError: the prompt is empty or too long.
@@ -213,7 +213,7 @@ def _padded(texts: Sequence[list[int]], pad_id: int, multiple: int, longest: int
 
 
 def _new_to_model(texts: Sequence[list[int]], cache: KeyValueCache, device: torch.device) -> Tensor:
-    """The tokens [B, S] that are not in `cache` yet: at first the padded texts, later the last token of each text."""
+    """The tokens [B, S] that are not in `cache` yet: first the padded texts, later the last token of each text."""
     if cache.length:
         return torch.tensor([text[-1:] for text in texts], device=device)
     width = max(map(len, texts))

@@ -44,7 +44,7 @@ class KeyedDropout(nn.Module):
             x: activations, [B, S, D], or this rank's part along S or D.
             sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
             places: global place of each token of x, [B, S] int. If x is only a part along S, the plan replaces the
-                places of the whole sequence by the places of that part.
+                places of the whole sequence with the places of that part.
             channel_ids: global numbers of the channels of x, [D] int32; None: x has all channels.
         """
         if self.p == 0.0 or not self.training:
@@ -136,7 +136,7 @@ class FusedAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The mask of the key rows in the fused bias, bool [3 D], keyed by the bias's name (`Model.unseen`)."""
+        """The unseen elements of the fused bias (its key rows): bias name -> bool mask [3 D] (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
         return {"qkv.bias": rows % 3 == 1}
 
@@ -144,7 +144,7 @@ class FusedAttention(nn.Module):
 def gelu(x: Tensor, form: Gelu) -> Tensor:
     """GELU (arXiv:1606.08415): `erf` is x times the normal cdf, and `tanh` is the approximation from the paper."""
     if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
-        # Replace the tanh by a sigmoid, 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel then takes half the time.
+        # Replace the tanh with a sigmoid, 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel then takes half the time.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         twice_u = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide)
         return (wide * torch.sigmoid(twice_u)).to(x.dtype)
@@ -186,20 +186,20 @@ class MLP(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The output layer: computes logits from the last hidden state, or the sum of token losses if it gets labels.
+    """The output layer, which computes logits from the last hidden state or, given labels, the sum of token losses.
 
-    The head also computes the loss, so that the matrix product and the cross-entropy run chunk by chunk, and all logits
-    never exist at once. Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the
-    extra rows produce no logits.
+    The head also computes the loss, so that the matrix product and the cross-entropy run chunk by chunk, and the
+    logits of all tokens never exist at once. Weight and bias may have more rows than the vocabulary (`[model]
+    pad_vocab_to_multiple`); the extra rows produce no logits.
 
     Args:
         cfg: the model's sizes and the terms of its loss.
-        bias: True to add a bias to the logits, as in BERT; False for no bias, as in BLOOM and GPT.
+        bias: whether to add a bias to the logits. BERT has this bias; BLOOM and GPT do not.
 
     Attributes:
         loss_name: name of the head's loss among the sums that the model returns.
         expected: gradient that backward will pass to this loss, set by `Model.expect`.
-        compiled: True if the loss runs in compiled kernels; set by `Model.compile_losses`.
+        compiled: whether the loss runs in compiled kernels; set by `Model.compile_losses`.
     """
 
     bias: nn.Parameter | None

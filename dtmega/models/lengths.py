@@ -12,7 +12,7 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
     """Refuse lengths that cp, or tp with sequence parallelism, does not divide.
 
     Raises:
-        ValueError: a length is not divisible.
+        ValueError: cp or tp does not divide a length.
     """
     cp, tp = sizes["cp"], sizes["tp"]
     for key, length in lengths.items():
@@ -54,10 +54,10 @@ def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: M
 
 
 def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:
-    """The lengths of a model's sequences, by key in [data].
+    """The lengths of a model's sequences, each keyed by its [data] key.
 
     Raises:
-        ValueError: [data] sets the length of a sequence that the model does not have, such as a decoder's.
+        ValueError: [data] sets the length of a sequence that the model does not have, such as a decoder sequence.
     """
     for key in cfg.data.lengths:
         field = config.Data.model_fields[key]

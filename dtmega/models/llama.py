@@ -134,10 +134,10 @@ class Llama(Model):
             sample_ids: global sample numbers, [B] int64, ignored because Llama has no dropout.
             position_ids: positions for the rotation of queries and keys, [B, S] int64; None to use `places`.
             document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
-            prefix: mask of the tokens that all tokens of their document attend to, even earlier tokens, [B, S] bool.
+            prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
-            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding; only this rank's
-                part of S if a plan cuts the sequence.
+            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
+                the sequence, this tensor is only this rank's part.
             places: global index of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 

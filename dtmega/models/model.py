@@ -33,25 +33,25 @@ class Model(nn.Module):
 
     Attributes:
         cfg: the [model] section of the configuration.
-        layers: the blocks by number, in a model with a single stack.
+        layers: blocks of a model with a single stack, keyed by number.
         ties: groups of parameter names in the whole model. All names in a group share one parameter, and checkpoints
             use the first name.
         longest: length of the longest sequence that the model has positions for; None: there is no limit.
-        runs_layers: True if the model calls `run_layers` for all layers of a stack. Recomputing several layers as a
+        runs_layers: whether the model calls `run_layers` for all layers of a stack. Recomputing several layers as a
             unit needs `run_layers`.
-        has_cache: True if forward takes a `cache`, so that generation computes each token once.
+        has_cache: whether forward takes a `cache`, so that generation computes each token once.
         experts_per_token: number of experts that each token uses, for models whose weights [experts, rows, columns]
             stack experts; None for all other models.
-        works_per: unit of work, by module name, of the modules that do not run on every token. Such a module runs once
-            per labelled token, per decoder token, or per sequence. An entry also applies to all nested modules, and
-            later entries override earlier entries.
+        works_per: unit of work of each module that does not run on every token, keyed by module name. Such a module
+            runs once per labelled token, per decoder token, or per sequence. An entry also applies to all nested
+            modules, and later entries override earlier entries.
         lengths: keys of [data] that hold the lengths of the model's sequences.
         both_ways: keys of [data] that hold the lengths of sequences with attention in both directions.
         decoder_rows: names of the batch's tensors that have the length of the decoder's sequence.
         context: ranks that share the sequences of the current batch; None: this process has whole sequences.
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' for models without such a
             decoder.
-        one_backward: reason why backward cannot run in two parts; '' if backward can run in two parts.
+        one_backward: reason why backward cannot run in two parts; '' if nothing prevents two parts.
     """
 
     cfg: Any
@@ -99,7 +99,7 @@ class Model(nn.Module):
         yield from self.stored_buffers()
 
     def blocks(self) -> list[nn.Module]:
-        """This stage's layers, in order. Each layer is recomputed, compiled and wrapped by FSDP on its own."""
+        """This stage's layers, in order. Each layer is recomputed, compiled and wrapped by FSDP separately."""
         return list(self.layers.values())
 
     def may_fuse(self, labels: Tensor | None, attention_dropout: float = 0.0) -> bool:
@@ -144,7 +144,7 @@ class Model(nn.Module):
         return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece, for a causal decoder with number of heads x head size = D."""
+        """`Piece.attention_flops` of the named piece, for a causal decoder whose number of heads x head size is D."""
         return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
@@ -172,13 +172,13 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Announce to the heads the gradient that backward will pass to each sum.
+        """Set the gradient that each head expects backward to pass to the head's sum.
 
         Call this method before each forward pass in training. A head computes its gradient during the forward pass. In
         float16 the head must multiply the gradient by the sum's factor before rounding, or small gradients become 0.
 
         Args:
-            factors: factor of each sum, loss scale x weight / count, by the sum's name.
+            factors: factor of each sum (loss scale x weight / count), keyed by the sum's name.
         """
         for module in self.modules():
             if hasattr(module, "expected"):
@@ -228,7 +228,7 @@ class Model(nn.Module):
         into full steps. So training sets the gradient to 0, and the bias keeps its initial value. The models have this
         bias only because the checkpoints of other programs contain it.
 
-        A module with unseen elements has its own method `unseen`, which returns masks by the module's parameter names.
+        A module with unseen elements has a method `unseen`, whose masks are keyed by the module's parameter names.
         """
         masks = {}
         for prefix, module in self.named_modules():
@@ -250,7 +250,7 @@ def consecutive(tokens: Tensor) -> Tensor:
 
 
 def _keep(owner: nn.Module, needed: Collection[nn.Module]) -> None:
-    """Delete all modules inside `owner` that hold no needed module; containers stay, even if they are empty."""
+    """Delete all modules inside `owner` that hold no needed module, but keep containers, even empty ones."""
     for name, module in list(owner.named_children()):
         if isinstance(module, CONTAINERS) or any(inside in needed for inside in module.modules()):
             _keep(module, needed)

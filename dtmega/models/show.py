@@ -25,8 +25,8 @@ class Show(NamedTuple):
     """The kind of sample that a family shows.
 
     Attributes:
-        options: options of `dtmega generate` that `text` takes. Each option has a default. `text` gets no other option
-            of the command.
+        options: options of `dtmega generate` that `text` takes. Each option has a default. The command's other options
+            are not passed to `text`.
         text: function (model, tokenizer, prompt, **options) -> text to print. The options also include `multiple` and
             `settle` of `Sampling`, and the options that `families.sample_options` derives from the run. The function
             raises a ValueError if it cannot use the prompt.
@@ -87,7 +87,7 @@ def filled(
     """The prompt, followed by one line per [MASK] with the most probable tokens for that mask.
 
     Args:
-        model: an encoder that returns the logits [B, S, V] as "logits".
+        model: an encoder that returns the logits [B, S, V] under the key "logits".
         tokenizer: the model's tokenizer, which has [CLS], [MASK] and [SEP].
         prompt: text with at least one [MASK].
         top_k: number of tokens to list per mask; 0 = all.
@@ -187,10 +187,10 @@ def answered(
 
 
 def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]:
-    """The ids of a prompt, with the sentinels in place of <extra_id_0> and so on.
+    """The token ids of a prompt, with the sentinels in place of <extra_id_0> and so on.
 
     Raises:
-        ValueError: a number in the prompt is beyond the last sentinel.
+        ValueError: a sentinel number in the prompt exceeds the number of the last sentinel.
     """
     text, *others = SENTINEL.split(prompt)  # text, number, text, number, ..., text
     ids = tokenizer.encode(text)
@@ -205,7 +205,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 
 
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
-    """The ids that follow each sentinel in a decoder's answer, by the sentinel's number.
+    """The token ids that follow each sentinel in a decoder's answer, keyed by the sentinel's number.
 
     Tokens before the first sentinel, which a barely trained model may produce, count as part of span number `first`.
     """

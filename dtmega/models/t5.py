@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The mask of the keys' bias, bool [H K], keyed by the bias's name (`Model.unseen`)."""
+        """The unseen elements of the key projection's bias: bias name -> bool mask [H K] (`Model.unseen`)."""
         return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
 
 
@@ -158,15 +158,15 @@ class T5(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        encoder, decoder: the blocks of each stack by number.
-        encoder_bias, decoder_bias: relative position biases, [buckets, H], shared by all layers of a stack; None with
-            learned positions.
+        encoder, decoder: blocks of each stack, keyed by number.
+        encoder_bias, decoder_bias: relative position biases, [buckets, H], shared by all layers of a stack; None if
+            positions are learned.
         memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A
             plan gathers the output here, once for all layers.
-        head_ids: global number of each head, used to key attention dropout; a buffer, so that a plan can cut the
-            numbers along with the heads.
-        channel_ids: global number of each inner channel of the feed-forward, used to key the dropout of these channels;
-            a buffer, so that a plan can cut the numbers along with the channels.
+        head_ids: global number of each head, which keys attention dropout. The numbers are stored as a buffer, so that
+            a plan can cut the numbers along with the heads.
+        channel_ids: global number of each inner channel of the feed-forward, which keys the dropout of these channels.
+            The numbers are stored as a buffer, so that a plan can cut the numbers along with the channels.
     """
 
     cfg: config.T5
@@ -234,7 +234,7 @@ class T5(Model):
         """The pieces of both stacks, encoder first. A layer's piece includes the modules that all layers share."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
-            """These modules and all nested modules. A module that this variant of T5 lacks is None."""
+            """The given modules and all nested modules. None stands for a module that this variant of T5 lacks."""
             nested: list[nn.Module] = []
             for module in modules:
                 if module is not None:
@@ -253,8 +253,8 @@ class T5(Model):
     def handed_on(self, after: str) -> dict[str, str]:
         """The tensors that a stage passes on.
 
-        A stage that ends inside a stack passes on the hidden state. From the end of the encoder on, each stage passes
-        on the encoder's output.
+        A stage that ends inside a stack passes on the hidden state. The stage that ends the encoder, and every stage
+        after it, passes on the encoder's output.
         """
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
@@ -289,10 +289,10 @@ class T5(Model):
             labels: token to predict at each place, [B, T] int64; the loss ignores labels of -100.
             sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
             document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; pass both
-                arguments or none. A token attends only to tokens of its own document, in cross-attention too. Padding
-                counts as a separate document.
-            hidden: hidden state from the previous stage, [B, S, D] or [B, T, D], for stages that begin inside a stack;
-                only this rank's part of the sequence if a plan cuts the sequence.
+                arguments or neither. A token attends only to tokens of its own document, in cross-attention too.
+                Padding counts as a separate document.
+            hidden: hidden state from the previous stage, [B, S, D] or [B, T, D], for stages that begin inside a stack.
+                If a plan cuts the sequence, this tensor is only this rank's part.
             encoded: encoder's output, [B, S, D], for stages after the encoder; cut like `hidden`. A whole model that
                 gets `encoded` runs only the decoder, so that generation runs the encoder once.
             places, decoder_places: global index of each token in its sample, [B, S] and [B, T] int64.
@@ -371,7 +371,7 @@ class T5(Model):
             source: the encoder's text.
             encoded: encoder's output, [B, S, D].
             sample_ids, cache: arguments of `forward`.
-            fused: True if attention may use a fused kernel (`Model.may_fuse`).
+            fused: whether attention may use a fused kernel (`Model.may_fuse`).
 
         Returns:
             The decoder's hidden state [B, T, D]. A stage without any part of the decoder returns `hidden` unchanged.
@@ -392,7 +392,7 @@ class T5(Model):
             fused=fused,
             context=self.context,
         )
-        # Cross-attention ignores positions: scores get no bias from the table, and only documents forbid pairs.
+        # Cross-attention ignores positions: scores get no bias from the table, and only document numbers exclude keys.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,
@@ -417,7 +417,7 @@ class T5(Model):
     def init_std(self, name: str) -> float | None:
         """The std of N(0, std) for the parameter with this full name; None if `init_constant` fills the parameter.
 
-        With `init = "normal"` the values are Megatron's. Otherwise the values are the same as in mesh_tensorflow and
+        With `init = "normal"` the result is Megatron's std. Otherwise the result is the std of mesh_tensorflow and
         transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the extra factor
         1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x uses.
         """
@@ -443,9 +443,9 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece. Every token of the encoder attends to all tokens.
+        """`Piece.attention_flops` of the named piece; padding is counted like text.
 
-        Padding counts like text.
+        Every token of the encoder attends to all tokens of the encoder.
         """
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 

@@ -1,4 +1,4 @@
-"""Tensor operations for models, plans and the training loop, and functions that count a model's cost.
+"""Tensor operations for models, plans and the training loop, and functions that compute a model's cost.
 
 - `keyed.py`: random numbers without a generator
 - `attention.py`, `attention_rule.py`, `key_value_cache.py`: attention

@@ -5,12 +5,12 @@
 
 A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
 its sample. Places are global and part of the batch, because a rank may hold any part of a sequence, in any order.
-Documents and padding are given as document numbers [B, S], and a query attends only to keys with its own number. The
-full mask [B, S, S] of all pairs is never built.
+Documents and padding are given as document numbers [B, S], and a query attends only to keys with the query's number.
+The full mask [B, S, S] of all pairs is never built.
 
 Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
 both methods in its kernel; all other kernels evaluate both methods for one chunk of queries at a time. Two shortcuts
-avoid evaluating each pair:
+avoid evaluating every pair:
 
 - On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden
   (`block_mask.py`).
@@ -41,7 +41,7 @@ N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, [start, stop), and a range of keys, [first, last), with all keys that the queries see."""
+    """A chunk of queries, [start, stop), and the range of keys, [first, last), with all keys that these queries see."""
 
     start: int
     stop: int
@@ -58,7 +58,7 @@ class AttentionRule(NamedTuple):
             document. None: all tokens belong to one document.
         prefix: mask of the keys that causality does not hide, [B, T] bool.
         slopes: one factor per head, [H]; the bias is factor x distance (place of the key - place of the query).
-        table: biases for the distances from -M to M, [H, 2 M + 1]; larger distances use the entry at the nearest end.
+        table: biases for the distances from -M to M, [H, 2 M + 1]; larger distances use the entry at the nearer end.
         strip: bias of the last chunk, [1, H or 1, C, columns], which contains the bias of every other chunk; None if
             places are not consecutive, or if the rule has a `block_mask`.
         causal, window: arguments of `attention_rule`.
@@ -139,9 +139,9 @@ class AttentionRule(NamedTuple):
             yield Chunk(start, stop, first, last)
 
     def bias(self, chunk: Chunk) -> Tensor | None:
-        """The bias of a chunk's scores, -inf for pairs that are not allowed: [B or 1, H or 1, queries, keys].
+        """The bias of a chunk's scores, [B or 1, H or 1, queries, keys], with -inf for pairs that are not allowed.
 
-        The result is None if the rule adds nothing and allows all pairs.
+        The result is None if the rule adds no bias and allows all pairs.
         """
         if self.strip is None:
             return self._bias_pair_by_pair(chunk)
@@ -176,7 +176,7 @@ class AttentionRule(NamedTuple):
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # Index `zero` belongs to distance 0, index `at` to the distance from the chunk's last query to its first key.
+        # Index `zero` is for distance 0, and index `at` for the distance from the chunk's last query to its first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
@@ -245,13 +245,13 @@ def attention_rule(
 
     Args:
         places: global places of the query tokens in their samples, [B, S] int.
-        causal: True if a query sees only the keys up to its own place.
+        causal: whether a query sees only the keys up to its own place.
         window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
         document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding counts
             as a separate document.
-        prefix: mask of the keys that all queries of their document see, even earlier queries, [B, T] bool. With a
-            cache, a prefix is allowed only while the cache is empty.
-        slopes: ALiBi's slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the
+        prefix: mask of the prefix keys, [B, T] bool; a query sees all prefix keys of its document, even keys after the
+            query. With a cache, a prefix is allowed only while the cache is empty.
+        slopes: ALiBi slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the
             slopes of this rank's heads.
         table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`): the bias is the entry for (place of the
             key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, only the rows of
@@ -260,8 +260,8 @@ def attention_rule(
             tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
             so a rule with a cache serves one forward pass only.
-        fused: False to avoid fused kernels on CUDA, for attention dropout or for lengths that occur only once. The
-            host then waits for the device once, to check if places are consecutive.
+        fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only once.
+            If False, the host waits for the device once, to check whether places are consecutive.
         context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None: this process
             has whole sequences.
     """
@@ -278,7 +278,7 @@ def attention_rule(
         key_places, key_document_ids = cache.begin_forward(places, document_ids)
     attends_to_itself = key_places is None
     query_places = places.to(torch.int32)
-    # The places are copied, because torch 2.13 cannot compile a block whose custom autograd function gets one tensor
+    # Copy the places, because torch 2.13 cannot compile a block whose custom autograd function receives the same tensor
     # twice.
     keys = query_places.clone() if key_places is None else key_places.to(torch.int32)
     documents = key_document_ids
@@ -325,7 +325,7 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
     Args:
         n_buckets: number of buckets.
         max_distance: distance from which all distances share the last bucket.
-        bidirectional: True if half of the buckets are reserved for keys after the query; False if all keys after the
+        bidirectional: whether half of the buckets are reserved for keys after the query; if not, all keys after the
             query share the bucket of distance 0.
     """
     if bidirectional:
@@ -361,7 +361,7 @@ def _consecutive(places: Tensor) -> bool:
 
 
 def _strip(rule: AttentionRule) -> Tensor | None:
-    """A strip of biases, whose rows are the queries of the last chunk, and whose columns cover all chunks' distances.
+    """A strip of biases: a row for each query of the last chunk, and columns for the distances of all chunks.
 
     Without causality, the first chunk sees keys further ahead than the last chunk does. For these keys, the strip has
     extra columns beyond the last key.

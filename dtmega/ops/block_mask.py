@@ -16,8 +16,8 @@ def block_mask(rule: Any) -> BlockMask:
 
     A block of pairs is marked as full if the bounds prove that all pairs are allowed, as empty if the bounds prove that
     no pair is allowed, and as partial otherwise. In a partial block the kernel checks each pair, so marking a full
-    block as partial costs time but is not wrong. `create_block_mask` would check all B S^2 pairs, and would need 12
-    bytes of memory per pair (torch 2.13).
+    block as partial costs time but does not change the result. `create_block_mask` would check all B S^2 pairs, and
+    would need 12 bytes of memory per pair (torch 2.13).
     """
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _has_full_size(places: Tensor) -> Tensor:
 
 
 def _key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn bools [B, query blocks, key blocks] into FlexAttention's form, with a dim of 1 for the heads.
+    """Convert a bool mask [B, query blocks, key blocks] to FlexAttention's form, with a dim of 1 for the heads.
 
     Returns:
         The number of True key blocks for each query block, [B, 1, query blocks], and the indices of all key blocks,

@@ -42,17 +42,17 @@ class Piece(NamedTuple):
         elements: number of elements in the piece's weights. A weight shared by several pieces counts only in the first
             piece that has it.
         matmul_flops: FLOPs of the piece's matrix products, forward and backward, per token. Each weight element costs
-            2 in forward and 4 in backward (Kaplan et al. 2020, section 2.1); an embedding look-up costs nothing.
+            2 FLOPs in forward and 4 in backward (Kaplan et al. 2020, section 2.1); an embedding look-up costs nothing.
         attention_flops: FLOPs of QK^T and PV, forward and backward, per token and key. For a key that the query sees,
             each product costs 2 H K in forward and 4 H K in backward (Narayanan et al. 2021, appendix), so both
             products cost 12 H K. A causal query sees half of the sequence on average, which halves the cost to 6 H K.
-        shared: number of elements in weights that an earlier piece has too, such as the weight of a tied head.
+        shared: number of elements in weights that an earlier piece also has, such as the weight of a tied head.
         label_flops: FLOPs of the products that only labelled tokens need, per labelled token.
         sequence_flops: FLOPs of the products that are computed once per sequence.
         decoder_flops: FLOPs of the products for decoder tokens, per decoder token.
         decoder_attention_flops: FLOPs of the decoder's self-attention, per decoder token and decoder key.
         cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
-        begins_decoder: True for the first piece of a decoder that follows an encoder.
+        begins_decoder: whether this is the first piece of a decoder that follows an encoder.
     """
 
     name: str
@@ -93,12 +93,12 @@ def n_parameters(pieces: Sequence[Piece]) -> int:
 def flops_per_token(pieces: Sequence[Piece], seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
     """Model FLOPs of forward and backward for one token in a sequence of `seq_len` tokens, without recomputation.
 
-    Biases, norms, activations and softmax are not counted, as usual. Padding counts like text.
+    Biases, norms, activations and softmax are not counted, as usual. Padding is counted like text.
 
     Args:
         pieces: pieces of the whole model.
-        seq_len: number of tokens in the sequence, or in the encoder's sequence if the model has encoder and decoder.
-        labelled: share of tokens with a label, which matters only if the model's head skips unlabelled tokens.
-        decoder_seq_len: number of tokens in the decoder's sequence; 0 in a model without encoder and decoder.
+        seq_len: number of tokens in the sequence, or in the encoder's sequence if the model is an encoder-decoder.
+        labelled: fraction of tokens with a label, which matters only if the model's head skips unlabelled tokens.
+        decoder_seq_len: number of tokens in the decoder's sequence; 0 if the model is not an encoder-decoder.
     """
     return sum(piece.flops_per_token(seq_len, labelled, decoder_seq_len) for piece in pieces)

@@ -43,7 +43,7 @@ class Columns(NamedTuple):
     Attributes:
         start: global number of this rank's first column.
         n_valid: number of columns on all ranks of `group` together, without the padding at the end.
-        group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
+        group: process group that shares the vocabulary; None: this rank has the whole vocabulary.
     """
 
     start: int
@@ -85,13 +85,13 @@ def linear_cross_entropy(
         n_valid: number of vocabulary rows without the padding rows at the end, which never enter the softmax; None:
             there is no padding.
         vocab_start: global number of this rank's first row. None: the ranks exchange their row counts.
-        group: the ranks that share the vocabulary; None: this rank has the whole vocabulary. With a group there is one
-            all-gather per chunk, of 3 fp32 numbers per token (4 with smoothing).
+        group: process group that shares the vocabulary; None: this rank has the whole vocabulary. With a group, each
+            chunk takes one all-gather of 3 fp32 numbers per token (4 with smoothing).
         expected: gradient that backward will pass to this sum; in float16, loss scale / count. The gradients are
             multiplied by this factor in fp32, before they are rounded. If backward passes a different number, the
             gradients are rescaled and rounded once more.
-        compiled: True to compute the softmax with two Inductor kernels, compiled once for all sizes. On a GPU these
-            kernels never store the softmax in fp32.
+        compiled: whether to compute the softmax with two Inductor kernels, which are compiled once for all sizes. On a
+            GPU these kernels never store the softmax in fp32.
 
     Returns:
         The loss as an fp32 scalar, the same on all ranks. The gradients of weight and bias are final. The gradient of h
@@ -162,7 +162,7 @@ class _Gradients:
         chunk: number of tokens in each chunk except the last chunk, which may be smaller.
 
     Attributes:
-        are_needed: True if at least one of the three gradients is needed.
+        are_needed: whether at least one of the three gradients is needed.
     """
 
     def __init__(self, h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:
@@ -172,7 +172,7 @@ class _Gradients:
         n_tokens = h.shape[0]
         self.are_needed = needs_dh or needs_dweight or needs_dbias
         self._dh = torch.empty_like(h) if needs_dh else None
-        # Without tokens the gradient is zeros instead of None. FSDP reduces the gradients that exist, and all ranks
+        # Without tokens the gradient is all zeros instead of None. FSDP reduces the gradients that exist, and all ranks
         # must reduce the same gradients.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
@@ -208,14 +208,14 @@ def token_losses(
 ) -> Tensor:
     """The tokens' losses [N] in fp32, from logits [N, V_local].
 
-    All ranks of the group call this function together, also a rank without columns.
+    All ranks of the group call this function together, even a rank without columns.
 
     Args:
         logits: this rank's columns of the logits, [N, V_local].
         labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
         gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local], which may be
-            the memory of `logits`; None to compute no derivatives. Padding columns, never read, get the gradient 0.
+            the memory of `logits`; None: no derivatives. Padding columns are never read, and get the gradient 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
         weights: factor of each loss, [N] fp32; None: all factors are 1.
     """
@@ -283,8 +283,8 @@ def _find_labels(labels: Tensor, columns: Columns, n_local: int) -> tuple[Tensor
     Returns:
         Three tensors [N, 1]:
 
-        - True if the token takes part in the loss;
-        - True if this rank has the label's column;
+        - a mask of the tokens that take part in the loss;
+        - a mask of the tokens whose label has its column on this rank;
         - the index of that column on this rank. The index is 0 if another rank has the column, and -1 if the label is
           invalid (`gather` then fails).
     """
@@ -347,7 +347,7 @@ def locate(
 
 
 def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 1.0) -> Tensor:
-    """Return `value`, connected to x in autograd's graph with an already known derivative.
+    """Return `value`, connected to x in autograd's graph by a derivative that is already known.
 
     Args:
         value: one or more numbers computed from x. The dims of `value` are the leading dims of x, and each number

@@ -1,7 +1,7 @@
-"""Values that the host reads from tensors. The planner has no values, so it answers these questions itself.
+"""Functions that read tensor values on the host. The planner's tensors have no values, so it replaces the functions.
 
-A plan (`dtmega/planning`) runs the real step on tensors without values. Wherever the trainer needs a value on the host,
-it calls one of these functions, and `answering` replaces them for the time of the plan.
+The planner (`dtmega/planning`) runs the real step on tensors without values. Wherever the trainer needs a value on the
+host, it calls a function of this module; the planner uses `answering` to supply a value instead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class Host:
-    """The host of a real run, which waits for the device and reads its values."""
+    """The host of a real run, which waits for the device and reads values from its memory."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The tensor's values, on the host."""
+        """The tensor's values, as a tensor on the host."""
         return tensor.cpu()
 
     def true_indices(self, mask: Tensor) -> Tensor:
@@ -24,22 +24,22 @@ class Host:
         return mask.nonzero().squeeze(1)
 
 
-_hosts = [Host()]  # the last one answers
+_hosts = [Host()]  # `read` and `true_indices` ask the last host
 
 
 def read(tensor: Tensor) -> Tensor:
-    """The values of a tensor, on the host. On a GPU the host waits for them."""
+    """The values of a tensor, as a tensor on the host. If the tensor is on a GPU, the host waits for the values."""
     return _hosts[-1].read(tensor)
 
 
 def true_indices(mask: Tensor) -> Tensor:
-    """The indices of the true elements of `mask` [N]. On a GPU the host waits, because the result's size is a value."""
+    """The indices of the true elements of `mask` [N]. On a GPU the host waits to learn the result's size."""
     return _hosts[-1].true_indices(mask)
 
 
 @contextlib.contextmanager
 def answering(other: Host) -> Iterator[None]:
-    """Let another host answer, inside the `with` block only."""
+    """Make `read` and `true_indices` ask the host `other`, inside the `with` block only."""
     _hosts.append(other)
     try:
         yield

@@ -1,8 +1,8 @@
 """Randomness as a function: a counter-based hash of (seed, name, global index) instead of a generator with a state.
 
 Without a state, a mask or an initial value is the same on every layout, does not change when it is recomputed, and
-needs no place in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations, so
-the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
+need not be stored in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations,
+so the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
 
 The functions for hashes and normal values take tensors or numpy arrays, because numpy is twice as fast as torch on a
 CPU.
@@ -63,7 +63,7 @@ def fold(index: Tensor) -> Tensor:
 
 def keep(p: float, rows: Numbers, columns: Numbers) -> Numbers:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
-    # Hashes are uniform in [-2^31, 2^31), so a share p of all hashes lies below p 2^32 - 2^31.
+    # Hashes are uniform in [-2^31, 2^31), so a fraction p of all hashes lies below p 2^32 - 2^31.
     hashed = mix(rows[..., None] ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
 
@@ -81,7 +81,7 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
     return mix(mix(rows) ^ query_places[:, None])
 
 
-# Feistel rounds. Four rounds make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
+# Number of Feistel rounds. Four make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
 ROUNDS = 8
 
 
@@ -105,7 +105,7 @@ def permuted(i: int, n: int, name: str) -> int:
 
 
 def key64(name: str) -> int:
-    """A key in [0, 2**64) for all bits drawn under `name`, to be passed to `draws`."""
+    """A key in [0, 2**64) for all bits drawn under `name`, as an argument for `draws`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -143,14 +143,14 @@ def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np
 def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
-    Each value is the quantile of a hashed uniform number, computed by Wichura's PPND7 (Applied Statistics 37, 1988,
-    AS 241) to an accuracy of 1e-7. The logarithm in the formula is computed by a series, because library logarithms
+    Each value is the quantile of a hashed uniform number, computed with Wichura's PPND7 (Applied Statistics 37, 1988,
+    AS 241) to an accuracy of 1e-7. The logarithm in the formula is computed from a series, because library logarithms
     differ in the last bit between devices, and between a tensor's vectorised part and its tail.
     """
     if index.numel() == 0:
         return torch.empty(index.shape, dtype=torch.float32, device=index.device)
     flat = index.reshape(-1)
-    # `fold` does not change numbers below 2^32 (the upper half is 0 and hashes to 0), so the cast is enough.
+    # `fold` does not change numbers below 2^32 (the upper half is 0 and hashes to 0), so a cast is enough.
     folded = flat.to(torch.int32) if int(flat.max()) < 2**32 else fold(flat)
     keys = key(seed, name), key(seed, name + "#")
     if index.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The loss scale of float16: a factor on the loss that keeps gradients below 6e-8 from being rounded to zero.
+"""The loss scale for float16: a factor on the loss, so that gradients smaller than 6e-8 are not rounded to zero.
 
 The scale starts high and adapts. A step with a non-finite gradient (an overflow) is skipped. By default, each overflow
 after the first also halves the scale, and a thousand steps without an overflow double the scale. The algorithm, BACKOFF
@@ -25,13 +25,13 @@ GROWTH = 2.0
 
 
 class ScaleState(NamedTuple):
-    """The state of a loss scale, as a checkpoint stores it.
+    """The state of a loss scale, as checkpoints store it.
 
     Attributes:
         scale: factor of the loss.
         growth: number of steps since the last overflow or the last doubling of the scale.
         hysteresis: number of overflows left until the scale is halved, including the overflow that halves it. At 0,
-            every overflow halves the scale, until a doubling restores this number.
+            every overflow halves the scale, until a doubling restores the initial number.
     """
 
     scale: Annotated[float, Field(gt=0)]
@@ -61,7 +61,7 @@ class LossScale:
         Only a doubling restores the hysteresis; a shorter series of steps without an overflow does not.
 
         Args:
-            overflowed: True if a gradient was not finite in this step.
+            overflowed: whether a gradient was not finite in this step.
         """
         scale, growth, hysteresis = self.state
         if overflowed:

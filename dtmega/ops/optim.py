@@ -194,7 +194,7 @@ class Spikes:
     Args:
         sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
             0: no step counts as a spike.
-        recent: (loss, gradient norm) pairs of the last steps, as a checkpoint stores them.
+        recent: (loss, gradient norm) pairs of the last steps, as checkpoints store them.
     """
 
     WINDOW = 128
@@ -278,6 +278,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place. On a GPU, a few kernels multiply all tensors instead of one kernel per tensor."""
+    """Multiply tensors in place. A GPU runs a few kernels for all tensors, not one kernel per tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 _NOTHING = nullcontext()
 Listener = Callable[[str, int | None, int | None], AbstractContextManager[object]]
-_listeners: list[Listener] = []  # the last one makes the context managers; usually empty
+_listeners: list[Listener] = []  # the last listener makes the context managers; usually there is none
 
 
 def recording() -> bool:
@@ -44,7 +44,7 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
 
 @contextlib.contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
-    """Let a listener make the context managers of `named`, inside the `with` block only. The planner listens so."""
+    """Make `named` return the listener's context managers, inside the `with` block only. The planner uses this."""
     _listeners.append(listener)
     try:
         yield

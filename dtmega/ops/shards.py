@@ -36,9 +36,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def begin_at_same_place(a: Tensor, b: Tensor) -> bool:
-    """True if the elements of two tensors begin at the same place of the same memory.
+    """True if two tensors share a storage and begin at the same offset.
 
-    Unlike a comparison of `data_ptr`, this also works for tensors without memory.
+    Unlike a comparison of `data_ptr`, this function also works for tensors without memory.
     """
     same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same_storage and a.storage_offset() == b.storage_offset()
@@ -82,7 +82,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     # Each rank writes its boxes into a tensor of zeros, and the sum over all ranks is the whole tensor. If several
-    # ranks hold the same boxes, only the first of these ranks writes them.
+    # ranks hold the same boxes, only the first of these ranks writes the boxes.
     copied = [
         number for number, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
     ]
@@ -126,7 +126,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
     """The indices of this rank's elements along `dim`, [n].
 
-    DTensor's placements themselves cut the vector 0, 1, 2, ... in the same way as the tensor's dim.
+    DTensor's own placements cut the vector 0, 1, 2, ... in the same way as the tensor's dim.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

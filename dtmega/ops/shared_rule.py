@@ -1,7 +1,7 @@
 """The attention rule for sequences that several ranks share (context parallelism).
 
 Each rank computes the queries of its own tokens, or of its own heads. To a kernel, a run of consecutive queries with
-all earlier keys looks like the queries of a single process with a cache, so runs need no kernels of their own.
+all earlier keys looks like the queries of a single process with a cache, so runs need no special kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharedRule(NamedTuple):
     Attributes:
         context: ranks that share the sequences.
         runs: rules for the runs of queries that this rank computes.
-        queries_balanced, keys_balanced: True if a rank holds two slices of the queries, or of the keys.
+        queries_balanced, keys_balanced: whether each rank holds two slices of the queries, and of the keys.
     """
 
     context: ContextParallel
@@ -51,7 +51,7 @@ def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Call
     Args:
         part: `AttentionRule` with this rank's parts of the query and key tensors.
         context: ranks that share the sequences.
-        crosses: True for cross-attention, where keys and queries come from different tokens.
+        crosses: whether this is cross-attention, where keys and queries come from different tokens.
         finish: function (rule for consecutive queries, flag) -> completed rule. The flag is True if the last key and
             the last query belong to the same token.
     """
@@ -99,8 +99,8 @@ def _runs_of_tokens(
         queries = slice(run.start, run.stop)
         n_keys = run.place + run.stop - run.start if ends_with_queries else part.key_places.shape[1]
         documents = part.query_documents
-        # The tensors are copied, because torch 2.13 cannot compile a block whose custom autograd function gets one
-        # tensor twice.
+        # Copy the tensors, because torch 2.13 cannot compile a block whose custom autograd function receives the
+        # same tensor twice.
         rule = part._replace(
             query_places=part.query_places[:, queries].contiguous(),
             query_documents=None if documents is None else documents[:, queries].contiguous(),

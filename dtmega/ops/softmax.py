@@ -1,4 +1,4 @@
-"""The two passes of cross-entropy over the logits, which compute the rows' peaks and sums, and then the derivatives.
+"""The two passes of cross-entropy over the logits: first the peak and the sum of each row, then the derivatives.
 
 On a CPU, both passes process a few rows at a time. These rows and an fp32 scratch buffer stay in the core's cache from
 one pass to the next, so passes of plain operations are faster than torch's softmax and Inductor's kernels
@@ -54,7 +54,7 @@ class Passes:
             x: the logits, [n, V].
             dx: memory for the derivatives, [n, V].
             peak, slope, smooth: terms of the formula, [n, 1]; None for `smooth` means 0.
-            reuse_scratch: True if the last call was `peak_and_total` with the same x and peak, so that the scratch
+            reuse_scratch: whether the last call was `peak_and_total` with this x and this peak, so that the scratch
                 buffer still holds the exponentials.
         """
         exponentials = self._scratch[: len(x)]

@@ -20,13 +20,13 @@ class Relay:
     needs a fixed sequence length and the shapes of gradients.
 
     Args:
-        stages: this rank's models, by stage number.
-        group: the ranks of the pipeline.
+        stages: this rank's models, keyed by stage number.
+        group: process group of the pipeline's ranks.
         device: device that this rank computes on.
 
     Attributes:
         longest, has_cache: attributes of the model, as in `Model`.
-        training: always False.
+        training: flag that is always False.
     """
 
     training = False
@@ -61,7 +61,7 @@ class Relay:
         Args:
             tokens: token ids, [B, S] int64.
             cache: cache of the whole model, which holds one cache per stage; None to cache nothing.
-            rows: other tensors of the batch, by name.
+            rows: other tensors of the batch, keyed by name.
         """
         if cache is not None:
             cache.begin_forward(rows["places"], rows.get("document_ids"))

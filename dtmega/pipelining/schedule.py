@@ -31,7 +31,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
         pp: number of ranks in the pipeline.
         pieces: the pieces of the whole model.
         data_size: number of data ranks that share the global batch.
-        compiled: True if blocks will be compiled.
+        compiled: whether blocks will be compiled.
 
     Raises:
         ValueError: the schedule cannot run with the number of stages, or with the number of microbatches at some batch
@@ -105,11 +105,11 @@ class Pipeline:
 
     Args:
         pipeline: the [pipeline] section of the configuration.
-        stages: this rank's modules by ascending stage number; `stage.Stage` describes the interface of a module.
+        stages: stage number -> this rank's module, in ascending order; `stage.Stage` describes a module's interface.
         group: the pp group.
-        boundaries: meta tensors that describe the tensors that a stage hands on, for each stage except the last.
+        boundaries: meta tensors that describe what each stage, except the last, hands on to the next stage.
         device: device that this rank computes on.
-        sums: by stage number, what sums gradients over the data ranks after each microbatch; {} to sum once a step.
+        sums: stage number -> `Sums`, which sums gradients after each microbatch; {}: gradients are summed once a step.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ def _best_cut(
 ) -> tuple[Value, list[int]]:
     """The smallest combined cost of any cut into stages, and the n_stages + 1 bounds of that cut.
 
-    Among several cuts with this cost, choose the cut whose last stage begins earliest. If there are still several,
-    compare the second-to-last stages, and so on.
+    Among several cuts with this cost, choose the cut whose last stage begins earliest. If several such cuts
+    remain, compare the second-to-last stages, and so on.
 
     Args:
         n_pieces: number of pieces.
@@ -129,7 +129,7 @@ def pieces_of_stages(
     of 6 layers and a last stage with 4 layers and the head, so the slowest stage takes the time of 6 layers. The
     published cut counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. With the
     published cut, every step is 7 % longer, because the last stage takes the time of 6.44 layers. In return, the first
-    stage holds one layer less.
+    stage holds one layer fewer.
 
     *Tip:* list `stages` yourself if memory is short. If the head takes the time of several layers (250k words, small
     D), the balanced cut may leave the first and the last stage without any layer.
@@ -140,12 +140,12 @@ def pieces_of_stages(
         pipeline: the [pipeline] section of the configuration.
         n_stages: number of stages.
         labelled: fraction of tokens that have a label (`Piece.flops_per_token`).
-        decoder_seq_len: T, number of tokens in a decoder sequence; 0 for a model without encoder and decoder.
+        decoder_seq_len: T, number of tokens in a decoder sequence; 0 if the model is not an encoder-decoder.
 
     Raises:
         ValueError: there are more stages than layers; `stages` is not a cut of layers 0 to L - 1 into n_stages;
-            `split` is set together with `stages`, or for a model without encoder and decoder; `split` leaves the
-            encoder or the decoder without a stage.
+            `split` is set together with `stages`, or for a model that is not an encoder-decoder; `split` leaves
+            the encoder or the decoder without a stage.
     """
     if pipeline.split:
         border = _border(pieces, pipeline, n_stages)
@@ -228,7 +228,7 @@ def _count_layers(pieces: Sequence[Piece]) -> str:
 
 
 def _decoder_start(pieces: Sequence[Piece]) -> int:
-    """The index of the decoder's first piece, or the number of pieces if the model has no encoder and decoder."""
+    """The index of the decoder's first piece, or the number of pieces if the model is not an encoder-decoder."""
     return next((i for i, piece in enumerate(pieces) if piece.begins_decoder), len(pieces))
 
 

@@ -32,8 +32,8 @@ class Stage(PipelineStage):
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). The
-            module returns, by name, the tensors to hand on and the sums for the tally. If the module does not return
-            one of its input tensors, the tensor is handed on unchanged.
+            module returns the tensors to hand on and the sums for the tally, keyed by name. If the module does not
+            return one of its input tensors, the tensor is handed on unchanged.
         number: number of the stage.
         n_stages: number of stages in the pipeline.
         device: device that this rank computes on.
@@ -42,7 +42,7 @@ class Stage(PipelineStage):
         after: tensors that the stage hands on; empty for the last stage.
         take: function that takes the module's outputs and returns the loss's sums, each with a factor (`Tally.add`).
         n_microbatches: number of microbatches in a step.
-        sums: sums gradients over the data ranks after each microbatch; None if torch does so once, after the last one.
+        sums: object that sums gradients over the data ranks after each microbatch; None: torch sums them once a step.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Stage(PipelineStage):
         n_microbatches: int,
         sums: Sums | None = None,
     ) -> None:
-        # If the shapes were not given, torch would run the model once more and send pickles to find them.
+        # Pass the shapes, because torch would otherwise run the model once more and send pickles to find them.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
         super().__init__(
             module,
@@ -70,10 +70,10 @@ class Stage(PipelineStage):
             group=group,
         )
         self._input_names, self._handed_on, self._take = list(before), dict(after), take
-        # True if all earlier stages are frozen. Then no input needs a gradient, and backward has no part for inputs.
+        # True if all earlier stages are frozen. Then no input needs a gradient, and backward has no input part.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
         self._sums, self._n_microbatches = sums, n_microbatches
-        self._n_summed = 0  # microbatches of this step
+        self._n_summed = 0  # microbatches of this step whose gradients are summed
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with ranges.named("forward", self.stage_index, fwd_chunk_id):
@@ -108,8 +108,8 @@ class Stage(PipelineStage):
         """Run backward, in one piece if no input of the stage needs a gradient.
 
         torch's split backward has two passes. The first pass computes the gradients of inputs, and also collects the
-        weights for the second pass. torch lets only the first stage go without gradients of inputs. In a stage behind
-        frozen stages no input needs a gradient, so the two passes would compute no gradients for the weights.
+        weights for the second pass. torch allows only the first stage to have no input gradients. In a stage after
+        frozen stages, no input needs a gradient, so the two passes would compute no gradients for the weights.
         """
         whole = full_backward or self._no_input_part
         with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
@@ -122,16 +122,16 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Gradients:
-        """Run a backward, or one of its parts. With `sums`, gradients of weights are summed once they are computed."""
+        """Run a backward or one of its parts. With `sums`, sum weights' gradients as soon as they are computed."""
         if self._sums is None or backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # torch's `last_backward` does not count a part for inputs that is a whole backward.
+        # torch's `last_backward` does not count an input part that `backward_one_chunk` runs as a whole backward.
         self._n_summed += 1
         last = self._n_summed == self._n_microbatches
         return backward_and_sum(self._sums, self.submod, backward_type, bwd_kwargs, last)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """End a step: sum its gradients over the data ranks, unless this was done after each microbatch."""
+        """End a step: sum the gradients over the data ranks, unless `sums` has summed them after each microbatch."""
         if self._sums is None:
             return super().perform_reduce_grad(grad_scale_factor)
         # An evaluation has no gradients.
@@ -155,7 +155,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return a tensor unchanged. In backward, also pass each scalar its factor as the gradient."""
+    """Return a tensor unchanged. In backward, each total also gets its factor as the gradient."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A pipeline stage's backward that sums the gradients of weights over the data ranks, after each microbatch."""
+"""A backward for pipeline stages that sums the gradients of weights over the data ranks after each microbatch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 
 class Sums(Protocol):
-    """Sums of a stage's gradients over the data ranks after each microbatch: `dtmega.fsdp.shard_sums.ShardSums`."""
+    """The interface of `fsdp.shard_sums.ShardSums`, which sums gradients over the data ranks after each microbatch."""
 
     def expect(self, last: bool) -> None: ...
 
@@ -19,20 +19,20 @@ class Sums(Protocol):
     def finish(self) -> None: ...
 
 
-Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # of inputs; torch's groups of weights
+Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # input gradients, torch's weight groups
 
 
 def backward_and_sum(
     sums: Sums, module: nn.Module, backward_type: str, arguments: dict[str, Any], last: bool
 ) -> Gradients:
-    """Run a backward, or its part for weights. torch's own method would not let FSDP2 sum gradients in it.
+    """Run a backward or its weight part. Unlike torch's own method, this function lets FSDP2 sum gradients.
 
     Args:
-        sums: sums the gradients.
+        sums: object that sums the gradients.
         module: module of the stage.
-        backward_type: "full", or "weight" for the part.
-        arguments: what torch's methods pass on, by name.
-        last: True for the last microbatch of a step.
+        backward_type: kind of backward, "full" or, for the weight part, "weight".
+        arguments: arguments that torch's methods pass to a backward, keyed by name.
+        last: whether this is the last microbatch of a step.
     """
     sums.expect(last)
     if backward_type == "full":
@@ -42,18 +42,18 @@ def backward_and_sum(
 
 
 def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
-    """Compute the gradients of weights unit by unit, so that only one unit's are whole at a time.
+    """Compute the gradients of weights unit by unit, so that only one unit at a time has whole gradients.
 
     Args:
-        sums: sums the gradients of each unit.
+        sums: object that sums the gradients of each unit.
         module: module of the stage.
-        param_groups: torch's groups of weights, each with the gradients of intermediate results that lead to them.
+        param_groups: torch's groups of weights, each with the gradients of the results computed from these weights.
     """
     remaining = list(param_groups)
     for unit in sums.units():
         of_unit, others = [], []
         for group in remaining:
-            # A group holds the nodes of the autograd graph that add gradients to weights.
+            # A group holds the nodes of the autograd graph that accumulate the gradients of weights.
             touches = any(node.variable in unit for node in group["params"])
             (of_unit if touches else others).append(group)
         stage_backward_weight(module.parameters(), of_unit)

@@ -1,7 +1,7 @@
 """Parameters that several stages share, such as an embedding tied to the head, or a bias that a whole stack reads.
 
-Each of these stages has a copy under the same name. The copies start equal, because initial values are keyed by the
-name. After backward, the gradients of all copies are summed in the order of the stages, and every copy gets the sum.
+Each of these stages has a copy, and all copies have one name. The copies start equal, because initial values are keyed
+by the name. After backward, the gradients of all copies are summed in stage order, and every copy gets the sum.
 The optimizer is elementwise and has equal state for all copies, so the copies stay equal. Megatron treats its `shared`
 weights in this way too. But here any number of stages may share a parameter, and a rank may hold several copies.
 """
@@ -29,11 +29,11 @@ def shared(
 
     Args:
         whole: the whole model, in which tied names share one parameter.
-        parts: the modules that each piece needs, by the piece's name.
+        parts: modules that each piece needs, keyed by the piece's name.
         stages: names of each stage's pieces.
 
     Returns:
-        The numbers of the stages that share a parameter, ascending, by the parameter's first name in the model.
+        The parameter's first name in the model -> ascending numbers of the stages that share the parameter.
     """
     parameters_of_stages = []
     for pieces in stages:
@@ -55,9 +55,9 @@ class Tied:
 
     Args:
         name: name of the parameter in checkpoints.
-        copies: this rank's copies by stage number, ascending; at least one.
-        places: numbers of the stages whose copies a rank holds, one list for each rank of the group, in order.
-        group: the ranks that hold a copy; None if this rank holds all copies.
+        copies: stage number -> this rank's copy, in ascending order; at least one copy.
+        places: numbers of the stages whose copies a rank holds, one list for each rank of the group, in rank order.
+        group: process group of the ranks that hold a copy; None if this rank holds all copies.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Tied:
     def _sum(self, gradients: Sequence[Tensor]) -> Tensor:
         """Sum the gradients of all copies.
 
-        The gradients are added in the order of the stages, so the sum is bit-identical wherever the copies are.
+        The gradients are added in stage order, so the sum is bit-identical no matter which ranks hold the copies.
         """
         device = _device(next(iter(self.copies.values())))
         if self._group is None:

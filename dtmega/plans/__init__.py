@@ -25,8 +25,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a name of `dtmega.interop.hf` on first use.
 
-    Users can import the names of both packages from this package. But `hf` imports this package, because the plans for
-    transformers models use this package's styles. So this package must not import `hf` before a name is used.
+    Users can import the names of both `plans` and `hf` from `plans`. But `hf` imports `plans`, because the plans for
+    transformers models use the styles in `plans`. So `plans` must not import `hf` before a name of `hf` is used.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -159,7 +159,7 @@ def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMesh) -> None:
-    """Sum the gradients of these parameters over tp in a single all-reduce (Megatron's `allreduce_layernorm_grads`).
+    """Sum the gradients of the named parameters over tp in one all-reduce (Megatron's `allreduce_layernorm_grads`).
 
     Args:
         model: a model cut by `apply_plan`, and perhaps also sharded by FSDP2. All ranks of the tp mesh hold the same

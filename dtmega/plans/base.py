@@ -1,4 +1,4 @@
-"""The base of all styles of a plan: parameters become DTensors, and the module's forward computes on their local parts.
+"""The base class of styles: a module's parameters become DTensors, and its forward computes on their local parts.
 
 Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), or
 [B, S, D] on every rank without sequence parallelism. Each parameter becomes a DTensor on the 1-D tp mesh, because
@@ -30,18 +30,18 @@ from dtmega.plans import mappings, products
 
 
 class Stack:
-    """A stack of blocks, which defines the hidden state's layout between modules, and how regions begin and end.
+    """A stack of blocks that defines the hidden state's layout between modules and how regions begin and end.
 
     In a region, each rank computes its own features (heads, channels) from an input [B, S, D] that all ranks share.
 
     Args:
-        sequence_parallel: True if the hidden state is cut along S between modules.
+        sequence_parallel: whether the hidden state is cut along S between modules.
 
     Attributes:
-        cut: True if the hidden state is cut along S in the current forward. In transformers models, `cut` may be False
+        cut: whether the hidden state is cut along S in the current forward. In transformers models, `cut` may be False
             even with `sequence_parallel`, for example if tp does not divide S.
-        sums_in_backward: True if gradients of replicated parameters are summed over tp in backward, instead of once per
-            step.
+        sums_in_backward: whether gradients of replicated parameters are summed over tp in backward, instead of once
+            per step.
     """
 
     sums_in_backward: ClassVar[bool] = False
@@ -51,11 +51,11 @@ class Stack:
         self.cut = sequence_parallel
 
     def enter(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        """Turn the hidden state into the input of a region, [B, S, D]."""
+        """Convert the hidden state to the input of a region, [B, S, D]."""
         return mappings.gather(x, group) if self.cut else mappings.copy(x, group)
 
     def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
-        """Turn the hidden state into the input of a region, [B, S, D], which is gathered again in backward.
+        """Convert the hidden state to the input of a region, [B, S, D], which is gathered again in backward.
 
         The caller must call `products.again` at the end of the region. After `keep_gathered`, the products keep their
         input, and nothing is gathered again.
@@ -79,19 +79,19 @@ class Stack:
 
 
 class Style(ParallelStyle):
-    """A way to cut one kind of module: parameters become DTensors, and the style's forward replaces the module's own.
+    """A way to cut one kind of module: parameters become DTensors, and the style replaces the module's forward.
 
     Args:
         stack: stack of blocks that the module belongs to; True for a new stack with sequence parallelism, False for a
             new stack without sequence parallelism.
-        sizes: numbers that tp must divide, by their keys in [model].
+        sizes: numbers that tp must divide, keyed by their [model] keys.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
-    cost: tuple[str, str] = ("", "")  # collectives of the style without and with sequence parallelism
+    cost: tuple[str, str] = ("", "")  # the style's collectives: (without sequence parallelism, with it)
     of_heads = False  # True if replicated parameters are applied to this rank's heads only
     enters = False  # True if the module is a region of its own, so that the style is also an Enter
-    inside = False  # True if the module computes on the input of a region: its own or an enclosing region
+    inside = False  # True if the module computes on the input of its own region or of an enclosing region
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)

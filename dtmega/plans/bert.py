@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import Rejoin, VocabEmbedding, VocabHead, WholeEmbe
 
 
 def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
-    """The plan of a BERT model. Blocks are cut as in BLOOM. In the two heads, only the vocabulary is cut.
+    """The plan for a BERT model. Blocks are cut as in BLOOM. In the two heads, only the vocabulary is cut.
 
     With sequence parallelism, the word head gathers its whole input [B, S, D], because labelled tokens are selected
     from whole sequences. The sentence-order head gathers only the first place of each rank. Up to the product with the
@@ -39,7 +39,7 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
         "order": Rejoin(sp, first_only=True),
         "order.pooler": Whole(False),
         "order.classifier": Whole(False),
-        # Dropout in attention is keyed by global head. All other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head number. Other dropout sites get this rank's part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
-    """The plan of a BLOOM model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
+    """The plan for a BLOOM model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
 
     With sequence parallelism, a layer needs two all-gathers and two reduce-scatters in forward. Backward needs two
     all-gathers and two reduce-scatters as well, and also repeats the two all-gathers of forward. Without sequence
@@ -29,7 +29,7 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
         "norm": Norm(sp),
         "head": VocabHead(sp),
         "slopes": ShardBuffer(model.n_heads),
-        # Dropout in attention is keyed by global head. All other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head number. Other dropout sites get this rank's part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
-    """The plan of a Llama model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
+    """The plan for a Llama model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
 
     If there are fewer key/value heads than ranks, several ranks share one key/value head. The collectives are the same
     as in `plans/bloom.py`.

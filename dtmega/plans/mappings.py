@@ -37,22 +37,22 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Enter a region with an input that is whole on every rank."""
+    """Begin a region with an input that is whole on every rank."""
     return cast(Tensor, _Copy.apply(x, group))
 
 
 def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Leave a region: sum the outputs of all ranks. Every rank gets the whole sum."""
+    """End a region: sum the outputs of all ranks. Every rank gets the whole sum."""
     return cast(Tensor, _AddUp.apply(x, group))
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Enter a region with an input that is cut along the sequence."""
+    """Begin a region with an input that is cut along the sequence."""
     return cast(Tensor, _Gather.apply(x, group))
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Leave a region: sum the outputs of all ranks. Each rank gets its part of the sequence."""
+    """End a region: sum the outputs of all ranks. Each rank gets its part of the sequence."""
     return cast(Tensor, _Scatter.apply(x, group))
 
 

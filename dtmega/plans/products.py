@@ -1,4 +1,4 @@
-"""The matrix product of all styles, which keeps no gathered input, and overlaps computation with communication.
+"""The matrix product that all styles use. It keeps no gathered input, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
@@ -55,9 +55,9 @@ class Region:
 
     Attributes:
         part: this rank's part of the region's input, [B, S/tp, D] if `cut`; otherwise the whole input, [B, S, D].
-        group: the ranks of tp.
-        cut: True if the input is cut along the sequence before the region.
-        has_one_product: True if only one product reads the input.
+        group: process group of the tp ranks.
+        cut: whether the input is cut along the sequence before the region.
+        has_one_product: whether only one product reads the input.
         tickets: tickets of the products so far; empty if the input is not cut.
     """
 
@@ -92,7 +92,7 @@ class Region:
         return out
 
     def close(self) -> list[Tensor]:
-        """End the region and return its tickets. A closed region takes no more products.
+        """End the region and return its tickets. A closed region accepts no more products.
 
         `close` also drops the region's references to tensors of the autograd graph. The graph's nodes refer to the
         region, so references in both directions would form a cycle that keeps the activations alive.
@@ -134,7 +134,7 @@ def again(out: Any, entered: Tensor) -> Any:
     """End a region and return its output unchanged. The backward of `again` starts gathering the region's input again.
 
     Args:
-        out: output of the region: a tensor, or a tuple that begins with this tensor.
+        out: output of the region: a tensor, or a tuple whose first item is the output tensor.
         entered: input of the region. If the input does not come from `enter`, `again` only returns `out`.
     """
     region = getattr(entered, "region", None)
@@ -160,8 +160,8 @@ class _Product(torch.autograd.Function):
     Args:
         link: the region's input, or the link from the previous product. The gradient of x is returned for the link.
         x: the region's input, detached.
-        cut: True if x was gathered, and is therefore not kept.
-        sums: True for the first product of the chain, which sums the gradient of x over the ranks.
+        cut: whether x was gathered, and is therefore not kept.
+        sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.
         region: the region of the product; None in a compiled block.
     """
 

@@ -115,7 +115,7 @@ class EnterOnce(ParallelStyle):
 class Column(Style):
     """nn.Linear cut by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
 
-    A fused projection stays a single product: rows are ordered [head, (q, k, v), K], so the cut is between heads.
+    A fused projection stays a single product: rows are ordered [head, (q, k, v), K], so cuts fall between heads.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
@@ -176,8 +176,8 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
     Args:
         kv_heads: number of key/value heads.
         tp: number of ranks.
-        key: name of the configuration key that holds `kv_heads`, for the message.
-        change: configuration keys that the message asks to change.
+        key: name of the configuration key that holds `kv_heads`, for the error message.
+        change: configuration keys that the message asks the user to change.
 
     Raises:
         ValueError: kv_heads does not divide tp, and tp does not divide kv_heads.
@@ -208,7 +208,7 @@ class Whole(Style):
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
-        of_heads: True if the module sees only this rank's heads.
+        of_heads: whether the module sees only this rank's heads.
     """
 
     def __init__(self, stack: Stack | bool = True, of_heads: bool = False) -> None:
@@ -273,7 +273,7 @@ class SequenceShard(ParallelStyle):
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).
 
     Args:
-        cut: True if the sequence is cut. If the sequence is not cut, the site gets all places, and the style does
+        cut: whether the sequence is cut. If the sequence is not cut, the site gets all places, and the style does
             nothing.
     """
 

@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, Whol
 
 
 def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
-    """The plan of a T5 model. The layers of both stacks are cut as in Megatron.
+    """The plan for a T5 model. The layers of both stacks are cut as in Megatron.
 
     The encoder's output is gathered once for all decoder layers of a stage. So the output needs one all-gather and one
     reduce-scatter of [B, S, D] per microbatch, while Megatron needs both in every layer. The relative-position
@@ -32,8 +32,8 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
         "mlp.down": Row(sp, **ffn),
     }
     across: Plan = {"cross_norm": Norm(sp), **{f"cross{name}": style for name, style in attention.items()}}
-    # Dropout in attention is keyed by global head, and dropout in the feed-forward by global channel. All other dropout
-    # sites get only this rank's part of the sequence.
+    # Attention dropout is keyed by global head number, and dropout in the feed-forward by global channel number.
+    # Other dropout sites get only this rank's part of the sequence.
     sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout", "decoder.*.cross_dropout"]
     for stack in ("encoder", "decoder"):
         sites += [f"{stack}.*.attn_dropout", f"{stack}.*.mlp_dropout"]

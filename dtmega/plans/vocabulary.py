@@ -68,18 +68,18 @@ class VocabEmbedding(VocabStyle):
                 f"([mesh] tp, [data] seq_len, or [mesh] sequence_parallel = false)"
             )
         n_rows, start = module.weight.to_local().shape[0], self.first_row(module.weight)
-        # If another rank has a token's row, the token looks up row 0 here, and the result is set to 0 before the sum
-        # over the ranks. Invalid tokens are not changed, so that the lookup fails.
+        # If another rank has a token's row, look up row 0 instead, and set the result to 0 before the sum over the
+        # ranks. Invalid tokens are not changed, so that the lookup fails.
         in_range = (x >= 0) & (x < module.weight.shape[0])
         elsewhere = in_range & ((x < start) | (x >= start + n_rows))
         rows = self.rows(module, (x - start).masked_fill(elsewhere, 0), start, n_rows)
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """The module's output for x, which indexes this rank's `n_rows` rows. `start` is the first global row."""
+        """The output for x, which holds indices into this rank's rows, [start, start + n_rows) of the whole weight."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
-            # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set it.
+            # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set `padding_idx`.
             if padding is not None:
                 module.padding_idx = padding - start if start <= padding < start + n_rows else None
             try:
@@ -127,7 +127,7 @@ class Rejoin(ParallelStyle):
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
-        first_only: True if the module reads only x[:, 0]. Then only the first place of each rank is gathered,
+        first_only: whether the module reads only x[:, 0]. If so, only the first place of each rank is gathered,
             [B, tp, D].
     """
 
