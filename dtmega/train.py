@@ -390,7 +390,7 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
         The reason to save and exit before the last step, the same on all ranks; '' if no rank has a reason.
     """
     cfg = run.cfg.train
-    # If several reasons hold, on one rank or on different ranks, the last reason in this dict counts.
+    # If several reasons apply, on one rank or on different ranks, the last of them in this dict wins.
     reasons = {
         "": True,
         "[train] exit_interval": due(step, cfg.exit_interval),

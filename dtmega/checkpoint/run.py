@@ -293,7 +293,8 @@ class Checkpoints:
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
-            # Keep the last keep - 1 of the others. For keep = 1, the slice would be [:0]; `or None` makes it [:].
+            # Leave the newest `keep - 1` of the others in place. For keep = 1, the slice would be [:0], and `or None`
+            # makes it [:].
             for old in others[: -keep + 1 or None]:
                 # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:

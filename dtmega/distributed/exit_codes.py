@@ -100,7 +100,7 @@ class ExitStatus:
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
         """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
 
-        If this attempt completes no step, the new `exit.json` repeats this step and this checkpoint.
+        If this attempt completes no step, the new `exit.json` has the step and the checkpoint read here.
 
         Args:
             folder: the run directory.

@@ -26,8 +26,8 @@ class Masters:
         dtype: dtype of the copies.
 
     Attributes:
-        last: whether the next backward is for the last microbatch of a step. Such a backward frees each copy together
-            with the copy's gradient.
+        last: flag, whether the next backward is for the last microbatch of a step. Such a backward frees each copy
+            together with the copy's gradient.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

@@ -164,11 +164,11 @@ class Bert(Model):
             places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
-            - On the last stage with labels, fp32 sums over the microbatch: "lm" (token losses), "order" (segment order
+            - fp32 sums over the microbatch, on the last stage with labels: "lm" (token losses), "order" (segment order
               losses), and "order_right" (number of samples whose order is predicted correctly, without a gradient).
-            - On the last stage without labels: "logits", the token logits [B, S, V], and "order", the segment order
-              logits [B, 2].
-            - On earlier stages: {"hidden": hidden state}.
+            - Logits, on the last stage without labels: "logits" of the tokens, [B, S, V], and "order" of the segments,
+              [B, 2].
+            - {"hidden": hidden state}, on earlier stages.
 
         Raises:
             ValueError: sample_ids is None in training with dropout, or labels are given without swapped.

@@ -44,7 +44,10 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
 
 @contextlib.contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
-    """Make `named` return the listener's context managers, inside the `with` block only. The planner uses this."""
+    """Make `named` return the listener's context managers, inside the `with` block only.
+
+    The planner uses this context manager.
+    """
     _listeners.append(listener)
     try:
         yield

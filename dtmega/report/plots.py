@@ -1,6 +1,6 @@
 """The figures of the page, drawn by plotly: the curves and events over the steps, and the distribution of step times.
 
-plotly interprets some HTML in texts, so `written` escapes every name from a file or a user.
+plotly interprets some HTML tags in its labels, so `written` escapes every name from a file or a user.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class RecordBatch:
         path: path of the file.
         kind: one of KINDS.
         first: line number (in parquet: row number) of the first record, counted from 1.
-        data: the records: whole lines of JSON; a whole .txt, or some of its parts; or rows of a parquet file, with None
-            for a null. The text is UTF-8 unless the file is faulty.
+        data: the records. JSON has whole lines, a .txt is whole or cut into parts, and parquet has a list of rows, with
+            None for a null. The text is UTF-8 unless the file is faulty.
         is_cut: flag, True if blank lines separate documents, which is possible only in a .txt.
         position_bytes: number of stored bytes read from all input files by the time this batch was complete.
     """

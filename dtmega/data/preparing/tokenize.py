@@ -309,5 +309,5 @@ def _serve(pipe: Connection, job: Job) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
             pipe.send(worker(batches.get()))
-    # While a thread still receives, the interpreter's own shutdown may hang, and the parent would hang too.
+    # While a thread is still receiving, the interpreter's own shutdown may hang, and the parent would hang too.
     os._exit(0)

@@ -237,7 +237,7 @@ class _Part(NamedTuple):
         k, v: the keys and values, [rows, groups, keys, K].
         bias: bias of the scores in base 2, [rows, heads, C, keys], a view; None: no bias.
         key_places: places of the keys, [rows, 1, 1, keys].
-        drops: row keys of dropout (`_row_keys`) for these queries, [rows, heads, C], with the last query first; None:
+        drops: dropout row keys (from `_row_keys`) for these queries, [rows, heads, C], with the last query first; None:
             nothing is dropped.
     """
 

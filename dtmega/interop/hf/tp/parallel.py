@@ -111,7 +111,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
 
     Args:
         stage: the module that the trainer calls, with or without labels.
-        model: the `transformers` model in `stage`, on meta, whole or one pipeline stage.
+        model: the `transformers` model in `stage`, on the meta device: the whole model or one pipeline stage of it.
         tp: 1-D mesh.
         sequence_parallel: argument of `parallelize_hf`.
 

@@ -13,7 +13,7 @@ MANY = -1  # value of n_values for a flag that takes all words up to the next fl
 
 
 class Flag(NamedTuple):
-    """A flag of Megatron.
+    """A command-line flag of Megatron.
 
     Attributes:
         names: name of the flag, or names of several flags that share the row, as written on a command line.
