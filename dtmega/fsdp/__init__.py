@@ -28,7 +28,7 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
 
     Args:
         sizes: resolved size of each mesh axis.
-        splits_backward: flag, whether the schedule splits the backward pass in two.
+        splits_backward: whether the schedule splits the backward pass in two.
     """
     # In a split backward, torch's pass for the weights (`stage_backward_weight`) frees an autograd node at the first
     # visit, but visits a node again for every further weight that uses it. FSDP's own nodes in the graph separate the
@@ -71,7 +71,7 @@ def apply_fsdp(
     Args:
         mesh: mesh of the data ranks: 1-D (fsdp), or for HSDP 2-D (dp_replicate, fsdp). HSDP with one shard
             is the same as DDP.
-        reshard: flag, whether to free each block's gathered weights after its forward. The root and the last block keep
+        reshard: whether to free each block's gathered weights after its forward. The root and the last block keep
             their gathered weights, because backward starts with the root and the last block, and ends with the root.
     """
     precision = MixedPrecisionPolicy(
@@ -157,9 +157,9 @@ def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sh
 
     Args:
         model: the model.
-        last_microbatch: flag, whether this is the last microbatch of a step.
-        reshard: flag, whether to free each block's gathered weights after each backward.
-        sharded: flag, whether to reduce and scatter the gradients of each microbatch and add them to the sharded
+        last_microbatch: whether this is the last microbatch of a step.
+        reshard: whether to free each block's gathered weights after each backward.
+        sharded: whether to reduce and scatter the gradients of each microbatch and add them to the sharded
             gradients (HSDP leaves sums over copies of the shards to the last microbatch). If not, whole gradients are
             added up on each rank, and reduced in the last microbatch.
     """

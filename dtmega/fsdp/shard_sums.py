@@ -41,7 +41,7 @@ class ShardSums:
         """Prepare for the gradients of a microbatch's weights.
 
         Args:
-            last: flag, whether this is the last microbatch of a step.
+            last: whether this is the last microbatch of a step.
         """
         # With this flag FSDP2 waits for the sums, and keeps no unit's whole gradients until the next backward.
         self._stage.set_is_last_backward(True)

@@ -29,7 +29,7 @@ class Family(Protocol):
 
     Attributes:
         libraries: libraries besides torch whose versions must be the same on all ranks.
-        directory: flag, whether the model is read from the directory that [model] path names.
+        directory: whether the model is read from the directory that [model] path names.
         formats: formats in which other programs store the family's models, keyed by the program's name in `convert`. A
             program with several classes for these models has several formats.
         objectives: training objectives that the family supports, keyed by the value of [data] objective; the default

@@ -49,8 +49,8 @@ class Sampling:
             every new token.
         settle: function that is called with the tokens just drawn, int64 [B], and may overwrite the tokens, so that
             all ranks use the same tokens. If the function returns False, all samples end.
-        uses_cache: flag, whether to keep keys and values; if not, all tokens are recomputed for every new token.
-        prompt_is_prefix: flag, whether each token of the prompt attends to the whole prompt
+        uses_cache: whether to keep keys and values; if not, all tokens are recomputed for every new token.
+        prompt_is_prefix: whether each token of the prompt attends to the whole prompt
             (`Objective.prompt_is_prefix`).
     """
 
@@ -192,7 +192,7 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_se
         model: model whose `longest` limits the sequence.
         tokens: tokens of the prompt.
         multiple: number that must divide the sequence length.
-        answer_is_separate: flag, whether the answer is a sequence of its own, so that the prompt may take all
+        answer_is_separate: whether the answer is a sequence of its own, so that the prompt may take all
             positions.
 
     Raises:

@@ -194,12 +194,12 @@ class LMHead(nn.Module):
 
     Args:
         cfg: the model's sizes and the terms of its loss.
-        bias: flag, whether to add a bias to the logits. BERT has this bias; BLOOM and GPT do not.
+        bias: whether to add a bias to the logits. BERT has this bias; BLOOM and GPT do not.
 
     Attributes:
         loss_name: name of the head's loss among the sums that the model returns.
         expected: gradient that backward will pass to this loss, set by `Model.expect`.
-        compiled: flag, whether the loss runs in compiled kernels; set by `Model.compile_losses`.
+        compiled: whether the loss runs in compiled kernels; set by `Model.compile_losses`.
     """
 
     bias: nn.Parameter | None

@@ -37,9 +37,9 @@ class Model(nn.Module):
         ties: groups of parameter names in the whole model. All names in a group share one parameter, and checkpoints
             use the first name.
         longest: length of the longest sequence that the model has positions for; None: there is no limit.
-        runs_layers: flag, whether the model calls `run_layers` for all layers of a stack. Recomputing several layers as
+        runs_layers: whether the model calls `run_layers` for all layers of a stack. Recomputing several layers as
             a unit needs `run_layers`.
-        has_cache: flag, whether forward takes a `cache`, so that generation computes each token once.
+        has_cache: whether forward takes a `cache`, so that generation computes each token once.
         experts_per_token: number of experts that each token uses, for models whose weights [experts, rows, columns]
             stack experts; None for all other models.
         works_per: unit of work of each module that does not run on every token, keyed by module name. Such a module

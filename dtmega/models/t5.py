@@ -371,7 +371,7 @@ class T5(Model):
             source: the encoder's text.
             encoded: encoder's output, [B, S, D].
             sample_ids, cache: arguments of `forward`.
-            fused: flag, whether attention may use a fused kernel (`Model.may_fuse`).
+            fused: whether attention may use a fused kernel (`Model.may_fuse`).
 
         Returns:
             The decoder's hidden state [B, T, D]. A stage without any part of the decoder returns `hidden` unchanged.

@@ -245,7 +245,7 @@ def attention_rule(
 
     Args:
         places: global places of the query tokens in their samples, [B, S] int.
-        causal: flag, whether a query sees only the keys up to its own place.
+        causal: whether a query sees only the keys up to its own place.
         window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
         document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding counts
             as a separate document.
@@ -260,7 +260,7 @@ def attention_rule(
             tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
             so a rule with a cache serves one forward pass only.
-        fused: flag, whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
+        fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
             once. If False, the host waits for the device once, to check whether places are consecutive.
         context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None: this process
             has whole sequences.
@@ -325,7 +325,7 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
     Args:
         n_buckets: number of buckets.
         max_distance: distance from which all distances share the last bucket.
-        bidirectional: flag, whether half of the buckets are reserved for keys after the query; if not, all keys after
+        bidirectional: whether half of the buckets are reserved for keys after the query; if not, all keys after
             the query share the bucket of distance 0.
     """
     if bidirectional:

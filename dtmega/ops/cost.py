@@ -52,7 +52,7 @@ class Piece(NamedTuple):
         decoder_flops: FLOPs of the products for decoder tokens, per decoder token.
         decoder_attention_flops: FLOPs of the decoder's self-attention, per decoder token and decoder key.
         cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
-        begins_decoder: flag, whether this is the first piece of a decoder that follows an encoder.
+        begins_decoder: whether this is the first piece of a decoder that follows an encoder.
     """
 
     name: str

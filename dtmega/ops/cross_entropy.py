@@ -90,7 +90,7 @@ def linear_cross_entropy(
         expected: gradient that backward will pass to this sum; in float16, loss scale / count. The gradients are
             multiplied by this factor in fp32, before they are rounded. If backward passes a different number, the
             gradients are rescaled and rounded once more.
-        compiled: flag, whether to compute the softmax with two Inductor kernels, which are compiled once for all sizes.
+        compiled: whether to compute the softmax with two Inductor kernels, which are compiled once for all sizes.
             On a GPU these kernels never store the softmax in fp32.
 
     Returns:
@@ -162,7 +162,7 @@ class _Gradients:
         chunk: number of tokens in each chunk except the last chunk, which may be smaller.
 
     Attributes:
-        are_needed: flag, whether at least one of the three gradients is needed.
+        are_needed: whether at least one of the three gradients is needed.
     """
 
     def __init__(self, h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:

@@ -61,7 +61,7 @@ class LossScale:
         Only a doubling restores the hysteresis; a shorter series of steps without an overflow does not.
 
         Args:
-            overflowed: flag, whether a gradient was not finite in this step.
+            overflowed: whether a gradient was not finite in this step.
         """
         scale, growth, hysteresis = self.state
         if overflowed:

@@ -36,7 +36,7 @@ class SharedRule(NamedTuple):
     Attributes:
         context: ranks that share the sequences.
         runs: rules for the runs of queries that this rank computes.
-        queries_balanced, keys_balanced: flag, whether each rank holds two slices of the queries, and of the keys.
+        queries_balanced, keys_balanced: whether each rank holds two slices of the queries, and of the keys.
     """
 
     context: ContextParallel
@@ -51,7 +51,7 @@ def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Call
     Args:
         part: `AttentionRule` with this rank's parts of the query and key tensors.
         context: ranks that share the sequences.
-        crosses: flag, whether this is cross-attention, where keys and queries come from different tokens.
+        crosses: whether this is cross-attention, where keys and queries come from different tokens.
         finish: function (rule for consecutive queries, flag) -> completed rule. The flag is True if the last key and
             the last query belong to the same token.
     """

@@ -54,7 +54,7 @@ class Passes:
             x: the logits, [n, V].
             dx: memory for the derivatives, [n, V].
             peak, slope, smooth: terms of the formula, [n, 1]; None for `smooth` means 0.
-            reuse_scratch: flag, whether the last call was `peak_and_total` with this x and this peak, so that the
+            reuse_scratch: whether the last call was `peak_and_total` with this x and this peak, so that the
                 scratch buffer still holds the exponentials.
         """
         exponentials = self._scratch[: len(x)]

@@ -31,7 +31,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
         pp: number of ranks in the pipeline.
         pieces: the pieces of the whole model.
         data_size: number of data ranks that share the global batch.
-        compiled: flag, whether blocks will be compiled.
+        compiled: whether blocks will be compiled.
 
     Raises:
         ValueError: the schedule cannot run with the number of stages, or with the number of microbatches at some batch

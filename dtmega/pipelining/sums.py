@@ -32,7 +32,7 @@ def backward_and_sum(
         module: module of the stage.
         backward_type: kind of backward, "full" or, for the weight part, "weight".
         arguments: arguments that torch's methods pass to a backward, keyed by name.
-        last: flag, whether this is the last microbatch of a step.
+        last: whether this is the last microbatch of a step.
     """
     sums.expect(last)
     if backward_type == "full":

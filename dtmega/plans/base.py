@@ -35,12 +35,12 @@ class Stack:
     In a region, each rank computes its own features (heads, channels) from an input [B, S, D] that all ranks share.
 
     Args:
-        sequence_parallel: flag, whether the hidden state is cut along S between modules.
+        sequence_parallel: whether the hidden state is cut along S between modules.
 
     Attributes:
-        cut: flag, whether the hidden state is cut along S in the current forward. In transformers models, `cut` may be
+        cut: whether the hidden state is cut along S in the current forward. In transformers models, `cut` may be
             False even with `sequence_parallel`, for example if tp does not divide S.
-        sums_in_backward: flag, whether gradients of replicated parameters are summed over tp in backward, instead of
+        sums_in_backward: whether gradients of replicated parameters are summed over tp in backward, instead of
             once per step.
     """
 

@@ -56,8 +56,8 @@ class Region:
     Attributes:
         part: this rank's part of the region's input, [B, S/tp, D] if `cut`; otherwise the whole input, [B, S, D].
         group: process group of the tp ranks.
-        cut: flag, whether the input is cut along the sequence before the region.
-        has_one_product: flag, whether only one product reads the input.
+        cut: whether the input is cut along the sequence before the region.
+        has_one_product: whether only one product reads the input.
         tickets: tickets of the products so far; empty if the input is not cut.
     """
 
@@ -160,8 +160,8 @@ class _Product(torch.autograd.Function):
     Args:
         link: the region's input, or the link from the previous product. The gradient of x is returned for the link.
         x: the region's input, detached.
-        cut: flag, whether x was gathered, and is therefore not kept.
-        sums: flag, whether this is the first product of the chain, which sums the gradient of x over the ranks.
+        cut: whether x was gathered, and is therefore not kept.
+        sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.
         region: the region of the product; None in a compiled block.
     """
 

@@ -208,7 +208,7 @@ class Whole(Style):
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
-        of_heads: flag, whether the module sees only this rank's heads.
+        of_heads: whether the module sees only this rank's heads.
     """
 
     def __init__(self, stack: Stack | bool = True, of_heads: bool = False) -> None:
@@ -273,7 +273,7 @@ class SequenceShard(ParallelStyle):
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).
 
     Args:
-        cut: flag, whether the sequence is cut. If the sequence is not cut, the site gets all places, and the style does
+        cut: whether the sequence is cut. If the sequence is not cut, the site gets all places, and the style does
             nothing.
     """
 

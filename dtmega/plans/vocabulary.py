@@ -127,7 +127,7 @@ class Rejoin(ParallelStyle):
 
     Args:
         stack: stack that the module belongs to, as in `Style`.
-        first_only: flag, whether the module reads only x[:, 0]. If so, only the first place of each rank is gathered,
+        first_only: whether the module reads only x[:, 0]. If so, only the first place of each rank is gathered,
             [B, tp, D].
     """
 

@@ -142,7 +142,7 @@ class Panel(NamedTuple):
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
         log: flag, True for a logarithmic vertical axis.
-        mean: flag, whether to draw a running mean over the individual steps, for a metric whose noise hides the trend.
+        mean: whether to draw a running mean over the individual steps, for a metric whose noise hides the trend.
     """
 
     key: str

@@ -59,7 +59,7 @@ def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: 
         who: HTML with the name of the run, to put before the steps; '' on a page of one run.
         last_step: last step that the run has completed.
         page_folder: folder that the page is written to. Links are relative to this folder.
-        folded: flag, whether to fold the whole window away.
+        folded: whether to fold the whole window away.
     """
     first, last = profiles[0].summary.steps
     steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"

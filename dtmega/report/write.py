@@ -32,7 +32,7 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     Args:
         directories: run directories.
         output: path of the page.
-        png: flag, whether to also write the curves as a picture, at the page's path with the suffix .png.
+        png: whether to also write the curves as a picture, at the page's path with the suffix .png.
 
     Returns:
         The paths of the written files.

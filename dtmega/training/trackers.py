@@ -246,7 +246,7 @@ class Kept:
 
     Args:
         path: path of the file.
-        new: flag, whether to ignore the ids and steps that an earlier run has left in the file.
+        new: whether to ignore the ids and steps that an earlier run has left in the file.
     """
 
     def __init__(self, path: Path, new: bool) -> None:

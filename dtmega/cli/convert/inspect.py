@@ -23,7 +23,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
     Args:
         path: path of a checkpoint, or of a run directory, whose newest checkpoint is used.
         other: path of a second checkpoint to compare with; None to describe only the first checkpoint.
-        verify: flag, whether to read the whole checkpoint and check all digests.
+        verify: whether to read the whole checkpoint and check all digests.
 
     Returns:
         The exit code: 1 if the two checkpoints differ, otherwise `exit_codes.DONE`.
