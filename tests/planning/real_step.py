@@ -7,12 +7,9 @@ tensor some time after its message; the profiler sees only this thread's allocat
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +23,14 @@ from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.planning.extrapolation import enough_microbatches, extrapolated
+from dtmega.planning.role import Role, plan_role
 from dtmega.training import parallelize
 from dtmega.training.step import train_step
 
-STEP, BETWEEN = "the second step", "between steps"
+STEP, BETWEEN = "a later step", "between steps"
+SETTLED_S = 0.1  # in which gloo's threads let go of tensors
+STEPS = 3  # whose lowest peak counts, because of gloo's threads
 # torch's operations, in place and functional. One that is not here ends the test with a KeyError.
 KINDS = {
     "c10d::allreduce_": "all-reduce",
@@ -52,15 +53,22 @@ class Measured(NamedTuple):
 
     Attributes:
         held_bytes: bytes of all storages between two steps.
-        peak_bytes: the most bytes at one time during the second step.
+        peak_bytes: the most bytes at one time during a later step.
         messages: messages of a step.
-        at_peak: bytes that live at the peak, by the operators around their allocation.
     """
 
     held_bytes: int
     peak_bytes: int
     messages: Messages
-    at_peak: Counter[str]
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Configuration keys with dots, as sections."""
+    sections: dict[str, Any] = {}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
 class _Parts(NamedTuple):
@@ -122,7 +130,7 @@ def n_microbatches(cfg: config.Config, sizes: dict[str, int]) -> int:
 
 
 def measured(values: dict[str, Any]) -> Measured:
-    """Train for three steps on this rank. The first sets up, the second counts memory, the third messages."""
+    """Train for some steps on this rank. The first sets up, later ones count memory, the last one messages."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         cfg, sizes = settled(values, dist.get_world_size())
         world = mesh.start(torch.device("cpu"), sizes)
@@ -137,11 +145,13 @@ def measured(values: dict[str, Any]) -> Measured:
 
         with record_function("the first step"):
             step()
+        for _ in range(STEPS):
+            gc.collect()
+            time.sleep(SETTLED_S)
+            with record_function(STEP):
+                step()
         gc.collect()
-        with record_function(STEP):
-            step()
-        gc.collect()
-        time.sleep(0.2)
+        time.sleep(SETTLED_S)
         with record_function(BETWEEN):
             torch.empty(1)
     wire = Wire()
@@ -158,38 +168,47 @@ def batch_of(cfg: config.Config, sizes: dict[str, int]) -> StepBatch:
 
 
 def _read(profiled: Any, messages: Messages) -> Measured:
-    """Add up the allocations and frees in their order."""
-    events = []
-    window = (0, 0)
-    end = math.inf
+    """Read the allocator's total at each allocation and free."""
+    totals: list[tuple[int, int, int]] = []  # (time, bytes of the allocation, total after it)
+    windows: list[tuple[int, int]] = []
+    end_ns = 0
 
-    def walk(nodes: Any, around: str) -> None:
-        nonlocal window, end
+    def walk(nodes: Any) -> None:
+        nonlocal end_ns
         for node in nodes:
             if node.name == STEP:
-                window = node.start_time_ns, node.end_time_ns
-            if node.name == BETWEEN:
-                end = node.start_time_ns
-            if node.name == "[memory]":
+                windows.append((node.start_time_ns, node.end_time_ns))
+            elif node.name == BETWEEN:
+                end_ns = node.start_time_ns
+            elif node.name == "[memory]":
                 fields = node.extra_fields
-                events.append((node.start_time_ns, fields.ptr, fields.alloc_size, fields.total_allocated, around))
-            walk(node.children, f"{around}/{node.name}")
+                totals.append((node.start_time_ns, fields.alloc_size, fields.total_allocated))
+            walk(node.children)
 
-    walk(profiled.profiler.kineto_results.experimental_event_tree(), "")
-    living: dict[int, tuple[int, str]] = {}
-    peak = held = 0
-    at_peak: Counter[str] = Counter()
-    for time_ns, pointer, n_bytes, now, around in sorted(events, key=lambda event: event[0]):
-        if n_bytes > 0:
-            living[pointer] = n_bytes, around
-        else:
-            living.pop(pointer, None)
-        if window[0] <= time_ns <= window[1] and now > peak:
-            peak = now
-            at_peak = Counter()
-            for size, where in living.values():
-                at_peak[where] += size
-        if time_ns > end:
-            held = now - n_bytes
-            break
-    return Measured(held, peak, messages, at_peak)
+    walk(profiled.profiler.kineto_results.experimental_event_tree())
+    peaks = []
+    for begin, end in windows:
+        peaks.append(max(total for time_ns, _, total in totals if begin <= time_ns <= end))
+    _, first_bytes, first_total = min(event for event in totals if event[0] >= end_ns)
+    return Measured(first_total - first_bytes, min(peaks), messages)
+
+
+def planned(values: dict[str, Any], device: torch.device, shorter: bool = False) -> Role:
+    """The plan of this rank, without the group of real ranks. A process can plan one rank only.
+
+    Args:
+        values: the configuration.
+        device: the pretended device.
+        shorter: True to run fewer microbatches and to extrapolate, as `plan_job` does.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    cfg, sizes = settled(values, world_size)
+    n = n_microbatches(cfg, sizes)
+    if not shorter:
+        return plan_role(cfg, sizes, rank, device, n)
+    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
+    assert runs.longer < n
+    role = plan_role(cfg, sizes, rank, device, runs.longer, runs.shorter)
+    return extrapolated(role, n, runs.pairs[rank // (world_size // sizes["pp"])])
