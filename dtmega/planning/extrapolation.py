@@ -16,7 +16,8 @@ from dtmega import config
 from dtmega.pipelining import schedule
 from dtmega.pipelining.table import ACTION, Action, Table, make_table
 from dtmega.planning.ledger import Span
-from dtmega.planning.role import Role
+from dtmega.planning.role import ROWS, Role
+from dtmega.training.phases import COMPUTING
 
 LEAST = 3  # microbatches of the shorter step: the first one, one in the middle, and the last one
 State = Counter[tuple[int, str]]  # (stage, what) -> number, see `_states`
@@ -110,7 +111,11 @@ def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[s
         for from_end in (False, True):
             before = action._replace(microbatch=action.microbatch - added * from_end)
             after = action._replace(microbatch=action.microbatch + missing * from_end)
-            if before in shorter and after in whole and _is_even(shorter[before], state, whole[after], missing // added):
+            if (
+                before in shorter
+                and after in whole
+                and _is_even(shorter[before], state, whole[after], missing // added)
+            ):
                 pairs[str(action)] = str(before)
                 highest |= whole[after]
                 break
@@ -165,12 +170,16 @@ def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
         return role
     n_longer, n_shorter = role.n_microbatches, role.n_shorter
     times = (n - n_longer) // (n_longer - n_shorter)
-    earlier = {key: span for key, span in zip(_keys(role.shorter), role.shorter, strict=True)}
+    earlier = dict(zip(_keys(role.shorter), role.shorter, strict=True))
     spans = []
     for key, span in zip(_keys(role.spans), role.spans, strict=True):
         name, previous, number = key
         before = earlier.get((pairs.get(name, name), pairs.get(previous, previous), number))
-        spans.append(span if before is None else _line(before, span, times))
+        if not previous and span.action != COMPUTING:
+            span = _after_a_whole_step(role, span, times)
+        elif before is not None:
+            span = _line(before, span, times)
+        spans.append(span)
     held = _grown(role.held_shorter, role.held, times)
     return role._replace(n_microbatches=n, held=held, spans=spans, repeated=n - n_longer)
 
@@ -187,6 +196,17 @@ def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
         keys.append((*names, seen[names]))
         seen[names] += 1
     return keys
+
+
+def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
+    """A span at the start of a step: a rank still holds what the step before has left, which was the shorter one."""
+    left = _grown(role.held_shorter, role.held, times)
+    added = {owner: n_bytes - role.held_shorter.get(owner, 0) for owner, n_bytes in left.items()}
+    n_rows_bytes = span.at_peak.get(ROWS, 0) // role.n_microbatches
+    added[ROWS] = n_rows_bytes * times * (role.n_microbatches - role.n_shorter)
+    at_peak = Counter(span.at_peak)
+    at_peak.update(added)
+    return Span(span.action, at_peak.total(), {**+at_peak}, span.held_bytes + sum(added.values()))
 
 
 def _line(before: Span, span: Span, times: int) -> Span:

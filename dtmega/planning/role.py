@@ -145,12 +145,11 @@ def plan_role(
 
 
 def make_moments(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its moments, which exist from the first update on."""
+    """Let the optimizer allocate its moments, which exist from the first update on. Gradients stay, as after a step."""
     for _, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
 
 
 def _batch(cfg: config.Config, rows: dict[str, Tensor], n_microbatches: int) -> StepBatch:
