@@ -31,6 +31,9 @@ class Private(NamedTuple):
 
 
 TORCH = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": Private(
+        ("planning/recorder.py",), "whose buffers are FSDP's"
+    ),
     "torch._C.DisableTorchFunctionSubclass": Private(
         ("interop/hf/tp/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
     ),
@@ -74,7 +77,8 @@ TORCH = {
         "which groups this process has made: torch numbers the names of groups by it, and gloo's record lacks them",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group": Private(
-        ("fsdp/shard_sums.py",), "sum one block's gradients, which backward in two parts computes unseen by FSDP2"
+        ("fsdp/shard_sums.py", "planning/role.py"),
+        "sum one block's gradients, which backward in two parts computes unseen by FSDP2",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": Private(
         ("fsdp/shard_sums.py",), "tell FSDP2 that a backward which it did not see is over, as torch's own stages do"
@@ -148,10 +152,87 @@ TORCH = {
         ("ops/optim.py",), "give torch's kernels local parts while the optimizer's state stays DTensors"
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": Private(
-        ("interop/hf/initial.py",), "record by which operators transformers draws initial values"
+        ("interop/hf/initial.py", "planning/autograd_sums.py", "planning/pretend.py"),
+        "see every operator: by which ones transformers draws initial values, and what a plan's step does",
+    ),
+    "torch.utils._pytree.tree_leaves": Private(
+        ("planning/pretend.py", "planning/recorder.py"), "the tensors among an operator's arguments"
     ),
     "torch.utils._pytree.tree_map_only": Private(
         ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
+    ),
+    "torch._C.DispatchKey.AutogradMeta": Private(
+        ("planning/pretend.py",), "give composite operators their gradient on the meta device"
+    ),
+    "torch._C.DispatchKey.CompositeImplicitAutograd": Private(("planning/pretend.py",), "is an operator composite"),
+    "torch._C.DispatchKey.Meta": Private(("planning/pretend.py",), "has a composite operator a shape function"),
+    "torch._C._only_lift_cpu_tensors": Private(("planning/pretend.py",), "the state before the next"),
+    "torch._C._set_only_lift_cpu_tensors": Private(
+        ("planning/pretend.py",), "torch.tensor(numbers, device=...) moves its numbers by an operator"
+    ),
+    "torch._C._storage_Use_Count": Private(("planning/autograd_sums.py",), "does only the engine hold a gradient"),
+    "torch._decomp": Private(("planning/pretend.py",), "the table of shape functions"),
+    "torch._dynamo.backends.common.aot_autograd": Private(
+        ("planning/compiled.py",), "a backend that runs AOT's graphs as they are"
+    ),
+    "torch._dynamo.decorators": Private(("planning/pretend.py",), "Dynamo reads `_make_subclass` when it is imported"),
+    "torch._dynamo.polyfills.loader": Private(("planning/pretend.py",), "the same"),
+    "torch._dynamo.reset": Private(
+        ("planning/compiled.py",), "forget graphs of another backend; torch.compiler.reset also needs Inductor"
+    ),
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": Private(
+        ("planning/compiled.py",), "what Inductor keeps for backward"
+    ),
+    "torch._guards.TracingContext": Private(("planning/recorder.py",), "is a graph being made, so that nothing runs"),
+    "torch._ops.OpOverload": Private(("planning/pretend.py",), "which entries of a table are operators"),
+    "torch._ops.OperatorBase._dispatch_cache": Private(
+        ("planning/pretend.py",), "forget the kernel that an operator had before"
+    ),
+    "torch._ops.OpOverload._overloadpacket": Private(
+        ("planning/recorder.py",), "an operator's name, by which torch counts FLOPs"
+    ),
+    "torch._ops.OpOverload._schema": Private(
+        ("planning/recorder.py",), "names of arguments, and whether a result is an argument"
+    ),
+    "torch._subclasses.fake_tensor": Private(("planning/pretend.py",), "tensors without memory"),
+    "torch._subclasses.fake_tensor.FakeTensor": Private(
+        ("planning/autograd_sums.py", "planning/pretend.py"), "the same"
+    ),
+    "torch._subclasses.fake_tensor.FakeTensorMode": Private(
+        ("planning/autograd_sums.py", "planning/pretend.py"), "the same"
+    ),
+    "torch.autograd.graph._engine_run_backward": Private(
+        ("planning/autograd_sums.py",), "is an operator called by the engine"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_param_data": Private(
+        ("planning/role.py",), "the memory of a shard"
+    ),
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Private(
+        ("planning/role.py",), "holder of the gathered weights and whole gradients"
+    ),
+    "torch.distributed.pipelining.schedules._PipelineSchedule": Private(
+        ("planning/pretend.py",), "holder of a vote that a plan leaves out"
+    ),
+    "torch.distributed.pipelining.PipelineStage._inference_mode": Private(
+        ("planning/pretend.py",), "the result of that vote"
+    ),
+    "torch.distributed.tensor.DTensor._local_tensor": Private(
+        ("planning/ledger.py", "planning/pretend.py"), "a part without an operator that a mode sees"
+    ),
+    "torch.distributed.tensor.placement_types.Shard._split_tensor": Private(
+        ("ops/shards.py",), "the parts of a dimension as DTensor cuts it"
+    ),
+    "torch.nn.Module._call_impl": Private(("planning/recorder.py",), "call a block, noting that it computes"),
+    "torch.nn.Module._compiled_call_impl": Private(("planning/recorder.py",), "the same for compiled blocks"),
+    "torch.ops._c10d_functional.wait_tensor.default": Private(("planning/pretend.py",), "hand on the tensor itself"),
+    "torch.Tensor._make_subclass": Private(("planning/pretend.py",), "let C++ see the meta device"),
+    "torch.Tensor._use_count": Private(("planning/autograd_sums.py",), "does only the engine hold a gradient"),
+    "torch.testing._internal.distributed.fake_pg.FakeStore": Private(
+        ("planning/pretend.py",), "a process group of one process"
+    ),
+    "torch.UntypedStorage._cdata": Private(
+        ("ops/shards.py", "planning/autograd_sums.py", "planning/ledger.py", "planning/recorder.py"),
+        "which memory a tensor has",
     ),
 }
 # How code names those that are attributes of objects.
@@ -168,7 +249,7 @@ OTHERS = {
         "_tp_plan",
     ),
     "tiktoken": ("_mergeable_ranks", "_pat_str", "_special_tokens"),
-    "python": ("_asdict", "_current_frames", "_exit", "_replace"),
+    "python": ("_asdict", "_current_frames", "_exit", "_getframe", "_replace"),
 }
 
 
@@ -238,7 +319,8 @@ def test_a_private_name_of_the_list_exists_in_the_installed_torch(name: str):
     place: Any = torch
     for i, part in enumerate(parts[1:], start=1):
         # Instances have the attributes of a Module that its class only annotates, or that its constructor assigns.
-        assigned = place.__init__.__code__.co_names if isinstance(place, type) and "__init__" in vars(place) else ()
+        constructor = getattr(vars(place).get("__init__"), "__code__", None) if isinstance(place, type) else None
+        assigned = () if constructor is None else constructor.co_names
         if part not in (*getattr(place, "__annotations__", {}), *assigned) and not hasattr(place, part):
             importlib.import_module(".".join(parts[: i + 1]))
         place = getattr(place, part, None)

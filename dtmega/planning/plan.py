@@ -20,15 +20,13 @@ import torch
 
 from dtmega import config, families
 from dtmega.ops.cost import Piece
-from dtmega.pipelining import schedule
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table
-from dtmega.planning.ledger import Span
-from dtmega.planning.recorder import BETWEEN_STAGES
+from dtmega.planning.extrapolation import Runs, enough_microbatches, extrapolated, in_flight
 from dtmega.planning.role import Role, plan_role
 from dtmega.planning.work import Work
 
-FEW = 3  # microbatches that show a step without a pipeline: the first one, one in the middle, and the last one
+__all__ = ["Plan", "Totals", "in_flight", "plan_job", "times_repeated", "totals"]
 
 
 class Plan(NamedTuple):
@@ -43,8 +41,8 @@ class Plan(NamedTuple):
         stages: names of the pieces of each pipeline stage, and stage numbers of each place; None without a pipeline.
         roles: place in the pipeline -> plan of a rank at this place, with all microbatches. Places of one role share a
             plan.
-        run_microbatches: number of microbatches that were run; if it is less than `n_microbatches`, the rest is
-            extrapolated.
+        run_microbatches: number of microbatches in the longest step that was run; if it is less than
+            `n_microbatches`, the rest is extrapolated.
     """
 
     cfg: config.Config
@@ -82,31 +80,30 @@ def plan_job(
     pieces = families.pieces(cfg.model)
     stages = [[piece.name for piece in pieces]]
     table = None
-    n_run = min(n, FEW)
+    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
     kinds: list[object] = [0]
     if sizes["pp"] > 1:
         cut = plan_stages(cfg, pieces, sizes["pp"])
         stages = cut.pieces
         table = make_table(cfg.pipeline, sizes["pp"], n)
-        n_run = enough_microbatches(cfg.pipeline, sizes["pp"], n)
         kinds = [_kind([stages[number] for number in numbers], pieces) for numbers in cut.ranks]
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
     for place, kind in enumerate(kinds):
         if kind not in planned:
             on_role(len(planned), len(set(kinds)))
-            role = in_own_process(cfg, sizes, place * ranks_per_place, device, n_run)
-            planned[kind] = extrapolated(role, place, cfg.pipeline, sizes["pp"], n)
+            role = in_own_process(cfg, sizes, place * ranks_per_place, device, runs)
+            planned[kind] = extrapolated(role, n, runs.pairs[place])
     roles = {place: planned[kind] for place, kind in enumerate(kinds)}
-    return Plan(cfg, sizes, device, n, table, stages, roles, n_run)
+    return Plan(cfg, sizes, device, n, table, stages, roles, runs.longer)
 
 
-def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device: torch.device, n: int) -> Role:
+def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device: torch.device, runs: Runs) -> Role:
     """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dtmega.planning.role"])
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(plan_role, cfg, sizes, rank, device, n).result()
+        return process.submit(plan_role, cfg, sizes, rank, device, runs.longer, runs.shorter).result()
 
 
 def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
@@ -118,76 +115,6 @@ def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[obj
         is_last = pieces[-1].name in stage
         key.append((is_first, is_last, tuple(costs[name] for name in stage)))
     return tuple(key)
-
-
-def in_flight(table: Table) -> list[int]:
-    """The most microbatches whose forward has run and whose backward has not ended, counted over the stages of a rank.
-
-    Returns:
-        The number for each rank.
-    """
-    most = []
-    for row in table:
-        now = highest = 0
-        for action in row:
-            now += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-            highest = max(highest, now)
-        most.append(highest)
-    return most
-
-
-def enough_microbatches(pipeline: config.Pipeline, pp: int, n: int) -> int:
-    """The smallest number of microbatches that shows the steady state of a step with n microbatches.
-
-    It has as many microbatches in flight on every rank, or, in schedules that keep all microbatches in flight, enough
-    to extrapolate.
-    """
-    if pipeline.csv:
-        return n
-    wanted = in_flight(make_table(pipeline, pp, n))
-    for fewer in range(FEW, n):
-        if schedule.broken_rule(pipeline, pp, fewer):
-            continue
-        if fewer > 2 * pp or in_flight(make_table(pipeline, pp, fewer)) == wanted:
-            return fewer
-    return n
-
-
-def extrapolated(role: Role, place: int, pipeline: config.Pipeline, pp: int, n: int) -> Role:
-    """The plan of a rank for n microbatches, from a plan of a step with fewer microbatches.
-
-    Buffers between stages grow with the number of microbatches, and activations with the number in flight. All
-    microbatches but the first and the last do alike, so the works of one of them are repeated.
-
-    Args:
-        role: plan of the shorter step.
-        place: place of the rank in the pipeline.
-        pipeline: the [pipeline] section of the configuration.
-        pp: number of ranks in the pipeline.
-        n: number of microbatches.
-    """
-    n_run = role.n_microbatches
-    if n == n_run:
-        return role
-    flight = 1.0
-    if pp > 1:
-        before, after = (in_flight(make_table(pipeline, pp, m))[place] for m in (n_run, n))
-        flight = after / before
-    spans = []
-    for span in role.spans:
-        at_peak = {}
-        for owner, n_bytes in span.at_peak.items():
-            factor = 1.0
-            if owner == BETWEEN_STAGES:
-                factor = n / n_run
-            elif owner.startswith("activations"):
-                factor = flight
-            at_peak[owner] = round(n_bytes * factor)
-        added = sum(at_peak.values()) - sum(span.at_peak.values())
-        spans.append(Span(span.action, span.peak_bytes + added, at_peak, span.held_bytes + added))
-    held = dict(role.held)
-    held[BETWEEN_STAGES] = round(held.get(BETWEEN_STAGES, 0) * n / n_run)
-    return role._replace(n_microbatches=n, held=held, spans=spans, repeated=n - n_run)
 
 
 class Totals(NamedTuple):

@@ -33,6 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtmega.ops import host
+from dtmega.planning import sent
+from dtmega.planning.autograd_sums import EngineSums
 from dtmega.planning.queues import Event, Stream, Streams
 
 MEMORY_BYTES = 80 * 2**30
@@ -56,6 +58,7 @@ class Pretended:
     Attributes:
         device: the device.
         fake: torch's mode that makes fake tensors.
+        sums: the sums of autograd's engine that a real device computes in place.
         streams: the device's streams.
         everything: True to make fake tensors even where no device is named. On a pretended CPU this separates the
             tensors of the model from those of the program around it.
@@ -65,6 +68,7 @@ class Pretended:
     def __init__(self, device: torch.device, observer: Observer) -> None:
         self.device = device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.sums = EngineSums(self.fake)
         self.streams = Streams()
         self.everything = False
         self.stepping = False
@@ -81,6 +85,8 @@ class Pretended:
 
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator without values, and show it to the observer."""
+        if self.sums.in_place(operator, args):
+            operator = torch.ops.aten.add_.Tensor
         named = kwargs.get("device")
         kinds_here = ("cuda", "meta") if self.stepping else ("cuda",)
         is_here = named is not None and named.type in kinds_here
@@ -182,6 +188,7 @@ def pretending(
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_tell))
         stack.enter_context(_fixed_messages_at_start())
+        stack.enter_context(sent.holding_tensors(device))
         if device.type == "cuda":
             for name, answer in _answers_of_cuda(pretended.streams, memory_bytes).items():
                 stack.enter_context(patch.object(torch.cuda, name, answer))

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -75,6 +76,7 @@ class Recorder:
         self._device = device
         self._phase = "build"
         self._block = ""
+        self._named_owner = ""
         self._exchanging = False  # True while FSDP gathers weights or sums gradients
         self._outstanding: set[int] = set()  # asynchronous messages that nobody has waited for
         self.name_storages: Callable[[], None] = _nothing
@@ -117,6 +119,15 @@ class Recorder:
         self.name_storages()
         self.ledger.end_span(self.action)
 
+    @contextlib.contextmanager
+    def owning(self, owner: str) -> Iterator[None]:
+        """Give all new tensors this owner, inside the `with` block only."""
+        before, self._named_owner = self._named_owner, owner
+        try:
+            yield
+        finally:
+            self._named_owner = before
+
     def watch_blocks(self, stage: nn.Module, blocks: list[nn.Module]) -> None:
         """Note which block computes. The name of a block is its name in the stage."""
         names = {module: name for name, module in stage.named_modules()}
@@ -153,12 +164,16 @@ class Recorder:
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Enter new storages in the ledger, and the work in the list."""
+        if TracingContext.try_get() is not None:
+            return  # a graph is made, nothing runs
         packet = operator._overloadpacket
         namespace, _, name = str(packet).partition(".")
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        owner = self._owner(namespace, name)
-        for tensor in outputs:
-            self.ledger.see(tensor, owner)
+        # The result of an operator in place is its argument, even where a fake tensor is returned as another tensor.
+        if not _returns_argument(operator):
+            owner = self._owner(namespace, name)
+            for tensor in outputs:
+                self.ledger.see(tensor, owner)
         if self._phase == "build":
             return
         if name == "wait_tensor":
@@ -179,6 +194,8 @@ class Recorder:
         self.ledger.resized(storage)
 
     def _owner(self, namespace: str, name: str) -> str:
+        if self._named_owner:
+            return self._named_owner
         if self._phase == "build":
             return "parameters and buffers"
         if self._exchanging:
@@ -249,6 +266,13 @@ class Recorder:
         """Let the current stream wait for all asynchronous messages (`dist.Work.wait`)."""
         self.streams.current.awaited |= self._outstanding
         self._outstanding = set()
+
+
+@functools.cache
+def _returns_argument(operator: Any) -> bool:
+    """True if all results of an operator are arguments that it has changed."""
+    aliases = [result.alias_info for result in operator._schema.returns]
+    return bool(aliases) and all(alias is not None and alias.is_write for alias in aliases)
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -32,6 +32,7 @@ from dtmega.planning.work import Work
 from dtmega.training.parallelize import ShardedModel, parallelize
 from dtmega.training.step import train_step
 
+ROWS = "rows of the batch"
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 MOMENTS = "optimizer's moments"
@@ -49,7 +50,9 @@ class Role(NamedTuple):
         spans: memory during each action of the step, in order.
         works: kernels and messages of the step, in the order of the host.
         repeated: number of further microbatches that were not run, because they do like one in the middle
-            (`plan.extrapolated`).
+            (`extrapolation.extrapolated`).
+        n_shorter: number of microbatches of the step before, from which `extrapolated` knows what grows.
+        held_shorter, shorter: `held` and `spans` of the step before.
     """
 
     rank: int
@@ -58,6 +61,9 @@ class Role(NamedTuple):
     spans: list[Span]
     works: list[Work]
     repeated: int = 0
+    n_shorter: int = 0
+    held_shorter: dict[str, int] = {}  # noqa: RUF012  # a NamedTuple's default, which nobody changes
+    shorter: Sequence[Span] = ()
 
     @property
     def peak(self) -> Span:
@@ -78,17 +84,25 @@ class _Step(NamedTuple):
 
 
 def plan_role(
-    cfg: config.Config, sizes: Mapping[str, int], rank: int, device: torch.device, n_microbatches: int
+    cfg: config.Config,
+    sizes: Mapping[str, int],
+    rank: int,
+    device: torch.device,
+    n_microbatches: int,
+    n_shorter: int | None = None,
 ) -> Role:
-    """Plan one rank: run its second step, when the optimizer's moments exist.
+    """Plan one rank by its second step. The first step also sets up FSDP, streams and pipelines.
 
     Args:
         cfg: the run's configuration, complete and checked for this layout.
         sizes: resolved size of each mesh axis.
         rank: number of the rank.
         device: the pretended device.
-        n_microbatches: number of microbatches to run.
+        n_microbatches: number of microbatches of the second step.
+        n_shorter: number of microbatches of the first step; None: as many.
     """
+    numbers = (n_microbatches if n_shorter is None else n_shorter, n_microbatches)
+    ends: list[tuple[dict[str, int], list[Span]]] = []
     recorder = Recorder(device)
     rows = families.objective(cfg).blank(cfg.data, cfg.batch.micro_batch_size)
     share = float((rows["labels"] != IGNORED).float().mean())
@@ -116,28 +130,29 @@ def plan_role(
         with pretended.holding_everything() if device.type == "cpu" else contextlib.nullcontext():
             pretended.stepping = device.type != "cpu"
             make_moments(model, optimizer)
-            for _ in range(2):
-                # Only the second step counts, because the first one also sets up FSDP, streams and pipelines.
-                batch = _batch(cfg, sizes, rows, n_microbatches)
+            for n in numbers:
+                with recorder.owning(ROWS):
+                    batch = _batch(cfg, rows, n)
                 recorder.begin()
                 train_step(step, batch)
                 recorder.enter("between steps")
                 del batch
-        held = {owner: n for owner, n in recorder.ledger.owners.items() if n}
-        role = Role(rank, n_microbatches, held, recorder.ledger.spans, recorder.works)
+                held = {owner: n_bytes for owner, n_bytes in recorder.ledger.owners.items() if n_bytes}
+                ends.append((held, recorder.ledger.spans))
+        (held_shorter, shorter), (held, spans) = ends
+        role = Role(rank, n_microbatches, held, spans, recorder.works, 0, numbers[0], held_shorter, shorter)
     return role
 
 
 def make_moments(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its moments, which exist from the first update on."""
+    """Let the optimizer allocate its moments, which exist from the first update on. Gradients stay, as after a step."""
     for _, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
 
 
-def _batch(cfg: config.Config, sizes: Mapping[str, int], rows: dict[str, Tensor], n_microbatches: int) -> StepBatch:
+def _batch(cfg: config.Config, rows: dict[str, Tensor], n_microbatches: int) -> StepBatch:
     microbatches = []
     for _ in range(n_microbatches):
         microbatches.append({name: tensor.clone() for name, tensor in rows.items()})

@@ -109,7 +109,10 @@ class Objective(Protocol):
         ...
 
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
-        """Rows without text, for a plan: the names, shapes and dtypes of real rows, and about as many labels."""
+        """Rows without text, for a plan: the names, shapes and dtypes of real rows.
+
+        Where memory depends on the number of labels, they have about as many, rather more.
+        """
         ...
 
 

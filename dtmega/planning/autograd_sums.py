@@ -1,0 +1,90 @@
+"""The sums of autograd's engine, which a real step computes in place where nobody else holds the first gradient.
+
+Where several operators use a tensor, the engine adds up the gradients that they send back. Its first gradient receives
+the sum if it is dense, and if only the engine holds it. For a tensor of a Python class, as a plan's tensors are, the
+engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp), which a plan must not count.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ADD = torch.ops.aten.add.Tensor
+OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # between an operator and its caller
+
+
+class EngineSums:
+    """Recognizes the engine's sums that a real step computes in place.
+
+    Args:
+        fake: the mode that makes the plan's tensors.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self._uses_of_own = _uses_of_own(fake)
+
+    def in_place(self, operator: Any, args: tuple[Any, ...]) -> bool:
+        """True if a real step would add `args[1]` to `args[0]` in place."""
+        if operator is not ADD or not _from_engine():
+            return False
+        first, second = args
+        # The engine also makes a new tensor for the sum of two DTensors.
+        if type(first) is not FakeTensor or type(second) is not FakeTensor:
+            return False
+        return _is_dense(first) and _uses(first) == self._uses_of_own
+
+
+def _from_engine() -> bool:
+    """True if an operator is called by the engine itself or by a node in C++, and not by a backward in Python."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals["__name__"].startswith(OF_MODES):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
+
+
+def _uses(tensor: Tensor) -> tuple[int, int]:
+    """Number of references in C++ to a tensor and to its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the elements lie side by side, in any order of the dims."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+class _Counts(TorchDispatchMode):
+    """Takes note of the references to the first tensor of the engine's sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ADD and _from_engine():
+            self.uses.append(_uses(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _uses_of_own(fake: FakeTensorMode) -> tuple[int, int]:
+    """The references to a gradient that only the engine holds, when a mode sees the engine add to it."""
+    with _Counts() as counts, torch.enable_grad():
+        with fake:
+            x = torch.ones(1, device="cpu", requires_grad=True)
+        y = x * 1
+        (y * 2 + y * 3).sum().backward()
+    (uses,) = counts.uses
+    return uses

@@ -1,0 +1,224 @@
+"""The step with all its microbatches, from two shorter steps that differ by a few microbatches.
+
+What a rank holds at an action grows evenly with the number of microbatches: buffers and rows for each of them, in some
+schedules activations, and messages that a schedule lets go of only at the end. So the memory of the whole step lies on
+a line through the two shorter steps, action by action.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dtmega import config
+from dtmega.pipelining import schedule
+from dtmega.pipelining.table import ACTION, Action, Table, make_table
+from dtmega.planning.ledger import Span
+from dtmega.planning.role import ROWS, Role
+from dtmega.training.phases import COMPUTING
+
+LEAST = 3  # microbatches of the shorter step: the first one, one in the middle, and the last one
+State = Counter[tuple[int, str]]  # (stage, what) -> number, see `_states`
+
+
+class Runs(NamedTuple):
+    """Two steps that show a longer one.
+
+    Attributes:
+        shorter: number of microbatches of the first step.
+        longer: number of microbatches of the second step; equal to `shorter` if nothing is extrapolated.
+        pairs: for each place in the pipeline, each action of the second step with the action of the first step that
+            does alike.
+    """
+
+    shorter: int
+    longer: int
+    pairs: list[dict[str, str]]
+
+
+def in_flight(table: Table) -> list[int]:
+    """The most microbatches whose forward has run and whose backward has not ended, counted over the stages of a rank.
+
+    Returns:
+        The number for each rank.
+    """
+    most = []
+    for row in table:
+        now = highest = 0
+        for action in row:
+            now += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            highest = max(highest, now)
+        most.append(highest)
+    return most
+
+
+def enough_microbatches(pipeline: config.Pipeline, pp: int, n: int) -> Runs:
+    """Find the shortest two steps from which a step with n microbatches can be extrapolated exactly.
+
+    Args:
+        pipeline: the [pipeline] section of the configuration.
+        pp: number of ranks in the pipeline.
+        n: number of microbatches.
+    """
+    everything = Runs(n, n, [{}] * pp)
+    if pipeline.csv or n <= LEAST:
+        return everything
+    whole = _table(pipeline, pp, n)
+    tables: dict[int, Table] = {}
+    for longer in range(LEAST, n):
+        if pp > 1 and schedule.broken_rule(pipeline, pp, longer):
+            continue
+        tables[longer] = _table(pipeline, pp, longer)
+        for shorter in reversed(tables):
+            added = longer - shorter
+            if 0 < added <= 2 * pp and (n - longer) % added == 0:
+                steps = (tables[shorter], tables[longer], whole)
+                pairs = [_pairs(rows, added, n - longer) for rows in zip(*steps, strict=True)]
+                if all(pairs):
+                    return Runs(shorter, longer, pairs)
+    return everything
+
+
+def _table(pipeline: config.Pipeline, pp: int, n: int) -> Table:
+    """The actions of each place in the pipeline; without a pipeline a forward and a backward of each microbatch."""
+    if pp > 1:
+        return make_table(pipeline, pp, n)
+    return [[Action(0, kind, microbatch) for microbatch in range(n) for kind in "FB"]]
+
+
+def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[str, str]:
+    """Pair the actions of two steps of a rank, if what the rank holds grows evenly from step to step.
+
+    An action of the longer step stands for the action of the whole step with the same microbatch, counted from the
+    start or from the end.
+
+    Args:
+        rows: the rank's actions in the shorter, the longer and the whole step.
+        added: microbatches that the longer step has more than the shorter one.
+        missing: microbatches that the whole step has more than the longer one.
+
+    Returns:
+        Name of an action of the longer step -> name of an action of the shorter step; {} if the growth is not even, or
+        if the rank holds more somewhere else.
+    """
+    shorter, longer, whole = (_states(row) for row in rows)
+    pairs = {}
+    highest: State = Counter()
+    for action in rows[1]:
+        state = longer[action]
+        for from_end in (False, True):
+            before = action._replace(microbatch=action.microbatch - added * from_end)
+            after = action._replace(microbatch=action.microbatch + missing * from_end)
+            if (
+                before in shorter
+                and after in whole
+                and _is_even(shorter[before], state, whole[after], missing // added)
+            ):
+                pairs[str(action)] = str(before)
+                highest |= whole[after]
+                break
+        else:
+            return {}
+    is_highest = all(not (state - highest) for state in whole.values())
+    return pairs if is_highest else {}
+
+
+def _is_even(before: State, state: State, after: State, times: int) -> bool:
+    """True if as many times again what was added to a state gives the state of the whole step."""
+    return all(after[key] == state[key] + times * (state[key] - before[key]) for key in {*before, *state, *after})
+
+
+def _states(row: Sequence[Action]) -> dict[Action, State]:
+    """The state of a rank at each action.
+
+    It counts the microbatches of each stage that wait for a backward ("F") or for its second part ("W"), and notes
+    whether the stage has gradients ("some") and whether its gradients are complete ("all").
+    """
+    left = Counter(action.stage for action in row if action.kind in "BW")
+    now: State = Counter()
+    found: dict[Action, State] = {}
+    for action in row:
+        stage = action.stage
+        if action.kind == "F":
+            now[stage, "F"] += 1
+        found[action] = now.copy()
+        if action.kind in "BI":
+            now[stage, "F"] -= 1
+            now[stage, "some"] = 1
+        if action.kind in "IW":
+            now[stage, "W"] += 1 if action.kind == "I" else -1
+        if action.kind in "BW":
+            left[stage] -= 1
+            now[stage, "all"] = int(not left[stage])
+    return found
+
+
+def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
+    """The plan of a rank for n microbatches, from a plan that has run two shorter steps.
+
+    The spans are those of the longer of the two steps, with the bytes of the whole step. The works stay those of the
+    longer step; `plan.times_repeated` says how often each of them happens.
+
+    Args:
+        role: plan of the longer step, with the memory of the shorter one.
+        n: number of microbatches of the whole step.
+        pairs: the rank's entry of `Runs.pairs`.
+    """
+    if n == role.n_microbatches:
+        return role
+    n_longer, n_shorter = role.n_microbatches, role.n_shorter
+    times = (n - n_longer) // (n_longer - n_shorter)
+    earlier = dict(zip(_keys(role.shorter), role.shorter, strict=True))
+    spans = []
+    for key, span in zip(_keys(role.spans), role.spans, strict=True):
+        name, previous, number = key
+        before = earlier.get((pairs.get(name, name), pairs.get(previous, previous), number))
+        if not previous and span.action != COMPUTING:
+            span = _after_a_whole_step(role, span, times)
+        elif before is not None:
+            span = _line(before, span, times)
+        spans.append(span)
+    held = _grown(role.held_shorter, role.held, times)
+    return role._replace(n_microbatches=n, held=held, spans=spans, repeated=n - n_longer)
+
+
+def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
+    """The name of each span, the name of the pipeline's action at or before it, and a number that makes them unique."""
+    keys = []
+    seen: Counter[tuple[str, str]] = Counter()
+    previous = ""
+    for span in spans:
+        if ACTION.fullmatch(span.action):
+            previous = span.action
+        names = span.action, previous
+        keys.append((*names, seen[names]))
+        seen[names] += 1
+    return keys
+
+
+def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
+    """A span at the start of a step: a rank still holds what the step before has left, which was the shorter one."""
+    left = _grown(role.held_shorter, role.held, times)
+    added = {owner: n_bytes - role.held_shorter.get(owner, 0) for owner, n_bytes in left.items()}
+    n_rows_bytes = span.at_peak.get(ROWS, 0) // role.n_microbatches
+    added[ROWS] = n_rows_bytes * times * (role.n_microbatches - role.n_shorter)
+    at_peak = Counter(span.at_peak)
+    at_peak.update(added)
+    return Span(span.action, at_peak.total(), {**+at_peak}, span.held_bytes + sum(added.values()))
+
+
+def _line(before: Span, span: Span, times: int) -> Span:
+    """The span of the whole step: as many times again what was added between two shorter steps."""
+    at_peak = _grown(before.at_peak, span.at_peak, times)
+    held_bytes = span.held_bytes + times * (span.held_bytes - before.held_bytes)
+    return Span(span.action, sum(at_peak.values()), at_peak, held_bytes)
+
+
+def _grown(before: dict[str, int], after: dict[str, int], times: int) -> dict[str, int]:
+    """Bytes by owner after as many times again the growth."""
+    grown = {}
+    for owner in itertools.chain(after, before.keys() - after.keys()):
+        grown[owner] = after.get(owner, 0) + times * (after.get(owner, 0) - before.get(owner, 0))
+    return {owner: n_bytes for owner, n_bytes in grown.items() if n_bytes}

@@ -1,0 +1,214 @@
+"""A real step on CPU ranks, measured without touching it: every allocation and free, and every message.
+
+A Python mode would change what it measures: autograd adds gradients out of place where Python holds them. So memory is
+read from torch's allocator, by torch's profiler, and messages are counted in another step. gloo's threads let go of a
+tensor some time after its message; the profiler sees only this thread's allocations, but the allocator's total.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtmega import config, families, mesh
+from dtmega.data.loader import StepBatch
+from dtmega.ops.loss_scale import LossScale
+from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.planning.extrapolation import enough_microbatches, extrapolated
+from dtmega.planning.role import Role, plan_role
+from dtmega.training import parallelize
+from dtmega.training.step import train_step
+
+STEP, BETWEEN = "a later step", "between steps"
+SETTLED_S = 0.1  # in which gloo's threads let go of tensors
+STEPS = 3  # whose lowest peak counts, because of gloo's threads
+# torch's operations, in place and functional. One that is not here ends the test with a KeyError.
+KINDS = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::allgather_": "all-gather",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+    "_c10d_functional::all_reduce": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional::all_to_all_single": "all-to-all",
+}
+Messages = Counter[tuple[str, int, int]]  # (kind, ranks of the group, bytes of the largest buffer) -> number
+
+
+class Measured(NamedTuple):
+    """Measurements of one rank.
+
+    Attributes:
+        held_bytes: bytes of all storages between two steps.
+        peak_bytes: the most bytes at one time during a later step.
+        messages: messages of a step.
+    """
+
+    held_bytes: int
+    peak_bytes: int
+    messages: Messages
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Configuration keys with dots, as sections."""
+    sections: dict[str, Any] = {}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
+
+
+class _Parts(NamedTuple):
+    """The parts of a run that a step uses."""
+
+    cfg: config.Config
+    world: mesh.World
+    model: parallelize.ShardedModel
+    optimizer: torch.optim.Optimizer
+    spikes: Spikes
+    phases: Any
+    loss_scale: LossScale | None
+
+
+class _Silent:
+    """A listener that ignores the phases of a step."""
+
+    def enter(self, name: str) -> None:
+        pass
+
+
+class Wire(TorchDispatchMode):
+    """Counts what is handed to groups of several ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: Messages = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.name() in KINDS or ("c10d" in func.namespace and "wait" not in func.name()):
+            named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+            group = named.get("process_group", named.get("group_name"))
+            if isinstance(group, str):
+                group = dist.distributed_c10d._resolve_process_group(group)
+            elif isinstance(group, torch.ScriptObject):
+                group = dist.ProcessGroup.unbox(group)
+            sizes = [sum(t.nbytes for t in tree_leaves(x) if isinstance(t, Tensor)) for x in (*args, out)]
+            kind = KINDS[func.name()]
+            n_ranks = 2 if kind in ("send", "receive") else group.size()
+            if group.size() > 1:
+                self.messages[kind, n_ranks, max(sizes)] += 1
+        return out
+
+
+def settled(values: dict[str, Any], world_size: int) -> tuple[config.Config, dict[str, int]]:
+    """The complete configuration and the sizes of the mesh, as a run would have them."""
+    cfg = families.resolve(config.validate(values, "test"))
+    sizes = mesh.resolve(cfg.mesh, world_size)
+    cfg = parallelize.with_micro_batch_size(cfg, sizes)
+    parallelize.check(cfg, sizes, torch.device("cpu"))
+    return cfg, sizes
+
+
+def n_microbatches(cfg: config.Config, sizes: dict[str, int]) -> int:
+    """Number of microbatches of a step on each rank."""
+    return cfg.batch.global_batch_size // (sizes["dp_replicate"] * sizes["dp_shard"] * cfg.batch.micro_batch_size)
+
+
+def measured(values: dict[str, Any]) -> Measured:
+    """Train for some steps on this rank. The first sets up, later ones count memory, the last one messages."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        cfg, sizes = settled(values, dist.get_world_size())
+        world = mesh.start(torch.device("cpu"), sizes)
+        model = parallelize.parallelize(cfg, world)
+        model.draw(cfg.run.seed)
+        optimizer = build_optimizer(model.named_parameters(), cfg.optim)
+        loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
+        run = _Parts(cfg, world, model, optimizer, Spikes(0), _Silent(), loss_scale)
+
+        def step() -> None:
+            train_step(run, batch_of(cfg, sizes))
+
+        with record_function("the first step"):
+            step()
+        for _ in range(STEPS):
+            gc.collect()
+            time.sleep(SETTLED_S)
+            with record_function(STEP):
+                step()
+        gc.collect()
+        time.sleep(SETTLED_S)
+        with record_function(BETWEEN):
+            torch.empty(1)
+    wire = Wire()
+    with wire:
+        step()
+    return _read(profiled, wire.messages)
+
+
+def batch_of(cfg: config.Config, sizes: dict[str, int]) -> StepBatch:
+    """A batch of rows without text."""
+    rows = families.objective(cfg).blank(cfg.data, cfg.batch.micro_batch_size)
+    microbatches = [{name: tensor.clone() for name, tensor in rows.items()} for _ in range(n_microbatches(cfg, sizes))]
+    return StepBatch(0, cfg.batch.global_batch_size, microbatches)
+
+
+def _read(profiled: Any, messages: Messages) -> Measured:
+    """Read the allocator's total at each allocation and free."""
+    totals: list[tuple[int, int, int]] = []  # (time, bytes of the allocation, total after it)
+    windows: list[tuple[int, int]] = []
+    end_ns = 0
+
+    def walk(nodes: Any) -> None:
+        nonlocal end_ns
+        for node in nodes:
+            if node.name == STEP:
+                windows.append((node.start_time_ns, node.end_time_ns))
+            elif node.name == BETWEEN:
+                end_ns = node.start_time_ns
+            elif node.name == "[memory]":
+                fields = node.extra_fields
+                totals.append((node.start_time_ns, fields.alloc_size, fields.total_allocated))
+            walk(node.children)
+
+    walk(profiled.profiler.kineto_results.experimental_event_tree())
+    peaks = []
+    for begin, end in windows:
+        peaks.append(max(total for time_ns, _, total in totals if begin <= time_ns <= end))
+    _, first_bytes, first_total = min(event for event in totals if event[0] >= end_ns)
+    return Measured(first_total - first_bytes, min(peaks), messages)
+
+
+def planned(values: dict[str, Any], device: torch.device, shorter: bool = False) -> Role:
+    """The plan of this rank, without the group of real ranks. A process can plan one rank only.
+
+    Args:
+        values: the configuration.
+        device: the pretended device.
+        shorter: True to run fewer microbatches and to extrapolate, as `plan_job` does.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    cfg, sizes = settled(values, world_size)
+    n = n_microbatches(cfg, sizes)
+    if not shorter:
+        return plan_role(cfg, sizes, rank, device, n)
+    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
+    assert runs.longer < n
+    role = plan_role(cfg, sizes, rank, device, runs.longer, runs.shorter)
+    return extrapolated(role, n, runs.pairs[rank // (world_size // sizes["pp"])])
