@@ -9,12 +9,17 @@ places of the pipeline, and places whose stages hold alike pieces share a role.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
+import signal
+import traceback
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,11 +107,59 @@ def plan_job(
 
 
 def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device: torch.device, n: int) -> Role:
-    """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role."""
+    """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role.
+
+    The process ends at once if this one is interrupted.
+
+    Raises:
+        ValueError: the role cannot be planned, for the same reason as in training.
+        RuntimeError: the role's process has failed or was killed.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dtmega.planning.role"])
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(plan_role, cfg, sizes, rank, device, n).result()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_role, args=(theirs, cfg, sizes, rank, device, n), daemon=True)
+    with _ctrl_c_blocked():
+        process.start()
+    theirs.close()
+    try:
+        result = ours.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process that plans rank {rank} has ended with code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+@contextlib.contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Block SIGINT for the processes that start inside the `with` block: they inherit the mask, and this one ends them.
+
+    Up to Python 3.11, the start of the resource tracker unblocks SIGINT in this process, so the tracker starts first.
+    """
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _send_role(to: Connection, *args: Any) -> None:
+    """Send the plan of a rank, or the error that prevents it."""
+    # torch warns about names that it will drop, which concerns no reader of a plan.
+    warnings.simplefilter("ignore")
+    try:
+        to.send(plan_role(*args))
+    except ValueError as error:
+        to.send(ValueError(str(error)))
+    except Exception:
+        to.send(RuntimeError(f"a rank cannot be planned:\n{traceback.format_exc()}"))
 
 
 def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:

@@ -84,15 +84,25 @@ class Origin(NamedTuple):
     damage: list[str]
 
 
-def read_configuration(argv: list[str], startup: Startup) -> Settings:
-    """Read the configuration, and refuse a configuration that cannot run on this mesh and device."""
+def read_configuration(
+    argv: list[str], startup: Startup, world: int | None = None, device: torch.device | None = None
+) -> Settings:
+    """Read the configuration, and refuse a configuration that cannot run on this mesh and device.
+
+    Args:
+        argv: arguments of the command line.
+        startup: meeting point of the ranks.
+        world: number of processes, for a dry run of another job; None for the processes of this job.
+        device: device of every rank, for a dry run; None for this rank's device.
+    """
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))
-        device = mesh.pick_device(saved_cfg.run.device)
-        sizes = mesh.resolve(saved_cfg.mesh, startup.size)
+        device = device or mesh.pick_device(saved_cfg.run.device)
+        world = world or startup.size
+        sizes = mesh.resolve(saved_cfg.mesh, world)
         cfg = with_micro_batch_size(saved_cfg, sizes)
         check(cfg, sizes, device)
-        check_profile(cfg.profile, device, startup.size)
+        check_profile(cfg.profile, device, world)
         trackers.check(cfg.log.trackers)
         pieces = families.pieces(cfg.model)
         startup.timeout_s = cfg.run.collective_timeout_s()
