@@ -109,8 +109,10 @@ def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             continue
         if not equals:
             value = next(words, "")
-        if flag in given or not value:
-            raise ValueError(f"{flag} is given {'twice' if flag in given else 'no value'} (--dry-run)")
+        if flag in given:
+            raise ValueError(f"{flag} is given twice (--dry-run)")
+        if not value or value.startswith("--"):
+            raise ValueError(f"{flag} needs a value (--dry-run)")
         given[flag] = value
     return given, rest
 

@@ -144,7 +144,7 @@ def memory_of(fabric: Fabric, given_bytes: int | None = None, given_reserve_byte
     """The memory of a fabric's devices, or what the user has given instead (--memory, --reserve)."""
     n_bytes, source = fabric.gpu.memory_bytes, f"{fabric.gpu.name}: {fabric.gpu.sources.get('memory_bytes', '')}"
     reserve_bytes = fabric.gpu.reserve_bytes
-    reserve_source = fabric.gpu.sources.get("reserve_bytes", "none in the fabric")
+    reserve_source = fabric.gpu.sources.get("reserve_bytes", "none in the fabric") + " (or --reserve)"
     if given_bytes is not None:
         n_bytes, source = given_bytes, "--memory"
     if given_reserve_bytes is not None:

@@ -13,6 +13,7 @@ import contextlib
 import math
 import multiprocessing
 import signal
+import sys
 import traceback
 import warnings
 from collections import defaultdict
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import config, families
+from dtmega.distributed import exit_codes
 from dtmega.ops.cost import Piece
 from dtmega.pipelining import schedule
 from dtmega.pipelining.split import plan_stages
@@ -33,6 +35,7 @@ from dtmega.planning.recorder import BETWEEN_STAGES
 from dtmega.planning.role import Role, plan_role
 from dtmega.planning.work import Work
 
+PATIENCE_S = 5.0  # for the end of a role's process that is interrupted
 FEW = 3  # microbatches that show a step without a pipeline: the first one, one in the middle, and the last one
 
 
@@ -113,23 +116,28 @@ def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device:
 
     Raises:
         ValueError: the role cannot be planned, for the same reason as in training.
-        RuntimeError: the role's process has failed or was killed.
+        ChildProcessError: the role's process was killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dtmega.planning.role"])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send_role, args=(theirs, cfg, sizes, rank, device, n), daemon=True)
-    with _ctrl_c_blocked():
-        process.start()
-    theirs.close()
     try:
+        with _ctrl_c_blocked():
+            process.start()
+        theirs.close()
         result = ours.recv()
+        process.join()
     except EOFError:
         process.join()
-        raise RuntimeError(f"the process that plans rank {rank} has ended with code {process.exitcode}") from None
-    finally:
+        message = f"the process that plans rank {rank} has ended with code {process.exitcode}; -9: for lack of memory"
+        raise ChildProcessError(message) from None
+    except BaseException:
+        process.terminate()
+        process.join(PATIENCE_S)
         process.kill()
-        process.join()
+        raise
+    finally:
         ours.close()
     if isinstance(result, Exception):
         raise result
@@ -152,14 +160,18 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 def _send_role(to: Connection, *args: Any) -> None:
     """Send the plan of a rank, or the error that prevents it."""
+    # Leave by an exception, so that Python frees what is left of torch.compile without a warning.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(exit_codes.FAILED))
     # torch warns about names that it will drop, which concerns no reader of a plan.
     warnings.simplefilter("ignore")
+    result: Role | Exception
     try:
-        to.send(plan_role(*args))
+        result = plan_role(*args)
     except ValueError as error:
-        to.send(ValueError(str(error)))
+        result = ValueError(str(error))
     except Exception:
-        to.send(RuntimeError(f"a rank cannot be planned:\n{traceback.format_exc()}"))
+        result = RuntimeError(f"a rank cannot be planned:\n{traceback.format_exc()}")
+    to.send(result)
 
 
 def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:

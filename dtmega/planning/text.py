@@ -62,7 +62,7 @@ def fit(plan: Plan, memory: Memory) -> list[str]:
         f"{'fits' if holds else 'DOES NOT FIT'}: peak {size(peak)} + reserve {size(memory.reserve_bytes)} {sign} "
         f"{size(memory.n_bytes)}" + ("" if holds else f"; turn first: {', '.join(keys_to_turn(plan.cfg)[:3])}"),
         f"  memory: {memory.source}",
-        f"  reserve for what no tensor can use: {memory.reserve_source} (--reserve)",
+        f"  reserve for what no tensor can use: {memory.reserve_source}",
     ]
     roles: dict[int, list[int]] = defaultdict(list)
     for place, role in plan.roles.items():
@@ -83,14 +83,14 @@ def prediction(answer: Answer) -> list[str]:
     how_far = f"mean error of its fit on held-out figures {error:.1%}" if error else "its error is not known"
     compute = step.compute_s / step.seconds
     exposed = step.exposed_communication_s / step.seconds
-    kinds = ", ".join(
-        f"{ACTIONS.get(kind, kind)} {seconds / step.seconds:.1%}" for kind, seconds in _largest(step.compute_by_action)
-    )
+    kinds = []
+    for kind, seconds in _largest(step.compute_by_action):
+        kinds.append(f"{ACTIONS.get(kind, kind)} {seconds / step.seconds:.1%}")
     lines = [
         f"predicted, not measured (fabric {answer.fabric_name}: {fabric.gpu.name}; {how_far}):",
         f"  step {duration(step.seconds)}: computing {compute:.1%}, uncovered communication {exposed:.1%}, "
         f"waiting in the pipeline {abs(step.bubble_fraction):.1%}",
-        f"  computing: {kinds}",
+        f"  computing: {', '.join(kinds)}",
         f"  {spent.tokens_per_s:,.0f} tokens/s, {spent.tokens_per_s_per_gpu:,.0f} for each rank; MFU {spent.mfu:.1%}",
         f"  {answer.tokens:.4g} tokens: {spent.days:,.3g} days, {spent.gpu_hours:,.3g} hours of one device, "
         f"{spent.energy_kwh:,.3g} kWh, {spent.cost:,.3g} {spent.currency}, without restarts and evaluations",
