@@ -3,7 +3,7 @@
 From top to bottom: `begin` reads the configuration and the data (an error in either ends the run with exit code 2),
 makes the process group and the model, and resumes from a checkpoint. `train` runs the loop, the last evaluation and a
 sample. `--help` lists every key. `--dry-run` says what a start would find out, and whether it fits
-(`planning/dry_run.py`).
+(`planning/answers/dry_run.py`).
 
 On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. The
 same command then continues the run, and the numbers are the same as in an uninterrupted run. All exit codes are in
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     """
     process.die_with_parent()
     if "--dry-run" in argv:
-        from dtmega.planning import dry_run  # imports what a run does not need
+        from dtmega.planning.answers import dry_run  # imports what a run does not need
 
         return dry_run.main(argv)
     exit_status = ExitStatus()

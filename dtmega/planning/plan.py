@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections import defaultdict
@@ -146,16 +147,26 @@ def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device:
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Block SIGINT for the processes that start inside the `with` block: they inherit the mask, and this one ends them.
+    """Let Ctrl-C wait until the end of the `with` block, and block it for good in processes that start inside of it.
 
-    Up to Python 3.11, the start of the resource tracker unblocks SIGINT in this process, so the tracker starts first.
+    The processes inherit the mask. Up to Python 3.11, the start of the resource tracker would unblock SIGINT here.
     """
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    received: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    if in_main_thread:
+        # The mask holds for this thread only; the signal may reach this process on one of torch's threads.
+        signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _send_role(to: Connection, *args: Any) -> None:

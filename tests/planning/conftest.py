@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtmega import config
-from dtmega.planning import job
+from dtmega.planning.answers import job
 from dtmega.planning.plan import Plan, plan_job
 from tests.planning.small import KEYS
 

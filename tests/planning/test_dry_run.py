@@ -18,7 +18,7 @@ from dtmega import train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.distributed import exit_codes, process
-from dtmega.planning import dry_run, text
+from dtmega.planning.answers import dry_run, text
 from dtmega.planning.plan import Plan
 from tests.planning.small import KEYS, LAYOUT, ROOT
 from tests.planning.test_plan_command import stand_in

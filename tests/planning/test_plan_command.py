@@ -16,7 +16,7 @@ from dtmega import config
 from dtmega.__main__ import main as command
 from dtmega.distributed import exit_codes
 from dtmega.pipelining.table import Action
-from dtmega.planning import answer, comparisons, job
+from dtmega.planning.answers import answer, comparisons, job
 from dtmega.planning.plan import Plan, times_repeated
 from tests.planning.small import KEYS, LAYOUT, ROOT
 

@@ -17,7 +17,7 @@ from dtmega.distributed import exit_codes
 from dtmega.files import atomic, console
 
 if TYPE_CHECKING:
-    from dtmega.planning.job import Job
+    from dtmega.planning.answers.job import Job
 
 TAKES_KEYS = True  # any key of a run as --section.key value
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     from dtmega import config
-    from dtmega.planning import job
+    from dtmega.planning.answers import job
 
     asked = config.load(["--config", args.config, *args.keys])
     return plan_one(job.lay_out(asked, args.world, job.device_of(args.device)), args)
@@ -72,9 +72,9 @@ def plan_one(job: Job, args: argparse.Namespace) -> int:
     Returns:
         The exit code.
     """
-    from dtmega.planning import text
-    from dtmega.planning.answer import answer_job, as_dict
-    from dtmega.planning.job import DEFAULT_FABRICS, load_fabric, memory_of, read_option
+    from dtmega.planning.answers import text
+    from dtmega.planning.answers.answer import answer_job, as_dict
+    from dtmega.planning.answers.job import DEFAULT_FABRICS, load_fabric, memory_of, read_option
 
     fabric = load_fabric(args.fabric, job.device, job.cfg)
     memory = memory_of(fabric, read_option("--memory", args.memory), read_option("--reserve", args.reserve))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import simulate, stages_per_rank
 from dtmega.planning import formulas
-from dtmega.planning.job import Job
+from dtmega.planning.answers.job import Job
 from dtmega.planning.ledger import Span
 from dtmega.planning.plan import Plan, in_flight
 from dtmega.planning.role import GRADIENTS, MOMENTS, PARAMETERS

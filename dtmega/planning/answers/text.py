@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from dtmega.files.console import counted
 from dtmega.pipelining.table import ACTION
-from dtmega.planning.answer import Answer, RoleAnswer, Traffic
-from dtmega.planning.comparisons import BLOCKS, Comparison
-from dtmega.planning.job import Job, Memory
+from dtmega.planning.answers.answer import Answer, RoleAnswer, Traffic
+from dtmega.planning.answers.comparisons import BLOCKS, Comparison
+from dtmega.planning.answers.job import Job, Memory
 from dtmega.planning.plan import Plan
 from dtmega.training.out_of_memory import keys_to_turn
 
@@ -169,7 +169,7 @@ def _messages(rows: Sequence[Traffic]) -> list[str]:
             share = 1 - row.exposed_s / row.seconds if row.seconds else 1.0
             covered = f"{duration(row.seconds)}, {max(share, 0):.0%} covered by computing"
         what = f"{row.axis} ({row.n_ranks}) {row.collective}"
-        lines.append(f"{what:<34} {row.count:>7,} x, {size(row.n_bytes):>10}, {covered}")
+        lines.append(f"{what:<34} {row.n_messages:>7,} x, {size(row.n_bytes):>10}, {covered}")
     return lines
 
 

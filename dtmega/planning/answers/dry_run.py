@@ -18,8 +18,8 @@ from dtmega.distributed import exit_codes, process
 from dtmega.distributed.agreement import Refused, Startup
 from dtmega.files import console
 from dtmega.ops import cost
-from dtmega.planning import text
-from dtmega.planning.job import Job, Memory, device_of, load_fabric, memory_of, read_option, with_dtype
+from dtmega.planning.answers import text
+from dtmega.planning.answers.job import Job, Memory, device_of, load_fabric, memory_of, read_option, with_dtype
 from dtmega.planning.plan import plan_job
 from dtmega.training import start
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from dtmega import families
 from dtmega.ops import cost
 from dtmega.planning import step_time
+from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
+from dtmega.planning.answers.job import Job, Memory
 from dtmega.planning.budget import Budget, budget
-from dtmega.planning.comparisons import Comparison, compare_bubble, compare_role
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.job import Job, Memory
 from dtmega.planning.plan import Plan, plan_job, times_repeated, totals
 from dtmega.planning.role import Role
 from dtmega.planning.step_time import POINT_TO_POINT, StepTime
@@ -36,7 +36,7 @@ class Traffic(NamedTuple):
         axis: name of the process group.
         collective: kind of message, as in `Message.collective`.
         n_ranks: number of ranks in the group; 2 for messages between two ranks.
-        count: number of messages.
+        n_messages: number of messages.
         n_bytes: sum of the messages' sizes, each the largest buffer that the rank holds for it.
         seconds: predicted duration of the messages; None between pipeline stages, where the schedule counts them.
         exposed_s: predicted time in which computing waits for them; None as above.
@@ -45,7 +45,7 @@ class Traffic(NamedTuple):
     axis: str
     collective: str
     n_ranks: int
-    count: int
+    n_messages: int
     n_bytes: int
     seconds: float | None
     exposed_s: float | None
