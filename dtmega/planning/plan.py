@@ -9,34 +9,24 @@ places of the pipeline, and places whose stages hold alike pieces share a role.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
-import signal
-import sys
-import threading
-import traceback
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from dtmega import config, families
-from dtmega.distributed import exit_codes
 from dtmega.ops.cost import Piece
 from dtmega.pipelining import schedule
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table
+from dtmega.planning import own_process
 from dtmega.planning.ledger import Span
 from dtmega.planning.recorder import BETWEEN_STAGES
 from dtmega.planning.role import Role, plan_role
 from dtmega.planning.work import Work
 
-PATIENCE_S = 5.0  # for the end of a role's process that is interrupted
 FEW = 3  # microbatches that show a step without a pipeline: the first one, one in the middle, and the last one
 
 
@@ -113,76 +103,11 @@ def plan_job(
 def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device: torch.device, n: int) -> Role:
     """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role.
 
-    The process ends at once if this one is interrupted.
-
     Raises:
         ValueError: the role cannot be planned, for the same reason as in training.
         ChildProcessError: the role's process was killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtmega.planning.role"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_role, args=(theirs, cfg, sizes, rank, device, n), daemon=True)
-    try:
-        with _ctrl_c_blocked():
-            process.start()
-        theirs.close()
-        result = ours.recv()
-        process.join()
-    except EOFError:
-        process.join()
-        message = f"the process that plans rank {rank} has ended with code {process.exitcode}; -9: for lack of memory"
-        raise ChildProcessError(message) from None
-    except BaseException:
-        process.terminate()
-        process.join(PATIENCE_S)
-        process.kill()
-        raise
-    finally:
-        ours.close()
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-@contextlib.contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the `with` block, and block it for good in processes that start inside of it.
-
-    The processes inherit the mask. Up to Python 3.11, the start of the resource tracker would unblock SIGINT here.
-    """
-    resource_tracker.ensure_running()
-    received: list[int] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
-    if in_main_thread:
-        # The mask holds for this thread only; the signal may reach this process on one of torch's threads.
-        signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
-    if received:
-        raise KeyboardInterrupt
-
-
-def _send_role(to: Connection, *args: Any) -> None:
-    """Send the plan of a rank, or the error that prevents it."""
-    # Leave by an exception, so that Python frees what is left of torch.compile without a warning.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(exit_codes.FAILED))
-    # torch warns about names that it will drop, which concerns no reader of a plan.
-    warnings.simplefilter("ignore")
-    result: Role | Exception
-    try:
-        result = plan_role(*args)
-    except ValueError as error:
-        result = ValueError(str(error))
-    except Exception:
-        result = RuntimeError(f"a rank cannot be planned:\n{traceback.format_exc()}")
-    to.send(result)
+    return own_process.run(plan_role, cfg, sizes, rank, device, n)
 
 
 def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
