@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from dtmega import config, families
+from dtmega.distributed import own_process
 from dtmega.ops.cost import Piece
 from dtmega.pipelining import schedule
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table
-from dtmega.planning import own_process
 from dtmega.planning.ledger import Span
 from dtmega.planning.recorder import BETWEEN_STAGES
 from dtmega.planning.role import Role, plan_role

@@ -13,5 +13,5 @@ from tests.planning.small import KEYS
 @pytest.fixture(scope="package")
 def small_plan() -> Plan:
     """The plan of two ranks on pretended GPUs."""
-    laid_out = job.lay_out(config.load(KEYS), 2, job.device_of("cuda"))
-    return plan_job(laid_out.cfg, laid_out.sizes, laid_out.device)
+    laid_out = job.lay_out(config.load(KEYS), 2, job.machine_of("cuda"))
+    return plan_job(laid_out.cfg, laid_out.sizes, laid_out.machine.device)

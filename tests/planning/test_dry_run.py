@@ -121,7 +121,7 @@ def test_the_options_of_a_dry_run_are_no_keys_of_a_run(arguments: list[str], cap
 
 def test_the_number_of_ranks_of_a_job_is_that_of_torchrun():
     with pytest.raises(ValueError, match="--world 4, but there are 2 processes"):
-        dry_run.read_options({"--world": "4"}, 2)
+        dry_run.read_options({"--world": "4"}, [], 2)
 
 
 def test_an_option_without_value_is_refused(arguments: list[str], capsys):

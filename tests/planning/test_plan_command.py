@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from dtmega import config
 from dtmega.__main__ import main as command
@@ -83,7 +84,8 @@ def test_the_numbers_in_json_are_those_of_the_plan(planned: Planned):
 def test_the_parts_of_the_predicted_step_add_up(planned: Planned):
     step = planned.json["prediction"]["step"]
     parts = step["compute_s"] + step["exposed_communication_s"] + step["bubble_fraction"] * step["seconds"]
-    assert parts == pytest.approx(step["seconds"])
+    # Microbatches that were not run take the median times, so the sum is not exact.
+    assert parts == pytest.approx(step["seconds"], rel=0.01)
     tokens = planned.plan.cfg.batch.global_batch_size * planned.plan.cfg.data.seq_len
     assert planned.json["prediction"]["budget"]["tokens_per_s"] == pytest.approx(tokens / step["seconds"])
 
@@ -125,8 +127,8 @@ def test_the_reserve_is_that_of_the_fabric_and_its_source_is_printed(planned: Pl
 
 
 def test_an_answer_for_cpus_says_so_in_its_first_line(small_plan: Plan, tmp_path: Path, monkeypatch):
-    cfg = job.lay_out(config.load([*KEYS, "--precision.params", "bfloat16"]), 2, job.device_of("cpu")).cfg
-    on_cpu = small_plan._replace(cfg=cfg, device=job.device_of("cpu"))
+    cfg = job.lay_out(config.load([*KEYS, "--precision.params", "bfloat16"]), 2, job.machine_of("cpu")).cfg
+    on_cpu = small_plan._replace(cfg=cfg, device=torch.device("cpu"))
     told = run(monkeypatch, tmp_path, on_cpu, "--device", "cpu", "--precision.params", "bfloat16")
     assert told.out.splitlines()[0].startswith("for the CPU path only")
 
@@ -180,7 +182,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(small_plan: Plan):
                 row.append(Action(rank, "F", m + ahead))
         table.append(row)
     piped = small_plan._replace(table=table, n_microbatches=4)
-    laid_out = job.Job(small_plan.cfg, small_plan.sizes | {"pp": 2}, small_plan.device)
+    laid_out = job.Job(small_plan.cfg, small_plan.sizes | {"pp": 2}, job.machine_of("cuda"))
     compared = comparisons.compare_bubble(laid_out, piped)
     assert compared is not None
     # One forward and one backward of 4 microbatches each are waited for: 1 of 5 parts of the step.

@@ -60,10 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     from dtmega import config
-    from dtmega.planning.answers import job
+    from dtmega.planning.answers.job import lay_out, machine_of
 
+    machine = machine_of(args.device, args.fabric, args.memory, args.reserve)
     asked = config.load(["--config", args.config, *args.keys])
-    return plan_one(job.lay_out(asked, args.world, job.device_of(args.device)), args)
+    # A search over layouts (`planning.search`) begins here: it needs `asked`, the world and the machine.
+    return plan_one(lay_out(asked, args.world, machine), args)
 
 
 def plan_one(job: Job, args: argparse.Namespace) -> int:
@@ -74,18 +76,14 @@ def plan_one(job: Job, args: argparse.Namespace) -> int:
     """
     from dtmega.planning.answers import text
     from dtmega.planning.answers.answer import answer_job, as_dict
-    from dtmega.planning.answers.job import DEFAULT_FABRICS, load_fabric, memory_of, read_option
 
-    fabric = load_fabric(args.fabric, job.device, job.cfg)
-    memory = memory_of(fabric, read_option("--memory", args.memory), read_option("--reserve", args.reserve))
-    name = args.fabric or DEFAULT_FABRICS[job.device.type]
-    answer = answer_job(job, fabric, name, memory, args.tokens, _say_progress)
+    answer = answer_job(job, args.tokens, _say_progress)
     print(text.write(answer))
     if args.json:
         with atomic.replaced(Path(args.json)) as file:
             json.dump(as_dict(answer), file, indent=1)
             file.write("\n")
-    if memory.is_given and not answer.fits:
+    if job.machine.memory.is_given and not answer.fits:
         return exit_codes.DOES_NOT_FIT
     return exit_codes.DONE
 

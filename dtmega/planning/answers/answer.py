@@ -1,8 +1,6 @@
 """The answer of a plan, as data: does it fit, what does each rank hold and send, how long does a step take.
 
-    job = lay_out(config.load(argv), world=384, device=device_of("cuda"))
-    fabric = load_fabric("h100-ib", job.device, job.cfg)
-    answer = answer_job(job, fabric, "h100-ib", memory_of(fabric))
+    answer = answer_job(lay_out(config.load(argv), 384, machine_of("cuda", "a100-ib")))
     answer.fits, answer.step.seconds
 
 `text.py` writes the answer for people, `as_dict` for programs. Counts are those of `plan_job`; everything in seconds is
@@ -17,14 +15,16 @@ from typing import Any, NamedTuple
 
 from dtmega import families
 from dtmega.ops import cost
+from dtmega.pipelining.table import sent_after
 from dtmega.planning import step_time
 from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
-from dtmega.planning.answers.job import Job, Memory
+from dtmega.planning.answers.job import Job
 from dtmega.planning.budget import Budget, budget
 from dtmega.planning.fabric import Fabric
 from dtmega.planning.plan import Plan, plan_job, times_repeated, totals
+from dtmega.planning.rank_time import POINT_TO_POINT, groups_of, time_rank
 from dtmega.planning.role import Role
-from dtmega.planning.step_time import POINT_TO_POINT, StepTime
+from dtmega.planning.step_time import StepTime
 
 Report = Callable[[int, int], object]  # called before each role, with the numbers of roles done and in all
 
@@ -77,9 +77,6 @@ class Answer(NamedTuple):
     Attributes:
         job: the configuration on its layout.
         plan: the counts of every role.
-        fabric: the fabric.
-        fabric_name: name or file of the fabric.
-        memory: memory of one device.
         roles: the answers by role, in the order of the pipeline.
         parameters: number of elements in all weights.
         step: the predicted step.
@@ -90,9 +87,6 @@ class Answer(NamedTuple):
 
     job: Job
     plan: Plan
-    fabric: Fabric
-    fabric_name: str
-    memory: Memory
     roles: list[RoleAnswer]
     parameters: int
     step: StepTime
@@ -103,34 +97,23 @@ class Answer(NamedTuple):
     @property
     def fits(self) -> bool:
         """True if the fullest rank's peak and the reserve fit into the memory."""
-        return self.memory.holds(self.plan.fullest.peak.peak_bytes)
+        return self.job.machine.memory.holds(self.plan.fullest.peak.peak_bytes)
 
 
-def answer_job(
-    job: Job,
-    fabric: Fabric,
-    fabric_name: str,
-    memory: Memory,
-    tokens: float | None = None,
-    on_role: Report = lambda done, all_roles: None,
-) -> Answer:
-    """Plan a job and price it on a fabric.
+def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda done, all_roles: None) -> Answer:
+    """Plan a job and price it.
 
     Args:
         job: the configuration on its layout.
-        fabric: the fabric (`load_fabric`).
-        fabric_name: its name or file, for the answer.
-        memory: memory of one device.
         tokens: number of tokens to price; None for those of the configuration's [train].
         on_role: function that is called before each role.
     """
-    return price(plan_job(job.cfg, job.sizes, job.device, on_role), job, fabric, fabric_name, memory, tokens)
+    return price(plan_job(job.cfg, job.sizes, job.machine.device, on_role), job, tokens)
 
 
-def price(
-    plan: Plan, job: Job, fabric: Fabric, fabric_name: str, memory: Memory, tokens: float | None = None
-) -> Answer:
-    """Turn the counts of a plan into an answer. The arguments are those of `answer_job`."""
+def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
+    """Turn the counts of a plan into an answer. The other arguments are those of `answer_job`."""
+    fabric = job.machine.fabric
     cfg = job.cfg
     pieces = families.pieces(cfg.model)
     places = _places_by_role(plan)
@@ -139,7 +122,8 @@ def price(
     for place, role in plan.roles.items():
         if place and role is not plan.roles[place - 1]:
             works[place] = role.works
-    step = step_time.step_time(works, plan.table, fabric, job.sizes, plan.n_microbatches)
+    later = sent_after(cfg.pipeline, job.sizes["pp"], plan.n_microbatches) if plan.table else {}
+    step = step_time.step_time(works, plan.table, fabric, job.sizes, plan.n_microbatches, later)
     per_token = cost.flops_per_token(pieces, cfg.data.seq_len, cfg.data.mask_prob, cfg.data.decoder_length)
     if tokens is None:
         tokens = float(cfg.end(0, 0).samples * cfg.data.seq_len)
@@ -157,9 +141,6 @@ def price(
     return Answer(
         job=job,
         plan=plan,
-        fabric=fabric,
-        fabric_name=fabric_name,
-        memory=memory,
         roles=roles,
         parameters=cost.n_parameters(pieces),
         step=step,
@@ -179,7 +160,7 @@ def _places_by_role(plan: Plan) -> list[list[int]]:
 
 def traffic(role: Role, fabric: Fabric, sizes: dict[str, int]) -> list[Traffic]:
     """Add up the messages of one rank's step by axis and kind, those of repeated microbatches included."""
-    times = step_time.time_rank(role.works, fabric, role.rank, step_time.groups_of(sizes, role.rank))
+    times = time_rank(role.works, fabric, role.rank, groups_of(sizes, role.rank))
     n_run = role.n_microbatches - role.repeated
     rows: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     for timed in times.streams.messages:
@@ -199,23 +180,24 @@ def traffic(role: Role, fabric: Fabric, sizes: dict[str, int]) -> list[Traffic]:
 
 def as_dict(answer: Answer) -> dict[str, Any]:
     """The answer in JSON's types."""
-    job, plan, memory, step = answer.job, answer.plan, answer.memory, answer.step
+    job, plan, step = answer.job, answer.plan, answer.step
+    machine = job.machine
     return {
         "config": job.cfg.model_dump(),
         "world": job.world,
         "mesh": job.sizes,
-        "device": job.device.type,
+        "device": machine.device.type,
         "parameters": answer.parameters,
         "microbatches": plan.n_microbatches,
         "run_microbatches": plan.run_microbatches,
         "extrapolated": plan.run_microbatches < plan.n_microbatches,
         "fits": answer.fits,
-        "memory": memory._asdict(),
+        "memory": machine.memory._asdict(),
         "stages": plan.stages,
         "roles": [_role_as_dict(role) for role in answer.roles],
         "prediction": {
-            "fabric": {"name": answer.fabric_name, **answer.fabric.model_dump()},
-            "held_out_error": answer.fabric.gpu.held_out_error,
+            "fabric": {"name": machine.fabric_name, **machine.fabric.model_dump()},
+            "held_out_error": machine.fabric.gpu.held_out_error,
             "step": step._replace(timeline=None)._asdict() | {"timeline": _timeline(step)},
             "bubble": answer.bubble and _comparison_as_dict(answer.bubble),
             "tokens": answer.tokens,

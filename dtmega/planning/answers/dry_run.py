@@ -9,42 +9,23 @@ The run directory is neither read nor touched, and no process group is made.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from dtmega import config
+from dtmega import config, mesh
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.agreement import Refused, Startup
 from dtmega.files import console
 from dtmega.ops import cost
 from dtmega.planning.answers import text
-from dtmega.planning.answers.job import Job, Memory, device_of, load_fabric, memory_of, read_option, with_dtype
+from dtmega.planning.answers.job import Job, Machine, machine_of, priced, with_dtype
 from dtmega.planning.plan import plan_job
-from dtmega.training import start
+from dtmega.training import accumulation, start
+from dtmega.training.start import Elsewhere
 
 FLAG = "--dry-run"
 OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve")
 INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
 FIRST = "dry run: nothing was started or written"
-
-
-class Options(NamedTuple):
-    """The options of a dry run; None where an option is not given.
-
-    Attributes:
-        world: number of ranks, instead of those of this job.
-        device: device of every rank, "cuda" or "cpu".
-        fabric: name or file of a fabric, whose memory and reserve count; '' for the default one.
-        memory_bytes: memory of one device.
-        reserve_bytes: memory that tensors cannot use.
-    """
-
-    world: int | None
-    device: str | None
-    fabric: str
-    memory_bytes: int | None
-    reserve_bytes: int | None
 
 
 def main(argv: list[str]) -> int:
@@ -61,21 +42,19 @@ def main(argv: list[str]) -> int:
 def _run(argv: list[str], startup: Startup) -> int:
     with startup.step("options of the dry run"):
         given, rest = separate(argv)
-        options = read_options(given, startup.size)
-        device = _device(options, rest)
-    settings = start.read_configuration(rest, startup, options.world, device)
+        elsewhere, machine = read_options(given, rest, startup.size)
+    settings = start.read_configuration(rest, startup, elsewhere)
     opened, batches = start.open_data(settings, startup)
     batches.close()
     with startup.step("plan") as step:
         if startup.rank == 0:
-            job = Job(with_dtype(settings.cfg, settings.device), settings.sizes, settings.device)
-            memory = _memory(options, job)
-            plan = plan_job(job.cfg, job.sizes, job.device, lambda done, all_roles: _progress(startup, done, all_roles))
-            n_tokens = opened.samples("train").n_tokens
-            first_lines = [FIRST, f"data: {console.counted(n_tokens, 'training token')}", *opened.notes]
-            print(text.dry_run(job, plan, memory, cost.n_parameters(settings.pieces), first_lines), flush=True)
-            fits = memory.holds(plan.fullest.peak.peak_bytes)
-            step.send = exit_codes.DOES_NOT_FIT if memory.is_given and not fits else exit_codes.DONE
+            job = priced(Job(with_dtype(settings.cfg, settings.device), settings.sizes, machine))
+            plan = plan_job(job.cfg, job.sizes, machine.device, lambda done, n: _progress(startup, done, n))
+            lines = [FIRST, f"data: {console.counted(opened.samples('train').n_tokens, 'training token')}"]
+            lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
+            print(text.dry_run(job, plan, cost.n_parameters(settings.pieces), [*lines, *opened.notes]), flush=True)
+            fits = machine.memory.holds(plan.fullest.peak.peak_bytes)
+            step.send = exit_codes.DOES_NOT_FIT if machine.memory.is_given and not fits else exit_codes.DONE
     code = step.received
     startup.leave()
     if code:
@@ -117,12 +96,16 @@ def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return given, rest
 
 
-def read_options(given: dict[str, str], n_processes: int) -> Options:
-    """Parse the options of a dry run.
+def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tuple[Elsewhere | None, Machine]:
+    """Find out which processes a dry run is for: those of this job, or those that its options describe.
 
     Args:
         given: the options by name, with the text of their values.
+        argv: arguments of the run.
         n_processes: number of processes of this job.
+
+    Returns:
+        The processes, None for those of this job, and what they run on.
 
     Raises:
         ValueError: a value is wrong, or --world contradicts the number of processes.
@@ -134,32 +117,21 @@ def read_options(given: dict[str, str], n_processes: int) -> Options:
         raise ValueError(
             f"--world {world}, but there are {n_processes} processes: expected --world without torchrun, or no --world"
         )
-    device = given.get("--device")
-    if device not in (None, "cuda", "cpu"):
-        raise ValueError(f"--device {device:.80}: expected cuda or cpu (--dry-run)")
-    return Options(
-        world=None if world is None else int(world),
-        device=device,
-        fabric=given.get("--fabric", ""),
-        memory_bytes=read_option("--memory", given.get("--memory")),
-        reserve_bytes=read_option("--reserve", given.get("--reserve")),
-    )
-
-
-def _device(options: Options, argv: list[str]) -> torch.device | None:
-    """The device of every rank: --device; for the ranks of another job a GPU; for this job None, its own device."""
-    if options.device is not None:
-        return device_of(options.device)
-    if options.world is None or any(word in ("-h", "--help") for word in argv):
-        return None
-    return device_of("cpu" if config.load(argv).run.device == "cpu" else "cuda")
-
-
-def _memory(options: Options, job: Job) -> Memory:
-    """The memory of one device: --memory, this machine's GPU if the job is to run here, or the fabric's."""
-    memory = memory_of(load_fabric(options.fabric, job.device, job.cfg), options.memory_bytes, options.reserve_bytes)
-    is_here = options.world is None and options.device is None and not options.fabric
-    if is_here and not memory.is_given and job.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(job.device)
-        return memory._replace(n_bytes=properties.total_memory, source=properties.name)
-    return memory
+    kind = given.get("--device")
+    if kind not in (None, "cuda", "cpu"):
+        raise ValueError(f"--device {kind:.80}: expected cuda or cpu (--dry-run)")
+    device = None
+    if world is None and kind is None:
+        device = mesh.pick_device(config.load(argv).run.device)
+        kind = device.type
+    elif kind is None:
+        # Somebody else's processes: those of a cluster, unless the configuration says otherwise.
+        kind = "cpu" if config.load(argv).run.device == "cpu" else "cuda"
+    machine = machine_of(kind, given.get("--fabric", ""), given.get("--memory"), given.get("--reserve"))
+    if device is None:
+        return Elsewhere(int(world or n_processes), machine.device, machine.gpu_bytes), machine
+    if kind == "cuda" and not machine.memory.is_given and "--fabric" not in given:
+        properties = torch.cuda.get_device_properties(device)
+        own = machine.memory._replace(n_bytes=properties.total_memory, source=properties.name)
+        machine = machine._replace(memory=own)
+    return None, machine

@@ -21,7 +21,7 @@ ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "bac
 def write(answer: Answer) -> str:
     """The whole answer."""
     lines = headline(answer.job, answer.parameters, answer.plan.n_microbatches)
-    lines += [extrapolation(answer.plan), "", *fit(answer.plan, answer.memory), "", *prediction(answer)]
+    lines += [extrapolation(answer.plan), "", *fit(answer.plan, answer.job.machine.memory), "", *prediction(answer)]
     for role in answer.roles:
         lines += ["", *_role(role, answer)]
     return "\n".join(lines)
@@ -32,11 +32,11 @@ def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
     cfg = job.cfg
     axes = " x ".join(f"{axis} {size}" for axis, size in job.sizes.items() if size > 1) or "one rank"
     schedule = f", schedule {cfg.pipeline.csv or cfg.pipeline.schedule}" if job.sizes["pp"] > 1 else ""
-    lines = [CPU_ONLY] if job.device.type == "cpu" else []
+    lines = [CPU_ONLY] if job.machine.device.type == "cpu" else []
     return [
         *lines,
-        f"{cfg.model.name}: {parameters:,} parameters, {cfg.precision.params} on {job.world:,} x {job.device.type} "
-        f"({axes}{schedule})",
+        f"{cfg.model.name}: {parameters:,} parameters, {cfg.precision.params} on {job.world:,} x "
+        f"{job.machine.device.type} ({axes}{schedule})",
         f"a step: {cfg.batch.global_batch_size:,} sequences of {cfg.data.seq_len:,} tokens = "
         f"{counted(job.data_size, 'data rank')} x {counted(n_microbatches, 'microbatch')} x "
         f"{cfg.batch.micro_batch_size}",
@@ -78,8 +78,9 @@ def fit(plan: Plan, memory: Memory) -> list[str]:
 
 def prediction(answer: Answer) -> list[str]:
     """The time of a step and what the run costs, marked as a prediction."""
-    step, spent, fabric = answer.step, answer.budget, answer.fabric
-    error = fabric.gpu.held_out_error
+    step, spent, machine = answer.step, answer.budget, answer.job.machine
+    gpu = machine.fabric.gpu
+    error = gpu.held_out_error
     how_far = f"mean error of its fit on held-out figures {error:.1%}" if error else "its error is not known"
     compute = step.compute_s / step.seconds
     exposed = step.exposed_communication_s / step.seconds
@@ -87,7 +88,7 @@ def prediction(answer: Answer) -> list[str]:
     for kind, seconds in _largest(step.compute_by_action):
         kinds.append(f"{ACTIONS.get(kind, kind)} {seconds / step.seconds:.1%}")
     lines = [
-        f"predicted, not measured (fabric {answer.fabric_name}: {fabric.gpu.name}; {how_far}):",
+        f"predicted, not measured (fabric {machine.fabric_name}: {gpu.name}; {how_far}):",
         f"  step {duration(step.seconds)}: computing {compute:.1%}, uncovered communication {exposed:.1%}, "
         f"waiting in the pipeline {abs(step.bubble_fraction):.1%}",
         f"  computing: {', '.join(kinds)}",
@@ -201,10 +202,10 @@ def action(name: str, plan: Plan) -> str:
     return f"{ACTIONS[letter]} of microbatch {microbatch}{of_stage}"
 
 
-def dry_run(job: Job, plan: Plan, memory: Memory, parameters: int, first_lines: Sequence[str]) -> str:
+def dry_run(job: Job, plan: Plan, parameters: int, first_lines: Sequence[str]) -> str:
     """The answer of `train --dry-run`: what a start would find out, without anything that is predicted."""
     lines = [*first_lines, *headline(job, parameters, plan.n_microbatches), extrapolation(plan)]
-    return "\n".join([*lines, *fit(plan, memory)])
+    return "\n".join([*lines, *fit(plan, job.machine.memory)])
 
 
 def size(n_bytes: float) -> str:

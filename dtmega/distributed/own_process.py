@@ -45,7 +45,7 @@ def run(function: Callable[..., T], *args: Any) -> T:
         process.join()
     except EOFError:
         process.join()
-        message = f"a process of the plan has ended with code {process.exitcode} (-9: for lack of memory)"
+        message = f"the process of {function.__name__} has ended with code {process.exitcode} (-9: for lack of memory)"
         raise ChildProcessError(message) from None
     except BaseException:
         process.terminate()
@@ -95,5 +95,5 @@ def _send_result(to: Connection, function: Callable[..., object], *args: Any) ->
     except ValueError as error:
         result = ValueError(str(error))
     except Exception:
-        result = RuntimeError(f"a rank cannot be planned:\n{traceback.format_exc()}")
+        result = RuntimeError(f"in a process of its own:\n{traceback.format_exc()}")
     to.send(result)
