@@ -2,7 +2,8 @@
 
 From top to bottom: `begin` reads the configuration and the data (an error in either ends the run with exit code 2),
 makes the process group and the model, and resumes from a checkpoint. `train` runs the loop and the last evaluation,
-and generates a sample. `--help` lists every key.
+and generates a sample. `--help` lists every key. `--dry-run` says what a start would find out, and
+whether it fits (`planning/answers/dry_run.py`).
 
 On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. To
 continue the run, repeat the command; the numbers are those of an uninterrupted run. All exit codes are in
@@ -64,6 +65,10 @@ def main(argv: list[str]) -> int:
         The exit code.
     """
     process.die_with_parent()
+    if "--dry-run" in argv:
+        from dtmega.planning.answers import dry_run  # imports what a run does not need
+
+        return dry_run.main(argv)
     exit_status = ExitStatus()
     with ExitStack() as closing:
         try:

@@ -10,15 +10,14 @@ places of the pipeline, and places whose stages hold alike pieces share a role.
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
 
 from dtmega import config, families
+from dtmega.distributed import own_process
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table
@@ -99,11 +98,13 @@ def plan_job(
 
 
 def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device: torch.device, runs: Runs) -> Role:
-    """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtmega.planning.role"])
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(plan_role, cfg, sizes, rank, device, runs.longer, runs.shorter).result()
+    """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role.
+
+    Raises:
+        ValueError: the role cannot be planned, for the same reason as in training.
+        ChildProcessError: the role's process was killed.
+    """
+    return own_process.run(plan_role, cfg, sizes, rank, device, runs.longer, runs.shorter)
 
 
 def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:

@@ -84,15 +84,38 @@ class Origin(NamedTuple):
     damage: list[str]
 
 
-def read_configuration(argv: list[str], startup: Startup) -> Settings:
-    """Read the configuration, and refuse a configuration that cannot run on this mesh and device."""
+class Elsewhere(NamedTuple):
+    """The processes of another job, for a dry run.
+
+    Attributes:
+        world: number of processes.
+        device: device of every process.
+        memory_bytes: memory of the device; None for CPUs.
+    """
+
+    world: int
+    device: torch.device
+    memory_bytes: int | None
+
+
+def read_configuration(argv: list[str], startup: Startup, elsewhere: Elsewhere | None = None) -> Settings:
+    """Read the configuration, and refuse a configuration that cannot run on this mesh and device.
+
+    Args:
+        argv: arguments of the command line.
+        startup: meeting point of the ranks.
+        elsewhere: processes that the configuration is for; None for the processes of this job.
+    """
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))
-        device = mesh.pick_device(saved_cfg.run.device)
-        sizes = mesh.resolve(saved_cfg.mesh, startup.size)
+        if elsewhere is None:
+            device = mesh.pick_device(saved_cfg.run.device)
+            elsewhere = Elsewhere(startup.size, device, mesh.memory_bytes(device))
+        world, device, _ = elsewhere
+        sizes = mesh.resolve(saved_cfg.mesh, world)
         cfg = with_micro_batch_size(saved_cfg, sizes)
         check(cfg, sizes, device)
-        check_profile(cfg.profile, device, startup.size)
+        check_profile(cfg.profile, device, world)
         trackers.check(cfg.log.trackers)
         pieces = families.pieces(cfg.model)
         startup.timeout_s = cfg.run.collective_timeout_s()
@@ -100,7 +123,7 @@ def read_configuration(argv: list[str], startup: Startup) -> Settings:
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
         # All ranks use rank 0's value, because devices may differ but all ranks must sum gradients at the same time.
-        step.send = mesh.memory_bytes(device)
+        step.send = elsewhere.memory_bytes
     memory_bytes = step.received
     cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
     auto_dtype = cfg.precision.params == "auto"

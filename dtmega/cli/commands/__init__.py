@@ -4,6 +4,7 @@
     add_arguments(parser)   adds the command's options
     command(args) -> int    runs the command, and returns the exit code or raises an error
     TAKES_FLAGS             (optional) options whose value may begin with a dash
+    TAKES_KEYS              (optional) True if the command takes any key of a run, which `args.keys` then lists
 
 `__main__.py` prints the error in one line. A command's module is imported only if the command line names that command.
 The top-level imports of a module are limited to the code that its options need, so that `--help` and errors about
@@ -22,12 +23,13 @@ import importlib
 from types import ModuleType
 
 from dtmega import __version__
-from dtmega.cli.commands.arguments import Parser, with_joined_values
+from dtmega.cli.commands.arguments import Parser, with_joined_values, without_keys
 
 # Command name -> the command's line in `--help`.
 COMMANDS = {
     # `train` is here only for the list of commands: config/ has the options of a run, and __main__.py starts the run.
     "train": "train a model; `dtmega train --help` lists every key of a run",
+    "plan": "tell before a run whether it fits on N devices, what it sends, how long it takes; needs no GPU",
     "tokenize": "turn text files into a corpus for training (.bin/.idx)",
     "merge": "join several corpora (.bin/.idx) into one",
     "generate": "sample text from a run's newest checkpoint, or from any other",
@@ -61,6 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"dtmega {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    keys: list[str] = []
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
         # Only the named command's module is imported.
@@ -68,8 +71,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             module = module_of(name)
             module.add_arguments(subparser)
             argv = with_joined_values(argv, getattr(module, "TAKES_FLAGS", ()))
+            if getattr(module, "TAKES_KEYS", False):
+                argv, keys = without_keys(argv)
             subparser.epilog = "\n  ".join(["examples:", *examples(name)])
-    return parser.parse_args(argv)
+    return parser.parse_args(argv, argparse.Namespace(keys=keys))
 
 
 def examples(name: str) -> list[str]:

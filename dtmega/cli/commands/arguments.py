@@ -36,6 +36,28 @@ def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]
     return words
 
 
+def without_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate a run's keys, `--section.key value` or `--section.key=value`, from a command's own options.
+
+    Returns:
+        The command line without keys, and the keys with their values.
+    """
+    rest: list[str] = []
+    keys: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if not (flag.startswith("--") and "." in flag):
+            rest.append(word)
+            continue
+        keys.append(word)
+        if not equals:
+            value = next(words, None)
+            if value is not None:
+                keys.append(value)
+    return rest, keys
+
+
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """Make the option type for whole numbers from `low` to `high`; `high` is None if there is no upper bound."""
     expected = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"

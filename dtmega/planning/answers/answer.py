@@ -1,0 +1,237 @@
+"""The answer of a plan, as data: does it fit, what does each rank hold and send, how long does a step take.
+
+    answer = answer_job(lay_out(config.load(argv), 384, machine_of("cuda", "a100-ib")))
+    answer.fits, answer.step.seconds
+
+`text.py` writes the answer for people, `as_dict` for programs. Counts are those of `plan_job`; everything in seconds is
+a prediction on the fabric.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dtmega import families
+from dtmega.ops import cost
+from dtmega.pipelining.table import sent_after
+from dtmega.planning import step_time
+from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
+from dtmega.planning.answers.job import Job
+from dtmega.planning.budget import Budget, budget
+from dtmega.planning.fabric import Fabric
+from dtmega.planning.plan import Plan, plan_job, times_repeated, totals
+from dtmega.planning.rank_time import POINT_TO_POINT, groups_of, time_rank
+from dtmega.planning.role import Role
+from dtmega.planning.step_time import StepTime
+
+Report = Callable[[int, int], object]  # called before each role, with the numbers of roles done and in all
+
+
+class Traffic(NamedTuple):
+    """The messages of one rank on one axis, of one kind, in one step.
+
+    Attributes:
+        axis: name of the process group.
+        collective: kind of message, as in `Message.collective`.
+        n_ranks: number of ranks in the group; 2 for messages between two ranks.
+        n_messages: number of messages.
+        n_bytes: sum of the messages' sizes, each the largest buffer that the rank holds for it.
+        seconds: predicted duration of the messages; None between pipeline stages, where the schedule counts them.
+        exposed_s: predicted time in which computing waits for them; None as above.
+    """
+
+    axis: str
+    collective: str
+    n_ranks: int
+    n_messages: int
+    n_bytes: int
+    seconds: float | None
+    exposed_s: float | None
+
+
+class RoleAnswer(NamedTuple):
+    """The answer for the ranks that do alike.
+
+    Attributes:
+        plan: memory and work of one of them.
+        places: places in the pipeline of these ranks.
+        ranks: numbers of the ranks, as first and last of each place.
+        traffic: messages of one rank.
+        flops: floating-point operations of one rank by operator.
+        comparisons: counts beside the formulas of the literature.
+    """
+
+    plan: Role
+    places: list[int]
+    ranks: list[tuple[int, int]]
+    traffic: list[Traffic]
+    flops: dict[str, int]
+    comparisons: list[Comparison]
+
+
+class Answer(NamedTuple):
+    """The whole answer.
+
+    Attributes:
+        job: the configuration on its layout.
+        plan: the counts of every role.
+        roles: the answers by role, in the order of the pipeline.
+        parameters: number of elements in all weights.
+        step: the predicted step.
+        bubble: the schedule's bubble beside its formula; None without a pipeline or a formula.
+        tokens: number of tokens of the whole run.
+        budget: the predicted cost of that many tokens.
+    """
+
+    job: Job
+    plan: Plan
+    roles: list[RoleAnswer]
+    parameters: int
+    step: StepTime
+    bubble: Comparison | None
+    tokens: float
+    budget: Budget
+
+    @property
+    def fits(self) -> bool:
+        """True if the fullest rank's peak and the reserve fit into the memory."""
+        return self.job.machine.memory.holds(self.plan.fullest.peak.peak_bytes)
+
+
+def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda done, all_roles: None) -> Answer:
+    """Plan a job and price it.
+
+    Args:
+        job: the configuration on its layout.
+        tokens: number of tokens to price; None for those of the configuration's [train].
+        on_role: function that is called before each role.
+    """
+    return price(plan_job(job.cfg, job.sizes, job.machine.device, on_role), job, tokens)
+
+
+def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
+    """Turn the counts of a plan into an answer. The other arguments are those of `answer_job`."""
+    fabric = job.machine.fabric
+    cfg = job.cfg
+    pieces = families.pieces(cfg.model)
+    places = _places_by_role(plan)
+    works = {numbers[0]: plan.roles[numbers[0]].works for numbers in places}
+    # `step_time` lets a place that is left out repeat the one before it, so each change of role is named.
+    for place, role in plan.roles.items():
+        if place and role is not plan.roles[place - 1]:
+            works[place] = role.works
+    later = sent_after(cfg.pipeline, job.sizes["pp"], plan.n_microbatches) if plan.table else {}
+    step = step_time.step_time(works, plan.table, fabric, job.sizes, plan.n_microbatches, later)
+    per_token = cost.flops_per_token(pieces, cfg.data.seq_len, cfg.data.mask_prob, cfg.data.decoder_length)
+    if tokens is None:
+        tokens = float(cfg.end(0, 0).samples * cfg.data.seq_len)
+    tokens_per_step = cfg.batch.global_batch_size * cfg.data.seq_len
+    spent = budget(step.seconds, tokens_per_step, per_token, job.world, fabric, cfg.precision.params, tokens)
+    roles = []
+    for numbers in places:
+        role = plan.roles[numbers[0]]
+        per_place = job.world // job.sizes["pp"]
+        ranks = [(place * per_place, (place + 1) * per_place - 1) for place in numbers]
+        comparisons = compare_role(job, plan, numbers[0], pieces)
+        roles.append(
+            RoleAnswer(role, numbers, ranks, traffic(role, fabric, job.sizes), totals(role).flops, comparisons)
+        )
+    return Answer(
+        job=job,
+        plan=plan,
+        roles=roles,
+        parameters=cost.n_parameters(pieces),
+        step=step,
+        bubble=compare_bubble(job, plan),
+        tokens=tokens,
+        budget=spent,
+    )
+
+
+def _places_by_role(plan: Plan) -> list[list[int]]:
+    """The places of each role, in the order of their first place."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, role in plan.roles.items():
+        places[id(role)].append(place)
+    return list(places.values())
+
+
+def traffic(role: Role, fabric: Fabric, sizes: dict[str, int]) -> list[Traffic]:
+    """Add up the messages of one rank's step by axis and kind, those of repeated microbatches included."""
+    times = time_rank(role.works, fabric, role.rank, groups_of(sizes, role.rank))
+    n_run = role.n_microbatches - role.repeated
+    rows: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    for timed in times.streams.messages:
+        work = role.works[timed.number]
+        message = work.message
+        assert message is not None
+        repeats = times_repeated(work, n_run, role.n_microbatches)
+        row = rows[message.axis, message.collective, message.n_ranks]
+        for i, value in enumerate((1, message.n_bytes, timed.seconds, timed.exposed_s)):
+            row[i] += repeats * value
+    found = []
+    for (axis, collective, n_ranks), (count, n_bytes, seconds, exposed_s) in rows.items():
+        timed = (None, None) if collective in POINT_TO_POINT else (seconds, exposed_s)
+        found.append(Traffic(axis, collective, n_ranks, round(count), round(n_bytes), *timed))
+    return sorted(found, key=lambda one: -one.n_bytes)
+
+
+def as_dict(answer: Answer) -> dict[str, Any]:
+    """The answer in JSON's types."""
+    job, plan, step = answer.job, answer.plan, answer.step
+    machine = job.machine
+    return {
+        "config": job.cfg.model_dump(),
+        "world": job.world,
+        "mesh": job.sizes,
+        "device": machine.device.type,
+        "parameters": answer.parameters,
+        "microbatches": plan.n_microbatches,
+        "run_microbatches": plan.run_microbatches,
+        "extrapolated": plan.run_microbatches < plan.n_microbatches,
+        "fits": answer.fits,
+        "memory": machine.memory._asdict(),
+        "stages": plan.stages,
+        "roles": [_role_as_dict(role) for role in answer.roles],
+        "prediction": {
+            "fabric": {"name": machine.fabric_name, **machine.fabric.model_dump()},
+            "held_out_error": machine.fabric.gpu.held_out_error,
+            "step": step._replace(timeline=None)._asdict() | {"timeline": _timeline(step)},
+            "bubble": answer.bubble and _comparison_as_dict(answer.bubble),
+            "tokens": answer.tokens,
+            "budget": answer.budget._asdict(),
+        },
+    }
+
+
+def _role_as_dict(role: RoleAnswer) -> dict[str, Any]:
+    plan = role.plan
+    return {
+        "rank": plan.rank,
+        "places": role.places,
+        "ranks": role.ranks,
+        "peak_bytes": plan.peak.peak_bytes,
+        "peak_action": plan.peak.action,
+        "at_peak": plan.peak.at_peak,
+        "held": plan.held,
+        "spans": [span._asdict() for span in plan.spans],
+        "messages": [row._asdict() for row in role.traffic],
+        "flops": role.flops,
+        "formulas": [_comparison_as_dict(one) for one in role.comparisons],
+    }
+
+
+def _comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
+    return comparison._asdict() | {"difference": comparison.difference}
+
+
+def _timeline(step: StepTime) -> list[list[dict[str, Any]]] | None:
+    """The simulated schedule, one list for each place; None without a pipeline."""
+    if step.timeline is None:
+        return None
+    rows = []
+    for row in step.timeline.rows:
+        rows.append([{"action": str(one.action), "start_s": one.start, "end_s": one.end} for one in row])
+    return rows

@@ -1,0 +1,135 @@
+"""Counts beside the formulas of the literature (`formulas.py`), where a formula exists for the case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dtmega.ops.cost import Piece
+from dtmega.pipelining.table import simulate, stages_per_rank
+from dtmega.planning import formulas
+from dtmega.planning.answers.job import Job
+from dtmega.planning.ledger import Span
+from dtmega.planning.plan import Plan, in_flight
+from dtmega.planning.role import GRADIENTS, MOMENTS, PARAMETERS
+
+BLOCKS = "activations of "  # beginning of the owners that are blocks
+GPT_LIKE = ("bloom", "gpt")  # families with the layer of Korthikanti et al.: two norms, two biased products, dropout
+WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules that Narayanan et al. have a formula for
+HALF = ("bfloat16", "float16")
+
+
+class Comparison(NamedTuple):
+    """A formula beside a count.
+
+    Attributes:
+        what: the quantity.
+        unit: "bytes", or "share" for a fraction of the step.
+        counted: the count.
+        formula: the formula's value.
+        source: where the formula stands, and what it leaves out.
+    """
+
+    what: str
+    unit: str
+    counted: float
+    formula: float
+    source: str
+
+    @property
+    def difference(self) -> float:
+        """The formula's error, relative to the count; 0 if both are 0."""
+        if self.counted == 0:
+            return 0.0
+        return self.formula / self.counted - 1
+
+
+def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Comparison]:
+    """Compare the memory of a place in the pipeline with formulas.
+
+    Args:
+        job: the configuration on its layout.
+        plan: the plan of the job.
+        place: place in the pipeline.
+        pieces: pieces of the whole model.
+    """
+    mine = _pieces_of(plan, place, pieces)
+    found = [_states(job, plan, place, mine)]
+    cfg = job.cfg
+    is_like_gpt = cfg.model.name in GPT_LIKE and cfg.precision.params in HALF
+    has_layers = any(piece.is_layer for piece in mine)
+    if is_like_gpt and has_layers and cfg.recompute.method == "uniform" and cfg.recompute.layers == 1:
+        found.append(_activations(job, plan, place, mine))
+    return found
+
+
+def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces that a place in the pipeline holds."""
+    if plan.table is None:
+        return list(pieces)
+    numbers = {action.stage for action in plan.table[place]}
+    names = {name for number in numbers for name in plan.stages[number]}
+    return [piece for piece in pieces if piece.name in names]
+
+
+def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
+    """Weights, gradients and moments, at the moment at which most of them stand."""
+    elements = sum(piece.elements for piece in mine)
+    if plan.table is not None:
+        # Another stage that shares a weight holds a copy.
+        elements += sum(piece.shared for piece in mine)
+    n = job.sizes["dp_shard"] * job.sizes["cp"]
+    stage = 3 if n > 1 else 0
+    formula = formulas.zero_bytes(elements / job.sizes["tp"], n, stage)
+    counted = max(map(_bytes_of_states, plan.roles[place].spans))
+    source = (
+        f"ZeRO stage {stage}, 16 bytes a parameter over {n} ranks (arXiv:1910.02054); it divides evenly, and leaves "
+        f"out norms and biases that every tp rank holds"
+    )
+    return Comparison("weights, gradients and moments", "bytes", counted, formula, source)
+
+
+def _bytes_of_states(span: Span) -> int:
+    return sum(span.at_peak.get(owner, 0) for owner in (PARAMETERS, GRADIENTS, MOMENTS))
+
+
+def activation_bytes(at_peak: dict[str, int]) -> int:
+    """The bytes that blocks keep for backward."""
+    return sum(n_bytes for owner, n_bytes in at_peak.items() if owner.startswith(BLOCKS))
+
+
+def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
+    """The activations of all layers in flight, where most of them stand."""
+    cfg, sizes = job.cfg, job.sizes
+    layers = sum(piece.is_layer for piece in mine)
+    flight = 1.0
+    if plan.table is not None:
+        n_stages = len({action.stage for action in plan.table[place]})
+        flight = in_flight(plan.table)[place] / n_stages
+    # Attention keeps no scores, whatever is recomputed; Megatron's "selective" is the case without them.
+    recompute = "full" if cfg.recompute.mode == "full" else "selective"
+    assert cfg.model.name in GPT_LIKE
+    per_layer = formulas.activation_bytes_per_layer(
+        cfg.data.seq_len // sizes["cp"],
+        cfg.batch.micro_batch_size,
+        cfg.model.hidden_size,
+        cfg.model.n_heads,
+        sizes["tp"],
+        sizes["tp"] > 1 and cfg.mesh.sequence_parallel,
+        recompute,
+    )
+    counted = max(activation_bytes(span.at_peak) for span in plan.roles[place].spans)
+    each = "2 s b h" if recompute == "full" else "34 s b h"
+    source = f"Megatron's {each} without scores for {layers * flight:g} layers in flight (arXiv:2205.05198, table 2)"
+    return Comparison("activations of layers", "bytes", counted, per_layer * layers * flight, source)
+
+
+def compare_bubble(job: Job, plan: Plan) -> Comparison | None:
+    """The simulated schedule's bubble with equal stages, beside a formula; None where there is no formula."""
+    pipeline = job.cfg.pipeline
+    if plan.table is None or pipeline.csv or pipeline.schedule not in WITH_BUBBLE:
+        return None
+    over_ideal = formulas.bubble_over_ideal(job.sizes["pp"], plan.n_microbatches, stages_per_rank(pipeline))
+    source = "(p - 1) / (m v) of the ideal time (arXiv:2104.04473, section 2.2), for stages that take equally long"
+    share = over_ideal / (1 + over_ideal)
+    return Comparison("bubble with equal stages", "share", simulate(plan.table).bubble, share, source)

@@ -1,0 +1,137 @@
+"""`train.py --dry-run`: the refusals of a start, the split of the batch and each rank's memory, and nothing else.
+
+    torchrun --nproc-per-node 2 train.py --config bloom.toml --mesh.tp 2 --dry-run
+    python train.py --config bloom-176b.toml --dry-run --world 384 --mesh.tp 4 --mesh.pp 12 --memory 80GiB
+
+Configuration and data are read as in training, on all ranks. The first rank then plans the roles and prints the answer.
+The run directory is neither read nor touched, and no process group is made.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtmega import config, mesh
+from dtmega.distributed import exit_codes, process
+from dtmega.distributed.agreement import Refused, Startup
+from dtmega.files import console
+from dtmega.ops import cost
+from dtmega.planning.answers import text
+from dtmega.planning.answers.job import Job, Machine, machine_of, priced, with_dtype
+from dtmega.planning.plan import plan_job
+from dtmega.training import accumulation, start
+from dtmega.training.start import Elsewhere
+
+FLAG = "--dry-run"
+OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve")
+INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
+FIRST = "dry run: nothing was started or written"
+
+
+def main(argv: list[str]) -> int:
+    """Make a dry run. Returns the exit code."""
+    try:
+        return _run(argv, Startup())
+    except Refused as refused:
+        return refused.exit_code
+    except KeyboardInterrupt:
+        console.say("dtmega: interrupted")
+        return INTERRUPTED
+
+
+def _run(argv: list[str], startup: Startup) -> int:
+    with startup.step("options of the dry run"):
+        given, rest = separate(argv)
+        elsewhere, machine = read_options(given, rest, startup.size)
+    settings = start.read_configuration(rest, startup, elsewhere)
+    opened, batches = start.open_data(settings, startup)
+    batches.close()
+    with startup.step("plan") as step:
+        if startup.rank == 0:
+            job = priced(Job(with_dtype(settings.cfg, settings.device), settings.sizes, machine))
+            plan = plan_job(job.cfg, job.sizes, machine.device, lambda done, n: _progress(startup, done, n))
+            lines = [FIRST, f"data: {console.counted(opened.samples('train').n_tokens, 'training token')}"]
+            lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
+            print(text.dry_run(job, plan, cost.n_parameters(settings.pieces), [*lines, *opened.notes]), flush=True)
+            fits = machine.memory.holds(plan.fullest.peak.peak_bytes)
+            step.send = exit_codes.DOES_NOT_FIT if machine.memory.is_given and not fits else exit_codes.DONE
+    code = step.received
+    startup.leave()
+    if code:
+        process.tell_agent("the run does not fit into --memory")
+    return code
+
+
+def _progress(startup: Startup, done: int, all_roles: int) -> None:
+    startup.heartbeat()
+    console.say(f"dtmega: role {done + 1} of {all_roles}")
+
+
+def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Separate the options of a dry run from the arguments of the run.
+
+    Raises:
+        ValueError: an option has no value, or is given twice.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag == FLAG:
+            continue
+        if flag not in OPTIONS:
+            rest.append(word)
+            # The value of a key may be anything, also a word that looks like an option.
+            if not equals and flag.startswith("--") and (following := next(words, None)) is not None:
+                rest.append(following)
+            continue
+        if not equals:
+            value = next(words, "")
+        if flag in given:
+            raise ValueError(f"{flag} is given twice (--dry-run)")
+        if not value or value.startswith("--"):
+            raise ValueError(f"{flag} needs a value (--dry-run)")
+        given[flag] = value
+    return given, rest
+
+
+def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tuple[Elsewhere | None, Machine]:
+    """Find out which processes a dry run is for: those of this job, or those that its options describe.
+
+    Args:
+        given: the options by name, with the text of their values.
+        argv: arguments of the run.
+        n_processes: number of processes of this job.
+
+    Returns:
+        The processes, None for those of this job, and what they run on.
+
+    Raises:
+        ValueError: a value is wrong, or --world contradicts the number of processes.
+    """
+    world = given.get("--world")
+    if world is not None and not (world.isdecimal() and int(world) > 0):
+        raise ValueError(f"--world {world:.80}: expected a whole number of 1 or more (--dry-run)")
+    if world is not None and n_processes > 1 and int(world) != n_processes:
+        raise ValueError(
+            f"--world {world}, but there are {n_processes} processes: expected --world without torchrun, or no --world"
+        )
+    kind = given.get("--device")
+    if kind not in (None, "cuda", "cpu"):
+        raise ValueError(f"--device {kind:.80}: expected cuda or cpu (--dry-run)")
+    device = None
+    if world is None and kind is None:
+        device = mesh.pick_device(config.load(argv).run.device)
+        kind = device.type
+    elif kind is None:
+        # Somebody else's processes: those of a cluster, unless the configuration says otherwise.
+        kind = "cpu" if config.load(argv).run.device == "cpu" else "cuda"
+    machine = machine_of(kind, given.get("--fabric", ""), given.get("--memory"), given.get("--reserve"))
+    if device is None:
+        return Elsewhere(int(world or n_processes), machine.device, machine.gpu_bytes), machine
+    if kind == "cuda" and not machine.memory.is_given and "--fabric" not in given:
+        properties = torch.cuda.get_device_properties(device)
+        own = machine.memory._replace(n_bytes=properties.total_memory, source=properties.name)
+        machine = machine._replace(memory=own)
+    return None, machine

@@ -1,0 +1,227 @@
+"""The answer of a plan in plain text, from what matters most to the details."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from dtmega.files.console import counted
+from dtmega.pipelining.table import ACTION
+from dtmega.planning.answers.answer import Answer, RoleAnswer, Traffic
+from dtmega.planning.answers.comparisons import BLOCKS, Comparison
+from dtmega.planning.answers.job import Job, Memory
+from dtmega.planning.plan import Plan
+from dtmega.training.out_of_memory import keys_to_turn
+
+CPU_ONLY = "for the CPU path only: ranks on CPUs with gloo; a GPU holds and computes other things (--device cuda)"
+SHOWN_SHARE = 0.01  # owners with less than this share of the peak are added up
+ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
+
+def write(answer: Answer) -> str:
+    """The whole answer."""
+    lines = headline(answer.job, answer.parameters, answer.plan.n_microbatches)
+    lines += [extrapolation(answer.plan), "", *fit(answer.plan, answer.job.machine.memory), "", *prediction(answer)]
+    for role in answer.roles:
+        lines += ["", *_role(role, answer)]
+    return "\n".join(lines)
+
+
+def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
+    """The first lines: for which device, which model, which layout, which batch."""
+    cfg = job.cfg
+    axes = " x ".join(f"{axis} {size}" for axis, size in job.sizes.items() if size > 1) or "one rank"
+    schedule = f", schedule {cfg.pipeline.csv or cfg.pipeline.schedule}" if job.sizes["pp"] > 1 else ""
+    lines = [CPU_ONLY] if job.machine.device.type == "cpu" else []
+    return [
+        *lines,
+        f"{cfg.model.name}: {parameters:,} parameters, {cfg.precision.params} on {job.world:,} x "
+        f"{job.machine.device.type} ({axes}{schedule})",
+        f"a step: {cfg.batch.global_batch_size:,} sequences of {cfg.data.seq_len:,} tokens = "
+        f"{counted(job.data_size, 'data rank')} x {counted(n_microbatches, 'microbatch')} x "
+        f"{cfg.batch.micro_batch_size}",
+    ]
+
+
+def extrapolation(plan: Plan) -> str:
+    """How much of the step was run."""
+    if plan.run_microbatches == plan.n_microbatches:
+        return "counted: the real step, all microbatches, without values"
+    return (
+        f"counted: the real step, without values; steady state extrapolated from {plan.run_microbatches} of "
+        f"{plan.n_microbatches} microbatches"
+    )
+
+
+def fit(plan: Plan, memory: Memory) -> list[str]:
+    """Whether the fullest rank fits, and how much each role holds."""
+    peak = plan.fullest.peak.peak_bytes
+    holds = memory.holds(peak)
+    sign = "<=" if holds else ">"
+    lines = [
+        f"{'fits' if holds else 'DOES NOT FIT'}: peak {size(peak)} + reserve {size(memory.reserve_bytes)} {sign} "
+        f"{size(memory.n_bytes)}" + ("" if holds else f"; turn first: {', '.join(keys_to_turn(plan.cfg)[:3])}"),
+        f"  memory: {memory.source}",
+        f"  reserve for what no tensor can use: {memory.reserve_source}",
+    ]
+    roles: dict[int, list[int]] = defaultdict(list)
+    for place, role in plan.roles.items():
+        roles[id(role)].append(place)
+    for places in roles.values():
+        role = plan.roles[places[0]]
+        lines.append(
+            f"  {_where(places, plan)}: peak {size(role.peak.peak_bytes)} in {action(role.peak.action, plan)}, "
+            f"{size(sum(role.held.values()))} between steps"
+        )
+    return lines
+
+
+def prediction(answer: Answer) -> list[str]:
+    """The time of a step and what the run costs, marked as a prediction."""
+    step, spent, machine = answer.step, answer.budget, answer.job.machine
+    gpu = machine.fabric.gpu
+    error = gpu.held_out_error
+    how_far = f"mean error of its fit on held-out figures {error:.1%}" if error else "its error is not known"
+    compute = step.compute_s / step.seconds
+    exposed = step.exposed_communication_s / step.seconds
+    kinds = []
+    for kind, seconds in _largest(step.compute_by_action):
+        kinds.append(f"{ACTIONS.get(kind, kind)} {seconds / step.seconds:.1%}")
+    lines = [
+        f"predicted, not measured (fabric {machine.fabric_name}: {gpu.name}; {how_far}):",
+        f"  step {duration(step.seconds)}: computing {compute:.1%}, uncovered communication {exposed:.1%}, "
+        f"waiting in the pipeline {abs(step.bubble_fraction):.1%}",
+        f"  computing: {', '.join(kinds)}",
+        f"  {spent.tokens_per_s:,.0f} tokens/s, {spent.tokens_per_s_per_gpu:,.0f} for each rank; MFU {spent.mfu:.1%}",
+        f"  {answer.tokens:.4g} tokens: {spent.days:,.3g} days, {spent.gpu_hours:,.3g} hours of one device, "
+        f"{spent.energy_kwh:,.3g} kWh, {spent.cost:,.3g} {spent.currency}, without restarts and evaluations",
+    ]
+    if answer.bubble is not None:
+        lines.append(f"  {_compared(answer.bubble)}")
+    return lines
+
+
+def _role(role: RoleAnswer, answer: Answer) -> list[str]:
+    """The details of one role."""
+    plan = role.plan
+    n = sum(last - first + 1 for first, last in role.ranks)
+    lines = [f"{_where(role.places, answer.plan)} ({counted(n, 'rank')}, counted on rank {plan.rank})"]
+    lines.append(f"  memory at the peak, in {action(plan.peak.action, answer.plan)}:")
+    lines += _owners(plan.peak.at_peak)
+    lines.append("  held between steps:")
+    lines += _owners(plan.held)
+    if role.traffic:
+        lines.append("  messages of a step:")
+        lines += [f"    {line}" for line in _messages(role.traffic)]
+    total = sum(role.flops.values())
+    lines.append(f"  {total:.4g} FLOPs a step:")
+    for operator, flops in _largest(role.flops):
+        lines.append(f"    {operator:<42} {flops:>10.3g} {flops / total:>7.1%}")
+    lines.append("  beside formulas:")
+    lines += [f"    {_compared(one)}" for one in role.comparisons]
+    return lines
+
+
+def _where(places: Sequence[int], plan: Plan) -> str:
+    """The places of a role in words."""
+    if plan.table is None:
+        return "every rank"
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"pipeline place{'s' if len(places) > 1 else ''} {', '.join(parts)} of {len(plan.roles)}"
+
+
+def grouped(owners: Mapping[str, int]) -> dict[str, int]:
+    """The owners with all blocks in one entry and small owners in another one, largest first."""
+    blocks = [name for name in owners if name.startswith(BLOCKS)]
+    result: dict[str, int] = defaultdict(int)
+    for owner, n_bytes in owners.items():
+        name = f"activations of {counted(len(blocks), 'block')}" if owner in blocks else owner
+        result[name] += n_bytes
+    total = sum(result.values())
+    small = {name: n_bytes for name, n_bytes in result.items() if n_bytes < SHOWN_SHARE * total}
+    if len(small) > 1:
+        for name in small:
+            del result[name]
+    ordered = dict(sorted(result.items(), key=lambda one: -one[1]))
+    if len(small) > 1:
+        ordered[f"{len(small)} smaller ones"] = sum(small.values())
+    return ordered
+
+
+def _owners(owners: Mapping[str, int]) -> list[str]:
+    total = max(1, sum(owners.values()))
+    lines = []
+    for owner, n_bytes in grouped(owners).items():
+        lines.append(f"    {owner:<42} {size(n_bytes):>10} {n_bytes / total:>7.1%}")
+    return lines
+
+
+def _messages(rows: Sequence[Traffic]) -> list[str]:
+    lines = []
+    for row in rows:
+        covered = "in the schedule"
+        if row.seconds is not None and row.exposed_s is not None:
+            share = 1 - row.exposed_s / row.seconds if row.seconds else 1.0
+            covered = f"{duration(row.seconds)}, {max(share, 0):.0%} covered by computing"
+        what = f"{row.axis} ({row.n_ranks}) {row.collective}"
+        lines.append(f"{what:<34} {row.n_messages:>7,} x, {size(row.n_bytes):>10}, {covered}")
+    return lines
+
+
+def _compared(one: Comparison) -> str:
+    if one.unit == "bytes":
+        values = f"counted {size(one.counted)}, formula {size(one.formula)}"
+    else:
+        values = f"counted {one.counted:.2%}, formula {one.formula:.2%}"
+    difference = f"{one.difference:+.1%}" if abs(one.difference) >= 5e-4 else "equal"
+    return f"{one.what}: {values} ({difference}); {one.source}"
+
+
+def _largest(values: Mapping[str, float], n: int = 6) -> list[tuple[str, float]]:
+    """The largest entries, and the sum of the others."""
+    ordered = sorted(values.items(), key=lambda one: -one[1])
+    rest = ordered[n:]
+    if len(rest) > 1:
+        return [*ordered[:n], (f"{len(rest)} others", sum(value for _, value in rest))]
+    return ordered
+
+
+def action(name: str, plan: Plan) -> str:
+    """An action in words: "3F7" is forward of microbatch 7 on stage 3. Names of phases stay."""
+    matched = ACTION.fullmatch(name)
+    if matched is None:
+        return name
+    stage, letter, microbatch = matched.groups()
+    of_stage = f" on stage {stage}" if plan.table is not None else ""
+    return f"{ACTIONS[letter]} of microbatch {microbatch}{of_stage}"
+
+
+def dry_run(job: Job, plan: Plan, parameters: int, first_lines: Sequence[str]) -> str:
+    """The answer of `train --dry-run`: what a start would find out, without anything that is predicted."""
+    lines = [*first_lines, *headline(job, parameters, plan.n_microbatches), extrapolation(plan)]
+    return "\n".join([*lines, *fit(plan, job.machine.memory)])
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes with three digits: 68 GiB, 1.25 MiB, 640 B."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.3g} {unit}" if n_bytes < 1000 * factor else f"{n_bytes / factor:.0f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """A time with three digits: 1.25 s, 340 ms, 12 us."""
+    unit, factor = "us", 1e-6
+    if seconds >= 1e-3:
+        unit, factor = "ms", 1e-3
+    if seconds >= 1:
+        unit, factor = "s", 1.0
+    value = seconds / factor
+    return f"{value:,.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"

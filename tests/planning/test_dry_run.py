@@ -1,0 +1,151 @@
+"""`train.py --dry-run`: the refusals of training, the memory of the plan, and nothing that is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtmega import train
+from dtmega.__main__ import main as command
+from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.distributed import exit_codes, process
+from dtmega.planning.answers import dry_run, text
+from dtmega.planning.plan import Plan
+from tests.planning.small import KEYS, LAYOUT, ROOT
+from tests.planning.test_plan_command import stand_in
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Some documents of bytes."""
+    prefix = str(tmp_path_factory.mktemp("corpus") / "text")
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for n in range(40):
+            writer.add([(7 * n + i) % 256 for i in range(80)])
+    return prefix
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, corpus: str) -> list[str]:
+    return [*KEYS, "--run.dir", str(tmp_path / "run"), "--data.path", corpus]
+
+
+def dry(argv: list[str], capsys: Any) -> tuple[int, str, str]:
+    code = train.main([*argv, "--dry-run"])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def planned(small_plan: Plan, monkeypatch) -> Plan:
+    """The small plan is what `plan_job` answers, whatever the run directory and data."""
+
+    def answered(cfg: Any, sizes: Any, device: Any, on_role: Any) -> Plan:
+        cfg = cfg.model_copy(update={"run": small_plan.cfg.run, "data": small_plan.cfg.data})
+        return stand_in(small_plan)(cfg, sizes, device, on_role)
+
+    monkeypatch.setattr(dry_run, "plan_job", answered)
+    return small_plan
+
+
+def test_a_dry_run_tells_the_bytes_of_the_plan(arguments: list[str], planned: Plan, capsys):
+    code, out, err = dry([*arguments, *LAYOUT], capsys)
+    assert (code, err) == (exit_codes.DONE, "dtmega: role 1 of 1\n")
+    for role in planned.roles.values():
+        assert f"peak {text.size(role.peak.peak_bytes)} in" in out
+        assert f"{text.size(sum(role.held.values()))} between steps" in out
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_run_directory_is_not_touched(is_there: bool, arguments: list[str], planned: Plan, tmp_path: Path, capsys):
+    run_dir = tmp_path / "run"
+    if is_there:
+        run_dir.mkdir()
+        (run_dir / process.LOCK).touch()
+        before = run_dir.stat().st_mtime_ns
+    assert dry([*arguments, *LAYOUT], capsys)[0] == exit_codes.DONE
+    assert dry([*arguments, *LAYOUT, "--mesh.tp", "3"], capsys)[0] == exit_codes.REFUSED
+    if is_there:
+        assert (run_dir.stat().st_mtime_ns, [path.name for path in run_dir.iterdir()]) == (before, [process.LOCK])
+    else:
+        assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(("memory", "code"), [("1TiB", exit_codes.DONE), ("1MiB", exit_codes.DOES_NOT_FIT)])
+def test_a_run_that_does_not_fit_ends_with_4(memory: str, code: int, arguments: list[str], planned: Plan, capsys):
+    assert dry([*arguments, *LAYOUT, "--memory", memory], capsys)[0] == code
+
+
+REFUSED = {
+    "heads": ["--world", "3", "--mesh.tp", "3"],
+    "mesh": ["--world", "4", "--mesh.tp", "3"],
+    "batch": ["--world", "16"],
+    "schedule": ["--world", "8", "--mesh.pp", "8"],
+    "key": ["--world", "2", "--mesh.tq", "2"],
+    "value": ["--world", "2", "--mesh.tp", "two"],
+    "recompute": ["--world", "2", "--mesh.pp", "2", "--recompute.mode", "selective", "--compile.enable", "true"],
+    "fabric": ["--world", "2", "--fabric", "h100-ip"],
+    "memory": ["--world", "2", "--memory", "80GiBs"],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_is_refused_with_the_words_of_training(case: str, arguments: list[str], capsys):
+    code, out, err = dry([*arguments, *REFUSED[case]], capsys)
+    assert (code, out) == (exit_codes.REFUSED, "")
+    assert command(["plan", *arguments, *REFUSED[case]]) == exit_codes.REFUSED
+    assert capsys.readouterr().err.replace("dtmega plan: ", "dtmega: ") == err
+
+
+def test_missing_data_is_refused_as_in_training(arguments: list[str], capsys):
+    elsewhere = [*arguments, "--data.path", "/nowhere/text"]
+    assert train.main(elsewhere) == exit_codes.REFUSED
+    _, in_training = capsys.readouterr()
+    assert dry(elsewhere, capsys) == (exit_codes.REFUSED, "", in_training)
+    assert "/nowhere/text" in in_training
+
+
+def test_the_options_of_a_dry_run_are_no_keys_of_a_run(arguments: list[str], capsys):
+    assert train.main([*arguments, "--memory", "80GiB"]) == exit_codes.REFUSED
+    assert "--memory" in capsys.readouterr().err
+
+
+def test_the_number_of_ranks_of_a_job_is_that_of_torchrun():
+    with pytest.raises(ValueError, match="--world 4, but there are 2 processes"):
+        dry_run.read_options({"--world": "4"}, [], 2)
+
+
+def test_an_option_without_value_is_refused(arguments: list[str], capsys):
+    code, out, err = dry([*arguments, "--world"], capsys)
+    assert (code, out, err) == (exit_codes.REFUSED, "", "dtmega: --world needs a value (--dry-run)\n")
+
+
+@pytest.mark.full
+def test_under_torchrun_the_answer_is_printed_once(arguments: list[str], tmp_path: Path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv = [*launch, "train.py", *arguments, "--run.device", "cpu", "--dry-run"]
+    done = subprocess.run(argv, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.count("dry run: nothing was started")) == (0, 1), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_ctrl_c_in_the_midst_of_a_role_leaves_in_one_line(after_s: float):
+    argv = [sys.executable, "-m", "dtmega", "plan", *KEYS, *LAYOUT]
+    running = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert running.stderr is not None
+    assert re.fullmatch("dtmega plan: role 1 of 1\n", running.stderr.readline())
+    time.sleep(after_s)
+    os.killpg(running.pid, signal.SIGINT)
+    _, err = running.communicate(timeout=120)
+    assert (running.returncode, err) == (130, "dtmega plan: interrupted\n")
