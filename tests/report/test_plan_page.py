@@ -26,7 +26,7 @@ pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.
 from dtmega.report.plan_page import check_page, write_plan_page
 from dtmega.report.plan_page.memory import HELD, LIMIT
 
-ARGUMENTS = "--config bloom.toml --mesh.pp 2 --mesh.dp_shard 1 --batch.micro_batch_size 2 --model.n_layers 2"
+ARGUMENTS = ["--config", "bloom.toml", "--mesh.pp", "2", "--batch.micro_batch_size", "2", "--model.n_layers", "2"]
 N_MICROBATCHES = 4
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 
@@ -35,7 +35,7 @@ UNITS = {"MiB": 2**20, "GiB": 2**30}
 def planned() -> tuple[Plan, StepTime]:
     """The plan of a small BLOOM on two pipeline ranks with a GPU in name only, and its time."""
     device = torch.device("cuda", 0)
-    cfg = families.resolve(config.load(ARGUMENTS.split()))
+    cfg = families.resolve(config.load(ARGUMENTS))
     sizes = mesh.resolve(cfg.mesh, 2)
     cfg = parallelize.with_params_dtype(parallelize.with_micro_batch_size(cfg, sizes), "bfloat16")
     parallelize.check(cfg, sizes, device)
@@ -51,8 +51,9 @@ def planned() -> tuple[Plan, StepTime]:
 def html(planned: tuple[Plan, StepTime], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page about a device with 1 GiB, of which 0.95 GiB are the reserve."""
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    memory = {"memory_bytes": 2**30, "reserve_bytes": 973 * 2**20}
-    write_plan_page(*planned, path, command=f"dtmega plan {HOSTILE}", fabric=HOSTILE, **memory)
+    command = f"dtmega plan {HOSTILE}"
+    plan, time = planned
+    write_plan_page(plan, time, path, command=command, fabric=HOSTILE, memory_bytes=2**30, reserve_bytes=973 * 2**20)
     return path.read_text(encoding="utf-8")
 
 
@@ -131,13 +132,13 @@ def test_a_line_stands_at_the_memory_of_the_device_without_the_reserve(planned, 
 def test_a_job_fits_if_its_highest_peak_is_at_most_the_usable_memory(planned, missing_bytes, verdict, tmp_path: Path):
     memory_bytes = planned[0].fullest.peak.peak_bytes + 1000 - missing_bytes
     path = tmp_path / "plan.html"
-    write_plan_page(*planned, path, memory_bytes=memory_bytes, reserve_bytes=1000)
+    write_plan_page(planned[0], planned[1], path, memory_bytes=memory_bytes, reserve_bytes=1000)
     (said,) = re.findall(r'<p class="verdict">(.*?)</p>', path.read_text())
     assert Tags(said).text.startswith(f"{verdict} the fullest rank, 1, holds")
 
 
 def test_a_line_far_above_the_areas_is_said_instead_of_drawn(planned, tmp_path: Path):
-    write_plan_page(*planned, tmp_path / "plan.html", memory_bytes=80 * 2**30, reserve_bytes=6 * 2**30)
+    write_plan_page(planned[0], planned[1], tmp_path / "plan.html", memory_bytes=80 * 2**30, reserve_bytes=6 * 2**30)
     html = (tmp_path / "plan.html").read_text()
     assert all(LIMIT not in panel for panel in panels_of(html))
     assert "memory minus the reserve, 74 GiB, is far above" in Tags(html).text
@@ -222,7 +223,7 @@ def test_a_plan_without_a_pipeline_and_without_a_fabric_has_its_memory_alone(pla
 
 def test_the_cost_of_the_run_is_that_of_the_budget(planned, tmp_path: Path):
     cost = budget.Budget(2e6, 1e6, 0.41, 12.5, 600, 420, 1234, "EUR", 0.07)
-    write_plan_page(*planned, tmp_path / "plan.html", budget=cost)
+    write_plan_page(planned[0], planned[1], tmp_path / "plan.html", budget=cost)
     said = Tags((tmp_path / "plan.html").read_text()).text
     for part in ("tokens/s 2 M", "MFU 41.0%", "(12.5 days)", "GPU-hours 600", "420 kWh", "1.23 K EUR", "7.0%"):
         assert part in said
@@ -233,7 +234,10 @@ def test_a_page_that_cannot_be_written_is_refused_in_one_line(place: str, planne
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    for refused in (lambda: check_page(tmp_path / place), lambda: write_plan_page(*planned, tmp_path / place)):
+    for refused in (
+        lambda: check_page(tmp_path / place),
+        lambda: write_plan_page(planned[0], planned[1], tmp_path / place),
+    ):
         with pytest.raises(ValueError, match=r"^cannot write the page to [^\n]*, expected [^\n]* \(--page\)$"):
             refused()
     assert sorted(tmp_path.rglob("*")) == before

@@ -30,7 +30,7 @@ MEMORY_NOTE = (
 
 
 PLACE_NOTE = (
-    "A place is one of the pipeline's ranks. The ranks of other axes at the same place do alike, and places with the same "
+    "A place is one of the pipeline's ranks. Ranks that differ in other axes do alike, and places with the same "
     "work share a plan."
 )
 
