@@ -84,7 +84,9 @@ def describe(table: Table, name: str) -> str:
     return f"{name} · {sizes} · bubble {bubble:.1f} %"
 
 
-def svg(table: Table, title: str, timeline: Timeline | None = None, until_s: float = 0) -> str:
+def svg(
+    table: Table, title: str, timeline: Timeline | None = None, until_s: float = 0, *, fits_page: bool = False
+) -> str:
     """The table's timeline as an SVG element.
 
     The width of a cell shows how long its action takes. Each cell shows the number of the microbatch and, below that
@@ -95,12 +97,14 @@ def svg(table: Table, title: str, timeline: Timeline | None = None, until_s: flo
         title: text above the picture; '' to leave out both the title and the space for a title.
         timeline: the table's timeline in seconds; None for F = I = W = 1, B = 2, and transfers that take no time.
         until_s: end of the rows, in seconds, if something follows the last action.
+        fits_page: True to draw a timeline in seconds as wide as a page, however narrow the cells become; False to let
+            the median action have the width of a forward.
     """
     if timeline is None:
         timeline = simulate(table)
         clock = _in_forwards(timeline)
     else:
-        clock = _in_seconds(timeline, until_s)
+        clock = _in_seconds(timeline, until_s, fits_page=fits_page)
     stages_of_ranks = stages_in(table)
     width = max(math.ceil(LEFT + clock.end * clock.pixels + 20), LEAST_WIDTH)
     bottom = TOP + len(table) * (ROW + GAP)
@@ -135,13 +139,15 @@ def _in_forwards(timeline: Timeline) -> Clock:
     return Clock(end, UNIT, every, 1, "")
 
 
-def _in_seconds(timeline: Timeline, until_s: float) -> Clock:
-    """The axis of a timeline in seconds: the median action is at least as wide as one forward in other drawings."""
+def _in_seconds(timeline: Timeline, until_s: float, *, fits_page: bool) -> Clock:
+    """The axis of a timeline in seconds. The arguments are those of `svg`."""
     end_s = max(_last_end(timeline), until_s)
     durations_s = []
     for step in itertools.chain.from_iterable(timeline.rows):
         durations_s.append(step.end - step.start)
-    pixels = max(UNIT / statistics.median(durations_s), (PAGE_WIDTH - LEFT - 20) / end_s)
+    pixels = (PAGE_WIDTH - LEFT - 20) / end_s
+    if not fits_page:
+        pixels = max(pixels, UNIT / statistics.median(durations_s))
     power = 10.0 ** math.floor(math.log10(TICKS / pixels))
     every_s = next(step * power for step in (1, 2, 5, 10) if step * power * pixels >= TICKS)
     return Clock(end_s, pixels, every_s, *((1, "s") if every_s >= 1 else (1000, "ms")))

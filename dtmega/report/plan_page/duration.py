@@ -14,7 +14,7 @@ from dtmega.training.phases import COMPUTING
 
 MAX_ACTIONS = 12_000  # maximum number of actions in a schedule; larger schedules are not drawn
 SCHEDULE_NOTE = (
-    "Each row is a place in the pipeline and begins when its first weights are there. What follows the last action, "
+    "Each row is a place of the pipeline and begins when its first weights are there. What follows the last action, "
     "such as the optimizer, ends where the rows end. The times of an action appear under the pointer."
 )
 
@@ -22,7 +22,7 @@ SCHEDULE_NOTE = (
 def parts(time: StepTime) -> dict[str, tuple[float, str]]:
     """The parts of a step, means over the places of the pipeline: name -> (seconds, colour). They add up to the step.
 
-    The names are those of `StepTime`: kind of action or phase for computing time, "exposed: AXIS", and "bubble".
+    The names are those of `StepTime`: kind of action or phase for computing time, "exposed: AXIS", and `bubble_name`.
     """
     out: dict[str, tuple[float, str]] = {}
     for place, (kind, compute_s) in enumerate(time.compute_by_action.items()):
@@ -33,8 +33,16 @@ def parts(time: StepTime) -> dict[str, tuple[float, str]]:
             out[name] = compute_s, phase_colour("other" if kind == COMPUTING else kind, place)
     for axis, exposed_s in time.exposed_by_axis.items():
         out[f"exposed: {in_words(axis)}"] = exposed_s, EXPOSED
-    out["bubble"] = time.bubble_fraction * time.seconds, BUBBLE
+    out[bubble_name(time)] = time.bubble_fraction * time.seconds, BUBBLE
     return {name: part for name, part in out.items() if part[0]}
+
+
+def bubble_name(time: StepTime) -> str:
+    """The name of the time that is neither computing nor exposed communication.
+
+    Without a pipeline nothing remains but a small difference, because times of further microbatches are medians.
+    """
+    return "bubble" if time.timeline is not None else "rounding of further microbatches"
 
 
 def section(plan: Plan, time: StepTime | None, fabric: str) -> list[str]:
@@ -69,5 +77,10 @@ def _schedule(plan: Plan, time: StepTime) -> list[str]:
     out = [f"<h3>{text(title)}</h3>"]
     if n_actions > MAX_ACTIONS:
         return [*out, f'<p class="note">{n_actions:,} actions are too many to draw.</p>']
-    drawing = draw.svg(plan.table, "", time.timeline, time.seconds)
-    return [*out, f'<div class="wide drawing">{drawing}</div>', f'<p class="note">{SCHEDULE_NOTE}</p>']
+    whole = draw.svg(plan.table, "", time.timeline, time.seconds, fits_page=True)
+    large = draw.svg(plan.table, "", time.timeline, time.seconds)
+    out += [f'<div class="wide drawing">{whole}</div>', f'<p class="note">{SCHEDULE_NOTE}</p>']
+    if large != whole:
+        folded = f'<div class="wide drawing">{large}</div>'
+        out.append(f"<details><summary>larger, with the microbatch in each cell</summary>{folded}</details>")
+    return out

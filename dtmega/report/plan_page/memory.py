@@ -147,7 +147,7 @@ def _add_line(
         stackgroup=stackgroup,
         fillcolor=colour if stackgroup else None,
         line={"shape": "hvh", "width": 1.6 if dash else 0, "color": colour, **({"dash": dash} if dash else {})},
-        hovertemplate="%{y:.4~g}",
+        hovertemplate="%{y:.4~g}%{yaxis.ticksuffix}",
         row=row,
         col=1,
     )

@@ -107,7 +107,8 @@ def _head(answer: Answer, title: str) -> list[str]:
         numbers["step time"] = seconds(time.seconds)
         numbers["computing"] = f"{time.compute_s / time.seconds:.1%}"
         numbers["exposed communication"] = f"{time.exposed_communication_s / time.seconds:.1%}"
-        numbers["bubble"] = f"{time.bubble_fraction:.1%}"
+        if time.timeline is not None:
+            numbers["bubble"] = f"{time.bubble_fraction:.1%}"
     if answer.budget is not None:
         numbers["tokens/s"] = short(answer.budget.tokens_per_s)
         numbers["MFU"] = f"{answer.budget.mfu:.1%}"
