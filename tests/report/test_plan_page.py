@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dtmega import config, families, mesh
+from dtmega.pipelining.split import plan_stages
+from dtmega.pipelining.table import make_table
 from dtmega.planning import budget, fabric
-from dtmega.planning import plan as planner
 from dtmega.planning.plan import Plan
 from dtmega.planning.role import plan_role
 from dtmega.planning.step_time import StepTime, step_time
@@ -39,12 +40,13 @@ def planned() -> tuple[Plan, StepTime]:
     sizes = mesh.resolve(cfg.mesh, 2)
     cfg = parallelize.with_params_dtype(parallelize.with_micro_batch_size(cfg, sizes), "bfloat16")
     parallelize.check(cfg, sizes, device)
-    with pytest.MonkeyPatch.context() as patch:
-        # A pipeline keeps nothing in DTensor's caches, so no processes of their own are needed.
-        patch.setattr(planner, "in_own_process", plan_role)
-        plan = planner.plan_job(cfg, sizes, device)
-    works = {place: role.works for place, role in plan.roles.items()}
-    return plan, step_time(works, plan.table, fabric.load("h100-ib"), sizes, plan.n_microbatches)
+    # A pipeline keeps nothing in DTensor's caches, so the roles need no processes of their own.
+    roles = {rank: plan_role(cfg, sizes, rank, device, N_MICROBATCHES) for rank in (0, 1)}
+    stages = plan_stages(cfg, families.pieces(cfg.model), 2).pieces
+    table = make_table(cfg.pipeline, 2, N_MICROBATCHES)
+    plan = Plan(cfg, sizes, device, N_MICROBATCHES, table, stages, roles, N_MICROBATCHES)
+    works = {place: role.works for place, role in roles.items()}
+    return plan, step_time(works, table, fabric.load("h100-ib"), sizes, N_MICROBATCHES)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_each_area_is_the_sum_of_its_owners(planned, html):
         "weights for compute": "weights for compute",
         "activations of blocks": "activations of layers.",
         "activations outside of blocks": "activations outside",
-        "input and tensors between stages": "input and tensors between stages",
+        "input and tensors between stages": ("input and tensors", "rows of the batch"),
         "gradients before their sum": "gradients before",
         "rooms for messages": "rooms",
         "temporaries of backward": "backward:",
@@ -223,12 +225,13 @@ def test_the_page_loads_nothing_and_shows_strange_names_letter_by_letter(html):
 
 def test_a_plan_without_a_pipeline_and_without_a_fabric_has_its_memory_alone(planned, tmp_path: Path):
     plan, _ = planned
-    alone = plan._replace(table=None, stages=[["embed", "head"]], roles={0: plan.roles[0]})
+    alone = plan._replace(table=None, stages=[["embed", "head"]], roles={0: plan.roles[0]}, run_microbatches=3)
     write_plan_page(alone, None, tmp_path / "plan.html")
     html = (tmp_path / "plan.html").read_text()
     assert "<h2>Time of a step</h2>" not in html
     assert len(panels_of(html)) == 1
     assert "exposed" not in Tags(html).text
+    assert "3 of 4 microbatches were run" in Tags(html).text
 
 
 def test_the_cost_of_the_run_is_that_of_the_budget(planned, tmp_path: Path):

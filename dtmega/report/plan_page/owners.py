@@ -19,6 +19,7 @@ NAMES = {
     WHOLE_GRADIENTS: "gradients before their sum",
     COPIES: "weights for compute",
     BETWEEN_STAGES: "input and tensors between stages",
+    "rows of the batch": "input and tensors between stages",
     ROOM: "rooms for messages",
 }
 BEGINNINGS = {
