@@ -59,6 +59,12 @@ def html(planned: tuple[Plan, StepTime], tmp_path_factory: pytest.TempPathFactor
     return path.read_text(encoding="utf-8")
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write pages without the 5 MB of plotly."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
+
+
 def figure_of(html: str) -> dict[str, Any]:
     (found,) = re.findall(r'<script type="application/json" data-place="memory">(.*?)</script>', html)
     return json.loads(found)
@@ -140,6 +146,7 @@ def test_a_line_stands_at_the_memory_of_the_device_without_the_reserve(planned, 
     assert "of 51 MiB: 1 GiB minus a reserve of 973 MiB" in Tags(html).text
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("missing_bytes", "verdict"), [(0, "Fits"), (1, "Does not fit")])
 def test_a_job_fits_if_its_highest_peak_is_at_most_the_usable_memory(planned, missing_bytes, verdict, tmp_path: Path):
     memory_bytes = planned[0].fullest.peak.peak_bytes + 1000 - missing_bytes
@@ -149,6 +156,7 @@ def test_a_job_fits_if_its_highest_peak_is_at_most_the_usable_memory(planned, mi
     assert Tags(said).text.startswith(f"{verdict} the fullest rank, 1, holds")
 
 
+@pytest.mark.usefixtures("short")
 def test_a_line_far_above_the_areas_is_said_instead_of_drawn(planned, tmp_path: Path):
     write_plan_page(planned[0], planned[1], tmp_path / "plan.html", memory_bytes=80 * 2**30, reserve_bytes=6 * 2**30)
     html = (tmp_path / "plan.html").read_text()
@@ -223,6 +231,7 @@ def test_the_page_loads_nothing_and_shows_strange_names_letter_by_letter(html):
     assert f"A prediction on {HOSTILE}." in page.text
 
 
+@pytest.mark.usefixtures("short")
 def test_a_plan_without_a_pipeline_and_without_a_fabric_has_its_memory_alone(planned, tmp_path: Path):
     plan, _ = planned
     alone = plan._replace(table=None, stages=[["embed", "head"]], roles={0: plan.roles[0]}, run_microbatches=3)
@@ -234,6 +243,7 @@ def test_a_plan_without_a_pipeline_and_without_a_fabric_has_its_memory_alone(pla
     assert "3 of 4 microbatches were run" in Tags(html).text
 
 
+@pytest.mark.usefixtures("short")
 def test_the_cost_of_the_run_is_that_of_the_budget(planned, tmp_path: Path):
     cost = budget.Budget(2e6, 1e6, 0.41, 12.5, 600, 420, 1234, "EUR", 0.07)
     write_plan_page(planned[0], planned[1], tmp_path / "plan.html", budget=cost)
