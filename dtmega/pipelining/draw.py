@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from pathlib import Path
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from dtmega import config
-from dtmega.pipelining.table import Table, TimedAction, make_table, microbatches_in, simulate, stages_in
+from dtmega.pipelining.table import Table, TimedAction, Timeline, make_table, microbatches_in, simulate, stages_in
 
 # Sizes in pixels.
 UNIT = 26  # width of one forward
@@ -16,6 +19,10 @@ GAP = 8  # space between rows
 LEFT = 74  # width of the rows' labels
 TOP = 76  # height of title and legend
 LEGEND_TOP = 36  # height of the title alone
+LEAST_WIDTH = 880  # width of the legend
+PAGE_WIDTH = 1230  # least width of a timeline in seconds: a page of the report
+DIGIT = 8  # width of a digit of a microbatch's number
+TICKS = 100  # smallest distance of two ticks on an axis in seconds
 MIDDLE = 0.35  # share of the darker fill colour, for a rank with a single stage and for the legend
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 # Fill colours of a rank's first and last stage. The stages in between get a mix of the two colours. The text is dark or
@@ -26,6 +33,24 @@ COLOURS = {
     "I": ((0xC4, 0xEC, 0xE6), (0x23, 0x8E, 0x86)),
     "W": ((0xFD, 0xE6, 0xB8), (0xD0, 0x8A, 0x1D)),
 }
+
+
+class Clock(NamedTuple):
+    """The time axis of a drawing.
+
+    Attributes:
+        end: end of the axis, in the timeline's units.
+        pixels: width of one of these units.
+        every: distance of two ticks, in these units.
+        factor: the number by which the labels differ from these units: 1000 for milliseconds of a timeline in seconds.
+        unit: unit of the labels; '' for forwards of one stage.
+    """
+
+    end: float
+    pixels: float
+    every: float
+    factor: int
+    unit: str
 
 
 def draw_schedule(cfg: config.Config, pp: int, data_size: int) -> None:
@@ -59,20 +84,29 @@ def describe(table: Table, name: str) -> str:
     return f"{name} · {sizes} · bubble {bubble:.1f} %"
 
 
-def svg(table: Table, title: str) -> str:
+def svg(
+    table: Table, title: str, timeline: Timeline | None = None, until_s: float = 0, *, fits_page: bool = False
+) -> str:
     """The table's timeline as an SVG element.
 
-    The width of a cell shows how long its action takes (F = I = W = 1, B = 2; transfers take no time). Each cell shows
-    the number of the microbatch and, below that number, the stage. Darker cells belong to later stages of the rank.
+    The width of a cell shows how long its action takes. Each cell shows the number of the microbatch and, below that
+    number, the stage. Darker cells belong to later stages of the rank.
 
     Args:
         table: a complete table.
         title: text above the picture; '' to leave out both the title and the space for a title.
+        timeline: the table's timeline in seconds; None for F = I = W = 1, B = 2, and transfers that take no time.
+        until_s: end of the rows, in seconds, if something follows the last action.
+        fits_page: True to draw a timeline in seconds as wide as a page, however narrow the cells become; False to let
+            the median action have the width of a forward.
     """
-    timeline = simulate(table)
+    if timeline is None:
+        timeline = simulate(table)
+        clock = _in_forwards(timeline)
+    else:
+        clock = _in_seconds(timeline, until_s, fits_page=fits_page)
     stages_of_ranks = stages_in(table)
-    end = round(max(row[-1].end for row in timeline.rows))
-    width = max(LEFT + end * UNIT + 20, 880)  # 880: the width of the legend
+    width = max(math.ceil(LEFT + clock.end * clock.pixels + 20), LEAST_WIDTH)
     bottom = TOP + len(table) * (ROW + GAP)
     top = 0 if title else LEGEND_TOP
     height = bottom + 34 - top
@@ -89,25 +123,69 @@ def svg(table: Table, title: str) -> str:
         depth = {stage: i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
         if len(stages) == 1:
             depth[stages[0]] = MIDDLE
+        row_width = _number(clock.end * clock.pixels)
         svg_lines += [
             f'<text x="{LEFT - 12}" y="{y + 25}" font-size="13" text-anchor="end" fill="#1d2733">rank {rank}</text>',
-            f'<rect class="row" x="{LEFT}" y="{y}" width="{end * UNIT}" height="{ROW}" fill="#eef0f2"/>',
-            *(_cell(step, y, depth[step.action.stage]) for step in row),
+            f'<rect class="row" x="{LEFT}" y="{y}" width="{row_width}" height="{ROW}" fill="#eef0f2"/>',
+            *(_cell(step, y, depth[step.action.stage], clock) for step in row),
         ]
-    return "\n".join([*svg_lines, *_axis(end, bottom), "</svg>"])
+    return "\n".join([*svg_lines, *_axis(clock, bottom), "</svg>"])
 
 
-def _cell(step: TimedAction, y: int, depth: float) -> str:
-    """The SVG of one action's cell: a rectangle with its top at `y`, labelled with the microbatch and the stage."""
-    x, width = LEFT + round(step.start) * UNIT, round(step.end - step.start) * UNIT
+def _in_forwards(timeline: Timeline) -> Clock:
+    """The axis of a timeline in units of one forward, with at most about twelve ticks at round numbers."""
+    end = round(_last_end(timeline))
+    every = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, end) if end <= 12 * step or step == end)
+    return Clock(end, UNIT, every, 1, "")
+
+
+def _in_seconds(timeline: Timeline, until_s: float, *, fits_page: bool) -> Clock:
+    """The axis of a timeline in seconds. The arguments are those of `svg`."""
+    end_s = max(_last_end(timeline), until_s)
+    durations_s = []
+    for step in itertools.chain.from_iterable(timeline.rows):
+        durations_s.append(step.end - step.start)
+    pixels = (PAGE_WIDTH - LEFT - 20) / end_s
+    if not fits_page:
+        pixels = max(pixels, UNIT / statistics.median(durations_s))
+    power = 10.0 ** math.floor(math.log10(TICKS / pixels))
+    every_s = next(step * power for step in (1, 2, 5, 10) if step * power * pixels >= TICKS)
+    return Clock(end_s, pixels, every_s, *((1, "s") if every_s >= 1 else (1000, "ms")))
+
+
+def _last_end(timeline: Timeline) -> float:
+    """The time at which the last action ends."""
+    return max(row[-1].end for row in timeline.rows)
+
+
+def _number(pixels: float) -> str:
+    """A coordinate with at most two digits after the point."""
+    return f"{pixels:.2f}".rstrip("0").rstrip(".")
+
+
+def _cell(step: TimedAction, y: int, depth: float, clock: Clock) -> str:
+    """The SVG of one action's cell: a rectangle with its top at `y`, labelled with the microbatch and the stage.
+
+    A cell that is too narrow for its numbers has none. On an axis in seconds, the times appear under the pointer.
+    """
+    x, width = LEFT + step.start * clock.pixels, (step.end - step.start) * clock.pixels
     stage, kind, microbatch = step.action
     fill, ink = _colours(kind, depth)
-    return (
-        f'<g class="{kind}"><rect x="{x + 0.5}" y="{y + 0.5}" width="{width - 1}" height="{ROW - 1}" rx="3" '
-        f'fill="{fill}"/><text x="{x + width / 2:g}" y="{y + 19}" font-size="14" text-anchor="middle" '
-        f'fill="{ink}">{microbatch}</text><text x="{x + width / 2:g}" y="{y + 34}" font-size="9" '
-        f'text-anchor="middle" fill="{ink}" fill-opacity="0.75">s{stage}</text></g>'
+    cell = (
+        f'<g class="{kind}"><rect x="{_number(x + 0.5)}" y="{y + 0.5}" width="{_number(max(width - 1, 0.5))}" '
+        f'height="{ROW - 1}" rx="3" fill="{fill}"/>'
     )
+    if width > DIGIT * max(len(str(microbatch)), 2):
+        middle = _number(x + width / 2)
+        cell += (
+            f'<text x="{middle}" y="{y + 19}" font-size="14" text-anchor="middle" fill="{ink}">{microbatch}</text>'
+            f'<text x="{middle}" y="{y + 34}" font-size="9" text-anchor="middle" fill="{ink}" fill-opacity="0.75">'
+            f"s{stage}</text>"
+        )
+    if clock.unit:
+        start, end = step.start * clock.factor, step.end * clock.factor
+        cell += f"<title>{step.action}: {start:.4g} to {end:.4g} {clock.unit}</title>"
+    return f"{cell}</g>"
 
 
 def _colours(kind: str, depth: float) -> tuple[str, str]:
@@ -133,14 +211,12 @@ def _legend(kinds: set[str]) -> list[str]:
     return [*svg_lines, f'<text x="{x}" y="56" font-size="12" fill="#46515e">{note}</text>']
 
 
-def _axis(end: int, y: int) -> list[str]:
-    """The time axis, in units of one forward, with at most about twelve ticks at round numbers."""
-    every = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, end) if end <= 12 * step or step == end)
-    ticks = [
-        f'<text x="{LEFT + t * UNIT}" y="{y + 10}" font-size="11" text-anchor="middle" fill="#7a8591">{t}</text>'
-        for t in range(0, end + 1, every)
-    ]
-    return [
-        *ticks,
-        f'<text x="{LEFT}" y="{y + 26}" font-size="11" fill="#7a8591">time, in forwards of one stage</text>',
-    ]
+def _axis(clock: Clock, y: int) -> list[str]:
+    """The time axis below the rows."""
+    ticks = []
+    for number in range(math.floor(clock.end / clock.every) + 1):
+        x = _number(LEFT + number * clock.every * clock.pixels)
+        label = f"{number * clock.every * clock.factor:g}"
+        ticks.append(f'<text x="{x}" y="{y + 10}" font-size="11" text-anchor="middle" fill="#7a8591">{label}</text>')
+    unit = f"in {clock.unit}" if clock.unit else "in forwards of one stage"
+    return [*ticks, f'<text x="{LEFT}" y="{y + 26}" font-size="11" fill="#7a8591">time, {unit}</text>']

@@ -19,6 +19,24 @@ PHASE_COLOURS = {
     "sample": "#e58fa5",
     "other": "#b9c1ca",
 }
+# Class of a plan's memory -> colour, from the bottom of the picture to the top.
+MEMORY_COLOURS = {
+    "parameters": "#2266cc",
+    "optimizer's moments": "#1a8a5a",
+    "gradients": "#dd6b10",
+    "gradients before their sum": "#f2b27c",
+    "weights for compute": "#8fb6ec",
+    "activations of blocks": "#a23bb0",
+    "activations outside of blocks": "#d6a3dd",
+    "input and tensors between stages": "#0e8f9e",
+    "temporaries of backward": "#c22f45",
+    "temporaries of other phases": "#7a6a1c",
+    "rooms for messages": "#e3b341",
+    "other": "#b9c1ca",
+}
+# Kind of action -> colour, as in the drawing of a schedule.
+ACTION_COLOURS = {"F": "#3b7dc4", "B": "#3f964b", "I": "#238e86", "W": "#d08a1d"}
+COVERED, EXPOSED, BUBBLE = "#8fb6ec", "#c22f45", "#dde3e9"
 OTHER_COLOURS = ("#8f98a3", "#5a5f6b")
 
 

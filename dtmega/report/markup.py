@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tomli_w
 
 from dtmega.files import console
 from dtmega.report.run import Run
@@ -65,6 +68,22 @@ def cut(value: str, keep: str = "") -> str:
 def json_in_html(json: str) -> str:
     """Escape `<` and `>` in JSON, so that the JSON cannot end the script element around it."""
     return json.replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def keys_in_toml(summary: str, config: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The HTML of configuration keys as TOML, folded away; [] if there are none.
+
+    Args:
+        summary: HTML that is shown instead.
+        config: section -> key -> value. A value of None is left out, because TOML cannot express None.
+    """
+    sections = {}
+    for section, keys in config.items():
+        sections[section] = {key: value for key, value in keys.items() if value is not None}
+    toml = tomli_w.dumps(sections)
+    if not toml:
+        return []
+    return [f"<details><summary>{summary}</summary><pre>{text(toml, keep=chr(10))}</pre></details>"]
 
 
 def names(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:

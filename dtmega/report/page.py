@@ -1,33 +1,23 @@
-"""The report's page: one HTML file that contains everything it needs and loads no other files.
+"""The report's page about runs: its sections from top to bottom.
 
 Names, configurations, exit reasons and samples may come from untrusted files, so `markup.text` escapes these texts. As
-a second safeguard, the content security policy allows only two scripts, plotly and `page.js`, identified by digests.
+a second safeguard, `document.html` allows no scripts but its own.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import tomli_w
 
 from dtmega import mesh
-from dtmega.report import compare, layout, profile_section, scores, verdict
-from dtmega.report.markup import breakable, cut, json_in_html, names, swatch, table, text, times, unbroken
+from dtmega.report import compare, document, layout, profile_section, scores, verdict
+from dtmega.report.markup import breakable, cut, keys_in_toml, names, swatch, table, text, times, unbroken
 from dtmega.report.run import Part, Run, layout_in_words, numbers, percentile
 from dtmega.report.units import duration, moment, seconds, short
 
-HERE = Path(__file__).parent
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {scripts}; "
-    "base-uri 'none'; form-action 'none'"
-)
 FOOTER = (
     "Written by <code>dtmega report</code>. Zoom by dragging, back by a double click; the panels over the steps move "
     "together. A curve of many steps is drawn by the smallest and the largest value of each stretch."
@@ -53,21 +43,11 @@ def page(
         colours: colour of each run.
         page_folder: folder that the page is written to. Links to files are relative to this folder.
     """
-    scripts = [plotly, (HERE / "page.js").read_text(encoding="utf-8")]
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    policy = POLICY.format(scripts=" ".join(f"'sha256-{digest}'" for digest in digests))
     now = datetime.now(timezone.utc)
     title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{text(title)}</title>",
-        f"<style>\n{(HERE / 'page.css').read_text(encoding='utf-8')}</style>",
-        "</head><body><main>",
+    sections = [
         *_head(runs, title, colours, now),
-        "<noscript><section>The figures need JavaScript, which is in this file.</section></noscript>",
+        document.NO_SCRIPT,
         '<section><div id="curves"></div></section>',
         *(_tail(runs, colours) if "tail" in figures else []),
         *profile_section.section(runs, colours, page_folder),
@@ -78,14 +58,8 @@ def page(
         *_samples(runs, colours),
         *_configurations(runs, colours),
         f"<footer>{FOOTER}</footer>",
-        *(
-            f'<script type="application/json" data-place="{place}">{json_in_html(figure)}</script>'
-            for place, figure in figures.items()
-        ),
-        *(f"<script>{script}</script>" for script in scripts),
-        "</main></body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return document.html(title, sections, figures, plotly)
 
 
 def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime) -> list[str]:
@@ -279,12 +253,5 @@ def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
         folded.append((f"every key of {swatch(colour)}{text(run.name)}" if len(runs) > 1 else "every key", run.config))
     out = []
     for summary, config in folded:
-        toml = tomli_w.dumps({section: _without_none(keys) for section, keys in config.items()})
-        if toml:
-            out.append(f"<details><summary>{summary}</summary><pre>{text(toml, keep=chr(10))}</pre></details>")
+        out += keys_in_toml(summary, config)
     return ["<section><h2>Configuration</h2>", *out, "</section>"] if out else []
-
-
-def _without_none(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys whose value is None, because TOML cannot express None."""
-    return {key: value for key, value in keys.items() if value is not None}

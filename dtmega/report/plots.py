@@ -97,7 +97,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
         horizontal_spacing=COLUMN_GAP if columns > 1 else 0,
         subplot_titles=[loss_title, "Events", *(written(panel.title, max_characters) for panel in panels)],
     )
-    _style(figure, inner + 2 * EDGE)
+    style(figure, inner + 2 * EDGE)
     click = "toggleitem" if len(runs) == 1 else "togglegroup"
     # Put the legend above the title of the loss panel.
     figure.update_layout(legend={"y": 1 + 26 / inner, "groupclick": click})
@@ -307,7 +307,7 @@ def tail(runs: Sequence[Run]) -> str:
             hovertemplate="%{y:.3~%} of the steps take %{x:.4~s}s or longer",
             showlegend=len(runs) > 1,
         )
-    _style(figure, 300)
+    style(figure, 300)
     figure.update_layout(hovermode="closest", margin={"t": 30, "b": 48})
     dtick = _log_ticks([run.record.series["step_time_s"].values for _, run in timed], most_decades=1.5)
     figure.update_xaxes(type="log", title_text="step time (s)", dtick=dtick, nticks=8, tickformat=PLAIN)
@@ -315,7 +315,7 @@ def tail(runs: Sequence[Run]) -> str:
     return str(figure.to_json())
 
 
-def _style(figure: go.Figure, height: int) -> None:
+def style(figure: go.Figure, height: int) -> None:
     """Set the colours, fonts, margins and legend of a figure, and its height in pixels."""
     axis = {
         "gridcolor": GRID,

@@ -41,6 +41,19 @@ def gibibytes(value: float) -> str:
     return f"{value / 2**30:.3g} GiB"
 
 
+def binary(value: float) -> str:
+    """Format a number of bytes with three significant digits in KiB, MiB or GiB: 45,001,163 -> 42.9 MiB."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= factor:
+            return f"{_three_digits(value / factor)} {unit}"
+    return f"{_three_digits(value)} B"
+
+
+def _three_digits(value: float) -> str:
+    """Format a number with three significant digits, or as a whole number from 1,000 on."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
 def file_size(n_bytes: int) -> str:
     """Format the size of a file in decimal units (1 KB = 1,000 B), as most programs do: 12,345 -> 12.3 KB."""
     return f"{short(n_bytes)}B" if n_bytes >= 1000 else f"{n_bytes} B"

@@ -1,0 +1,98 @@
+"""The owners of a plan's memory in a dozen classes, and the places of the pipeline that share a role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dtmega.pipelining.table import stages_in
+from dtmega.planning.plan import Plan
+from dtmega.planning.recorder import BETWEEN_STAGES, ROOM
+from dtmega.planning.role import COPIES, GRADIENTS, MOMENTS, PARAMETERS, WHOLE_GRADIENTS, Role
+from dtmega.report.colours import MEMORY_COLOURS
+
+NAMES = {
+    PARAMETERS: "parameters",
+    "parameters and buffers": "parameters",
+    MOMENTS: "optimizer's moments",
+    GRADIENTS: "gradients",
+    WHOLE_GRADIENTS: "gradients before their sum",
+    COPIES: "weights for compute",
+    BETWEEN_STAGES: "input and tensors between stages",
+    "rows of the batch": "input and tensors between stages",
+    ROOM: "rooms for messages",
+}
+BEGINNINGS = {
+    "activations of ": "activations of blocks",
+    "activations outside of blocks": "activations outside of blocks",
+    "backward: ": "temporaries of backward",
+}
+MAX_PIECES = 3  # maximum number of pieces of a stage that are written in full
+
+
+def class_of(owner: str) -> str:
+    """The class of an owner, a key of MEMORY_COLOURS."""
+    if owner in NAMES:
+        return NAMES[owner]
+    for beginning, name in BEGINNINGS.items():
+        if owner.startswith(beginning):
+            return name
+    # A phase and torch's operator, such as "optimizer: mul".
+    return "temporaries of other phases" if ": " in owner else "other"
+
+
+def by_class(owners: Mapping[str, int]) -> dict[str, int]:
+    """The bytes of each class, in the order of MEMORY_COLOURS; classes without bytes are left out."""
+    sums = dict.fromkeys(MEMORY_COLOURS, 0)
+    for owner, n_bytes in owners.items():
+        sums[class_of(owner)] += n_bytes
+    return {name: n_bytes for name, n_bytes in sums.items() if n_bytes}
+
+
+class Places(NamedTuple):
+    """Places of the pipeline with the same work.
+
+    Attributes:
+        numbers: numbers of the places, ascending.
+        role: plan of a rank at the first of these places.
+        pieces: pieces of the model at the first of these places, in words.
+        in_pipeline: False if there is no pipeline, so that there is one place.
+    """
+
+    numbers: list[int]
+    role: Role
+    pieces: str
+    in_pipeline: bool
+
+    @property
+    def title(self) -> str:
+        """The numbers of the places in words, and the rank that was planned."""
+        if not self.in_pipeline:
+            return f"rank {self.role.rank}"
+        first, last = self.numbers[0], self.numbers[-1]
+        if len(self.numbers) == 1:
+            places = f"place {first}"
+        elif self.numbers == [*range(first, last + 1)]:
+            places = f"places {first} to {last}"
+        else:
+            places = f"places {', '.join(map(str, self.numbers))}"
+        return f"{places} (rank {self.role.rank})"
+
+
+def distinct_places(plan: Plan) -> list[Places]:
+    """The places of the pipeline, in groups that share a role."""
+    stages_of_places = [[0]] if plan.table is None else stages_in(plan.table)
+    groups: dict[int, Places] = {}
+    for number, role in plan.roles.items():
+        if id(role) not in groups:
+            pieces = "; ".join(_in_words(plan.stages[stage]) for stage in stages_of_places[number])
+            groups[id(role)] = Places([], role, pieces, plan.table is not None)
+        groups[id(role)].numbers.append(number)
+    return [*groups.values()]
+
+
+def _in_words(pieces: list[str]) -> str:
+    """The pieces of one stage: "embed, layers.0" or "embed to layers.9 (11 pieces)"."""
+    if len(pieces) <= MAX_PIECES:
+        return ", ".join(pieces)
+    return f"{pieces[0]} to {pieces[-1]} ({len(pieces)} pieces)"
