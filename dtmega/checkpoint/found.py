@@ -66,7 +66,7 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
     Args:
         run_dir: the run directory; None if the command line does not name it.
         exit_status: record that receives the exit code and the reason.
-        first: flag, True on the first rank, which writes for all ranks.
+        first: whether this is the first rank, which writes for all ranks.
     """
     try:
         yield
@@ -144,7 +144,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
     Args:
         cfg: the run's configuration.
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        fast_bfloat16: flag, True if bfloat16 is fast on the device.
+        fast_bfloat16: whether bfloat16 is fast on the device.
     """
     if cfg.precision.params != "auto":
         return cfg.precision.params

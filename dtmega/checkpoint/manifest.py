@@ -90,7 +90,7 @@ class Manifest:
     """The content of a checkpoint, except for the bytes of its tensors.
 
     Attributes:
-        step: number of the optimizer step after which the checkpoint was saved.
+        step: the optimizer step after which the checkpoint was saved.
         state: JSON object of the program that saved the checkpoint; for a training run, the content of `resume.State`.
         files: name of a data file -> size of the file in bytes.
         tensors: name in the checkpoint, such as `model/NAME` -> entry.

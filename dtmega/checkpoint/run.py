@@ -38,7 +38,7 @@ class SaveOutcome(NamedTuple):
     """The result of one save.
 
     Attributes:
-        step: number of the step that was saved.
+        step: the step that was saved.
         stall_s: seconds that training waited for the save.
         error: reason why the save failed; '' if it succeeded.
         warning: reason why the new checkpoint might not survive a power cut; usually ''.

@@ -114,7 +114,7 @@ def save(
         group: process group of all ranks; nothing else may use this group during the save.
 
     Returns:
-        On rank 0, the manifest, which the caller still has to write; on the other ranks, None.
+        The manifest on rank 0, where the caller still has to write it; None on all other ranks.
 
     Raises:
         Failed: at least one rank could not write. Every rank raises this error.

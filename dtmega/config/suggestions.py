@@ -43,7 +43,7 @@ class SimilarKeys:
             section: the section that the user wrote, which may not exist; '' if there was no section.
             key: the key as the user wrote it.
             families: section -> the discriminator's value in the configuration, for each section with several classes.
-            option: flag, True if the key comes from the command line; the suggestion is then written as an option too.
+            option: whether the key comes from the command line; the suggestion is then written as an option too.
         """
         here = self.section(section)
         name = key.lower().replace("-", "_")

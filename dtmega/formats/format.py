@@ -20,7 +20,7 @@ class Key(NamedTuple):
             name is written.
         default: the other program's default, used if none of the names is present. None if the key is required; its
             value must then be a positive integer.
-        free: flag, True if a run that starts from the weights may choose a different value, because the weights have
+        free: whether a run that starts from the weights may choose a different value, because the weights have
             the same meaning for every value.
         resolved: name of the section's property with the effective value, if the key's value 0 stands for "the usual
             value"; '' if the key itself has the effective value.

@@ -146,10 +146,10 @@ def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, 
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """Replace the drawn tokens, int64 [B], with rank 0's tokens: the `Sampling.settle` for several processes.
+    """Replace the drawn tokens, int64 [B], with rank 0's tokens. Generation by several processes needs this function.
 
-    The result is always True, so generation continues. Logits may differ between ranks in the last bit, so without this
-    function, ranks might draw different tokens.
+    The function serves as `Sampling.settle`, and always returns True, so that generation continues. Without it, ranks
+    might draw different tokens, because logits may differ between ranks in the last bit.
     """
     dist.broadcast(tokens, src=0)
     return True

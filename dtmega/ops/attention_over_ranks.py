@@ -81,7 +81,7 @@ def _over_all_keys(
     """Gather the keys and values of all tokens, and compute attention for this rank's tokens.
 
     Args:
-        again: True to gather keys and values again in backward, instead of keeping them.
+        again: whether to gather keys and values again in backward, instead of keeping them.
     """
     context = shared.context
     # One message carries keys and values.

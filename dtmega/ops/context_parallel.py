@@ -39,9 +39,9 @@ class ContextParallel(NamedTuple):
 
     Attributes:
         group: the cp group.
-        by_heads: True for the form `heads`, False for `gather`.
-        keeps_gathered: True to keep gathered keys and values for backward, which recomputed blocks do; False to gather
-            them again in backward.
+        by_heads: whether attention has the form `heads`; if not, it has the form `gather`.
+        keeps_gathered: whether to keep gathered keys and values for backward, as recomputed blocks do; if not, they are
+            gathered again in backward.
     """
 
     group: dist.ProcessGroup
@@ -53,7 +53,7 @@ class ContextParallel(NamedTuple):
 
         Args:
             row: tensor of the whole sequences, [B, S, ...].
-            balanced: True for two slices, one from each half of the sequence; False for one slice.
+            balanced: whether the part is two slices, one from each half of the sequence; if not, it is one slice.
         """
         return _part(row, self.group.rank(), self.group.size(), dim=1, balanced=balanced).contiguous()
 
@@ -68,7 +68,7 @@ class ContextParallel(NamedTuple):
 
         Args:
             length: S / cp, the number of tokens that this rank holds.
-            balanced: True for two slices, False for one slice, as in `slice`.
+            balanced: whether this rank holds two slices rather than one, as in `slice`.
         """
         n, rank = self.group.size(), self.group.rank()
         if not balanced:
@@ -100,7 +100,7 @@ class ContextParallel(NamedTuple):
         return cast(Tensor, _Redistribute.apply(x, self.group, balanced, False))
 
     def own_heads(self, per_head: Tensor) -> Tensor:
-        """The rows of a tensor [H, ...] that belong to this rank's heads in the form `heads`."""
+        """This rank's rows of a tensor [H, ...] with one row per head, if attention is split by heads."""
         return per_head.chunk(self.group.size())[self.group.rank()]
 
 

@@ -63,7 +63,7 @@ def svg(table: Table, title: str) -> str:
     """The table's timeline as an SVG element.
 
     The width of a cell shows how long its action takes (F = I = W = 1, B = 2; transfers take no time). Each cell shows
-    the number of the microbatch and, below that number, the stage. Darker cells belong to later stages of the rank.
+    the index of the microbatch and, below the index, the stage. Darker cells belong to later stages of the rank.
 
     Args:
         table: a complete table.

@@ -56,9 +56,9 @@ class ShardedModel:
     Attributes:
         stages: models by stage number; {0: the whole model} without a pipeline.
         partial: stage number -> names of the parameters whose gradients must be summed over tp.
-        reshard: flag, True if FSDP frees a block's gathered weights after the block's forward and each backward.
+        reshard: whether FSDP frees a block's gathered weights after the block's forward and each backward.
         objective: the objective that the model is trained for.
-        sharded: flag, True if gradients accumulate as shards, summed over the data ranks after each microbatch.
+        sharded: whether gradients accumulate as shards, summed over the data ranks after each microbatch.
         pipeline: the schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
         replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
@@ -175,7 +175,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Pairs (parameter, mask): the mask marks the elements of a local part that affect no output."""
+        """Pairs (parameter, mask). Each mask marks elements of a local piece of the parameter that affect no output."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -235,8 +235,8 @@ class ShardedModel:
         """The local parts of the parameters' gradients.
 
         Args:
-            every: flag, True for all gradients that this rank holds, which clipping needs; False for the gradients of
-                the parameters in `weights`, so that a norm over the `shards` group counts each element once.
+            every: whether to return all gradients that this rank holds, which clipping needs. If False, only the
+                parameters in `weights` count, so that a norm over the `shards` group counts each element once.
         """
         parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
         return [local(p.grad) for p in parameters if p.grad is not None]

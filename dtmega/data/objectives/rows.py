@@ -201,7 +201,7 @@ def _places(tokens: Tensor) -> Tensor:
 
 
 def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """Number of the document that each token belongs to, counted from 0 in each sample, [B, S] -> [B, S].
+    """Index of the document that each token belongs to, counted from 0 in each sample, [B, S] -> [B, S].
 
     An end-of-document token belongs to the document that it ends.
     """

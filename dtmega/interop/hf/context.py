@@ -34,7 +34,7 @@ class Tokens:
 
     Args:
         places: each token's place in its sequence, [B, S / cp].
-        document_ids: document number of each token, [B, S / cp]; None if each sequence is one document.
+        document_ids: document index of each token, [B, S / cp]; None if each sequence is one document.
         context: ranks that share the sequences.
         fused: argument of `attention_rule`.
     """

@@ -78,8 +78,8 @@ class Packed:
 
     Attributes:
         parts: number of matrices.
-        by_input: flag, True if the matrices are side by side along the input, as in attention's output projection;
-            False if the matrices are side by side along the output.
+        by_input: whether the matrices are side by side along the input, as in attention's output projection;
+            if not, the matrices are side by side along the output.
     """
 
     parts: int

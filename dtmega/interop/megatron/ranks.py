@@ -281,7 +281,7 @@ def _whole_name(name: str, pp: int, offsets: Mapping[tuple[int, int, str], int],
 
     Args:
         name: name within the chunk.
-        offsets: (stage, chunk, stack) -> number of the chunk's first layer in the whole model.
+        offsets: (stage, chunk, stack) -> index of the chunk's first layer in the whole model.
     """
     if match := LAYER.fullmatch(name):
         return f"{match[1]}.layers.{int(match[2]) + offsets[pp, v, match[1]]}.{match[3]}"

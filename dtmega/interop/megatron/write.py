@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     Attributes:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        split: number of the stage where the decoder begins; 0 without a decoder, or with a single stage.
+        split: index of the stage where the decoder begins; 0 without a decoder, or with a single stage.
     """
 
     tp: int

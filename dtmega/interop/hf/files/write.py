@@ -76,7 +76,7 @@ def write(
         folder: output folder, new or empty.
         tensors: specs of the source's tensors, in the order in which the files are filled.
         other_files: file name -> content, for every file that holds no weights.
-        rank: number of this process.
+        rank: rank of this process.
         size: number of processes that write; all processes see the same file system.
         barrier: function that waits for all processes that write. The first call may raise an error if another rank
             failed earlier and never reaches the barrier.

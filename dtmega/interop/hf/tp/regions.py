@@ -96,8 +96,8 @@ class StackBoundary(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        first: flag, True for the first block.
-        last: flag, True for the last block. In a stack with only one block, the block is both first and last.
+        first: whether this is the first block.
+        last: whether this is the last block. In a stack with only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
@@ -144,7 +144,7 @@ class Guard(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        drops: flag, True if the model has dropout.
+        drops: whether the model has dropout.
     """
 
     cost = ("", "")

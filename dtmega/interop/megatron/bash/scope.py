@@ -30,7 +30,7 @@ class Variable:
 
     Attributes:
         value: text of the variable; for an array, index -> item.
-        is_exported: flag, True if child processes get the variable.
+        is_exported: whether child processes get the variable.
     """
 
     value: Word | dict[str, Word]

@@ -62,7 +62,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
         given: variable -> value in the script's environment.
-        number: number of the command, from 1, if the script has several commands; 0 if the script must have only one.
+        number: index of the command, from 1, if the script has several commands; 0 if the script must have only one.
 
     Returns:
         The command, and remarks for the user.
