@@ -156,7 +156,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
 
 
 def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
-    """Path -> digest of the manifest, for each source that is a checkpoint. The digests must be equal on all ranks."""
+    """The manifest digest of each source that is a checkpoint, by path. The digests must be equal on all ranks."""
     unwrapped = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
     checkpoints = [source for source in unwrapped if isinstance(source, Checkpoint)]
     return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in checkpoints}

@@ -319,7 +319,7 @@ def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -
     in `State`.
 
     Args:
-        stored: name -> parameter or buffer, as this rank holds it.
+        stored: parameters and buffers as this rank holds them, by name.
         optimizer: optimizer of the trained parameters.
     """
     trained = {n: p for n, p in stored.items() if p.requires_grad}

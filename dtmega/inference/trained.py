@@ -56,7 +56,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
     Args:
         path: a run directory, or the folder of one checkpoint.
         step: step of the checkpoint to read; None for the newest.
-        axes: axis of [mesh] -> size.
+        axes: size of each axis of [mesh].
         startup: meeting point of the ranks that take part.
 
     Raises:
@@ -104,7 +104,7 @@ def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Conf
 
     Args:
         cfg: the run's configuration.
-        axes: axis of [mesh] -> size.
+        axes: size of each axis of [mesh].
     """
     changed = {
         "mesh": config.Mesh.model_validate({**axes, "sequence_parallel": False}),

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The unseen elements of the key projection's bias: bias name -> bool mask [H K] (`Model.unseen`)."""
+        """The mask of unseen elements in the key projection's bias, bool [H K], by bias name (`Model.unseen`)."""
         return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
 
 

@@ -105,11 +105,11 @@ class Pipeline:
 
     Args:
         pipeline: the [pipeline] section of the configuration.
-        stages: stage number -> this rank's module, in ascending order; `stage.Stage` describes a module's interface.
+        stages: this rank's modules by stage index, in ascending order; `stage.Stage` describes a module's interface.
         group: the pp group.
         boundaries: meta tensors that describe what each stage, except the last, hands on to the next stage.
         device: device that this rank computes on.
-        sums: stage number -> `Sums`, which sums gradients after each microbatch; {}: gradients are summed once a step.
+        sums: `Sums` by stage index, which sum gradients after each microbatch; {}: gradients are summed once a step.
     """
 
     def __init__(

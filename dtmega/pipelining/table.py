@@ -338,7 +338,7 @@ def simulate(
 
 
 def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """The inputs of an action. Each input is a tuple of actions, any one of which computes it.
+    """The inputs of an action. Each input is a tuple of alternative actions; each of them computes the input.
 
     Args:
         action: the action.

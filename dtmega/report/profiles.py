@@ -62,7 +62,7 @@ class Operator(BaseModel):
 class Summary(BaseModel):
     """The content of a summary file, which describes one rank in one window of steps.
 
-    The file also names the trace, but links do not trust this name: they are built from the summary's file name.
+    Links do not trust the trace's name in the file: they use the summary's file name with a different suffix.
 
     Attributes:
         rank: rank that the file describes.

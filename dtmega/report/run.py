@@ -246,7 +246,7 @@ def layout_in_words(layout: Mapping[str, int]) -> str:
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """The most important numbers of a run: label -> formatted value. Numbers that are not recorded are left out."""
+    """The most important numbers of a run, formatted, by label. Numbers that are not recorded are left out."""
     series = run.record.series
     in_words: dict[str, str] = {}
     last_step = run.record.last_step

@@ -54,8 +54,8 @@ class ShardedModel:
     """This rank's part of a model: its pipeline stages, sharded over tp and fsdp, and methods to train the stages.
 
     Attributes:
-        stages: models by stage number; {0: the whole model} without a pipeline.
-        partial: stage number -> names of the parameters whose gradients must be summed over tp.
+        stages: models by stage index; {0: the whole model} without a pipeline.
+        partial: names of the parameters whose gradients must be summed over tp, by stage index.
         reshard: whether FSDP frees a block's gathered weights after the block's forward and each backward.
         objective: the objective that the model is trained for.
         sharded: whether gradients accumulate as shards, summed over the data ranks after each microbatch.
@@ -401,8 +401,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
-        # torch warns about every region whose policy chooses what is kept: operations in place might come out wrong
-        # there. In a compiled block none are left.
+        # torch warns about every region whose policy chooses the tensors to keep, because in-place operations might
+        # give wrong results in such a region. A compiled block has no in-place operations left.
         log = logging.getLogger("torch._higher_order_ops.wrap")
         log.addFilter(lambda record: "context_fn" not in str(record.msg))
         for block in blocks:

@@ -84,7 +84,7 @@ def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, 
         own: result of an earlier call, to undo that call; None to switch to the functions of this module.
 
     Returns:
-        Config id -> the attention implementation that the config named before the call, for every config in the model.
+        The attention implementation that each config in the model named before the call, by config id.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

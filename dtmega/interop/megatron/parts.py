@@ -142,8 +142,8 @@ class WholeTensors:
     copies.
 
     Attributes:
-        tensors: name -> dtype and whole shape.
-        parts: name -> one part for each rank, in order.
+        tensors: dtype and whole shape of each tensor, by name.
+        parts: parts of each tensor, by name; one part for each rank, in order.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Part]], average: bool = False) -> None:

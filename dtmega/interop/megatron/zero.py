@@ -74,7 +74,7 @@ def open_optimizer(
     """Open the masters and moments of a Megatron-DeepSpeed checkpoint. Vectors are read later.
 
     Args:
-        weights: name -> one part for each tensor-parallel rank, from the layer files.
+        weights: parts of each weight from the layer files, by name; one part for each tensor-parallel rank.
         n_layers: number of layers in the model.
         n_stages: number of pipeline stages in the run.
 

@@ -114,7 +114,7 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
         inputs: batch for both models.
 
     Returns:
-        Tensor name -> relative deviation.
+        The relative deviation of each tensor, by name.
     """
     results: list[dict[str, Any]] = []
     for model in (truth, ours):

@@ -29,7 +29,7 @@ class Variable:
     """A shell variable.
 
     Attributes:
-        value: text of the variable; for an array, index -> item.
+        value: text of the variable; for an array, its items by index.
         is_exported: whether child processes get the variable.
     """
 
