@@ -154,7 +154,7 @@ class Bert(Model):
         Args:
             tokens: token ids, [B, S] int64, in which [MASK] replaces some tokens.
             labels: original token at each masked place, [B, S] int64; the loss ignores labels of -100.
-            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
+            sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             token_types: segment of each token, 0 or 1, [B, S] int64; None: all tokens are in segment 0.
             swapped: flag for each sample, [B] int64: 1 if its segments are swapped, otherwise 0; needed with labels.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.

@@ -92,7 +92,7 @@ class GPT(Model):
         Args:
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
-            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
+            sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             position_ids: index of each token in the position embedding, [B, S] int64, below `longest`; None: `places`
                 are the indices.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.

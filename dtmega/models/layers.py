@@ -42,7 +42,7 @@ class KeyedDropout(nn.Module):
 
         Args:
             x: activations, [B, S, D], or this rank's part along S or D.
-            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
+            sample_ids: global sample indices, [B] int64; may be None only if nothing is dropped.
             places: global place of each token of x, [B, S] int. If x is only a part along S, the plan replaces the
                 places of the whole sequence with the places of that part.
             channel_ids: global indices of the channels of x, [D] int32; None: x has all channels.
@@ -62,7 +62,7 @@ class KeyedDropout(nn.Module):
 
         Args:
             head_ids: global indices of this rank's heads, [H] int32.
-            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
+            sample_ids: global sample indices, [B] int64; may be None only if nothing is dropped.
         """
         if self.p == 0.0 or not self.training:
             return None
@@ -250,7 +250,7 @@ def finish(
     """The result of one stage of a decoder.
 
     Returns:
-        {"hidden": hidden} on a stage without the head. On the stage with the head: {"lm": fp32 sum of token losses} if
+        {"hidden": hidden} on a stage without the head; on the stage with the head, {"lm": fp32 sum of token losses} if
         there are labels, otherwise the logits [B, S, V].
     """
     if norm is None or head is None:

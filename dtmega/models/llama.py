@@ -131,7 +131,7 @@ class Llama(Model):
         Args:
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
-            sample_ids: global sample numbers, [B] int64, ignored because Llama has no dropout.
+            sample_ids: global sample indices, [B] int64, ignored because Llama has no dropout.
             position_ids: positions for the rotation of queries and keys, [B, S] int64; None to use `places`.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.

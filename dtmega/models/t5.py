@@ -393,7 +393,7 @@ class T5(Model):
             fused=fused,
             context=self.context,
         )
-        # Cross-attention ignores positions: scores get no bias from the table, and only document numbers exclude keys.
+        # Cross-attention ignores positions: scores get no bias from the table, and only document indices exclude keys.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,

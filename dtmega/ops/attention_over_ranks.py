@@ -56,7 +56,7 @@ def attention_over_ranks(
     if not torch.compiler.is_compiling():
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap, again=True)
     # In a compiled block, Inductor chooses the tensors to keep for backward among those that the policy allows. The
-    # plain formula has no kernel whose results could be kept, and recomputing all of it would cost too much time.
+    # plain formula has no kernel whose results could be kept, and recomputing it would cost more than keeping the keys.
     if dropout is not None or any(needs_formula(run.rule, softcap) for run in shared.runs):
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap)
 

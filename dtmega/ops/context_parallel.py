@@ -206,7 +206,7 @@ class _GatheredAgain:
         return _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: Tensor | _View) -> Tensor:
-        """Return the tensor that was packed as `kept`. The last view in a backward pass frees the tensor gathered again."""
+        """Return the tensor that was packed as `kept`. The last view in a backward pass frees the gathered tensor."""
         if isinstance(kept, Tensor):
             return kept
         if self._again is None:

@@ -230,7 +230,7 @@ def _check_complete(table: Table, where: str) -> None:
 
 
 def stages_in(table: Table) -> list[list[int]]:
-    """The stage numbers of each rank, ascending."""
+    """The stage indices of each rank, ascending."""
     return [sorted({action.stage for action in row}) for row in table]
 
 

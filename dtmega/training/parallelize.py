@@ -319,7 +319,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
-    """Copy the meta model once per stage number, and keep in each copy only the pieces of its stage."""
+    """Copy the meta model once per stage index, and keep in each copy only the pieces of its stage."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
         stage.keep(cut.pieces[number])

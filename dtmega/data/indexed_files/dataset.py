@@ -155,7 +155,7 @@ class IndexedDataset:
         return starts
 
     def sequence_of(self, token: int) -> int:
-        """Number of the sequence that contains token number `token` of .bin."""
+        """Index of the sequence that contains the token with index `token` in .bin."""
         return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ class Draft:
         original: Megatron fork that the command is for; '' to infer the fork from the flags.
         flags: Megatron's flags by name.
         family: family of the model.
-        keys: values of keys, by "section.key".
+        keys: values set so far, by "section.key".
         lacking: description of each value that the user has to fill in, by "section.key".
         notes: reason why a flag is not carried over, for each such flag that does not change what a run computes.
         open: decisions that are left to the user, by name of the flag, key or stray word.

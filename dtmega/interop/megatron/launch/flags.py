@@ -25,7 +25,7 @@ class Flag(NamedTuple):
         changes: whether a run without the flag would compute different results. The configuration is then
             refused until the user has decided about the flag.
         neutral: values for which a flag with `changes` has no effect.
-        other_names: the flag's names in other versions or forks, each as name there -> name in `names`.
+        other_names: names in other versions and forks, each as other name -> name of the flag.
     """
 
     names: tuple[str, ...]
