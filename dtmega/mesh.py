@@ -51,7 +51,7 @@ class World:
     """This process's place in the job: rank, device, mesh and process groups.
 
     Attributes:
-        rank, size: number of this process, counted from 0, and number of processes.
+        rank, size: index of this process, from 0, and number of processes.
         device: the device that this process computes on.
         sizes: size of each axis.
         mesh: the mesh that parameters are laid out on, with the dims LAID_OUT.

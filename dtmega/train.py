@@ -268,8 +268,8 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
     Args:
         run: the run.
         at: progress of the run after the step.
-        wanted: flag, True to save regardless of the interval, because the run stops here or was just validated.
-        last: flag, True if no step follows. The function then waits for all saves to end.
+        wanted: whether to save regardless of the interval, because the run stops here or was just validated.
+        last: whether no step follows. The function then waits for all saves to end.
 
     Returns:
         The outcomes of the saves that have ended: this save, or earlier saves that a thread wrote in the meantime.
@@ -388,7 +388,7 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
     Args:
         run: the run.
-        step: number of the step that has just ended.
+        step: the step that has just ended.
         minutes: minutes since training started in this process.
 
     Returns:

@@ -53,7 +53,7 @@ class Disk:
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """File name -> size in bytes, for the regular files in a folder. Symbolic links are left out.
+        """The size in bytes of each regular file in a folder, by file name. Symbolic links are left out.
 
         Raises:
             Damaged: the folder cannot be listed.

@@ -66,7 +66,7 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
     Args:
         run_dir: the run directory; None if the command line does not name it.
         exit_status: record that receives the exit code and the reason.
-        first: flag, True on the first rank, which writes for all ranks.
+        first: whether this is the first rank, which writes for all ranks.
     """
     try:
         yield
@@ -144,7 +144,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
     Args:
         cfg: the run's configuration.
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        fast_bfloat16: flag, True if bfloat16 is fast on the device.
+        fast_bfloat16: whether bfloat16 is fast on the device.
     """
     if cfg.precision.params != "auto":
         return cfg.precision.params
@@ -156,7 +156,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
 
 
 def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
-    """Path -> digest of the manifest, for each source that is a checkpoint. The digests must be equal on all ranks."""
+    """The manifest digest of each source that is a checkpoint, by path. The digests must be equal on all ranks."""
     unwrapped = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
     checkpoints = [source for source in unwrapped if isinstance(source, Checkpoint)]
     return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in checkpoints}

@@ -73,7 +73,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Name -> (dtype, shape) of each tensor."""
+        """(dtype, shape) of each tensor, by name."""
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:

@@ -79,11 +79,11 @@ class State(BaseModel):
     Attributes:
         progress: counts of steps and samples done.
         updates: number of weight updates; AdamW calls this number `step`.
-        recent: pairs (loss, gradient norm) for the last steps, if [train] skip_spikes needs these pairs.
+        recent: (loss, gradient norm) pairs of the last steps, if [train] skip_spikes needs them.
         loss_scale: state of float16's loss scale; None in other precisions.
         health: counts of high losses.
-        identity: everything besides the weights that determines the run's results, such as the seed and digests of data
-            and tokenizer; empty in a checkpoint that holds weights only.
+        identity: everything that determines the run's results, except the weights: for example, the seed, and digests
+            of the data and the tokenizer. Empty in a checkpoint that holds weights only.
         config: the run's resolved configuration, by section.
         digest: digest of the directory that the model is read from; '' if there is no such directory.
         layout: number of processes, and size of each mesh axis; for human readers.
@@ -224,7 +224,7 @@ def _open_step(files: Disk | Remote, folders: list[str], step: int) -> Checkpoin
     Args:
         files: place that holds the checkpoints.
         folders: folder names of all complete checkpoints in `files`.
-        step: number of the step.
+        step: step number.
 
     Raises:
         ValueError: there is no checkpoint of this step.

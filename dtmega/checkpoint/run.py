@@ -38,7 +38,7 @@ class SaveOutcome(NamedTuple):
     """The result of one save.
 
     Attributes:
-        step: number of the step that was saved.
+        step: the step that was saved.
         stall_s: seconds that training waited for the save.
         error: reason why the save failed; '' if it succeeded.
         warning: reason why the new checkpoint might not survive a power cut; usually ''.
@@ -319,7 +319,7 @@ def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -
     in `State`.
 
     Args:
-        stored: name -> parameter or buffer, as this rank holds it.
+        stored: parameters and buffers as this rank holds them, by name.
         optimizer: optimizer of the trained parameters.
     """
     trained = {n: p for n, p in stored.items() if p.requires_grad}

@@ -27,7 +27,7 @@ class Stager:
         All copies are complete when the method returns. Tensors on a GPU are copied to pinned memory.
 
         Args:
-            tensors: name -> tensor. The tensor under a name must have the same shape and layout in every call.
+            tensors: tensors by name. The tensor under a name must have the same shape and layout in every call.
         """
         any_on_gpu = False
         for name, tensor in tensors.items():

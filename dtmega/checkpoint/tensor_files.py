@@ -108,13 +108,13 @@ def save(
     Args:
         files: place that holds the checkpoints.
         folder: name of the folder to make; leftovers under this name are deleted.
-        tensors: name in the checkpoint -> tensor, as this rank holds it.
+        tensors: tensors as this rank holds them, by name in the checkpoint.
         step: step number to record in the manifest.
         state: the run's state as a JSON object, to record in the manifest.
         group: process group of all ranks; nothing else may use this group during the save.
 
     Returns:
-        On rank 0, the manifest, which the caller still has to write; on the other ranks, None.
+        The manifest on rank 0, where the caller still has to write it; None on all other ranks.
 
     Raises:
         Failed: at least one rank could not write. Every rank raises this error.
@@ -135,7 +135,7 @@ def load_tensors(
 
     Args:
         checkpoint: the checkpoint to read.
-        tensors: name in the checkpoint -> tensor to fill. The names differ between pipeline stages.
+        tensors: tensors to fill, by name in the checkpoint. The names differ between pipeline stages.
         group: process group of all ranks.
         pace: heartbeats for the ranks that wait for this rank; None if no rank waits.
 

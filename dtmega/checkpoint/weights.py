@@ -29,7 +29,7 @@ class Weights:
 
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Name -> (dtype, shape) of each weight."""
+        """(dtype, shape) of each weight, by name."""
         tensors = self.checkpoint.tensors
         return {name.removeprefix("model/"): tensors[name] for name in tensors if name.startswith("model/")}
 

@@ -240,7 +240,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     """Make a configuration from values and command-line options.
 
     Args:
-        values: section -> key -> value, in TOML's types.
+        values: values in TOML's types, as section -> key -> value.
         source: name of the file that the values come from, for messages.
         overrides: options on the command line, in order; later options win.
 

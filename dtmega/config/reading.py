@@ -159,7 +159,7 @@ def validate(
 
     Args:
         kind: class of the configuration, with one field per section.
-        values: section -> key -> value, in TOML's types.
+        values: values in TOML's types, as section -> key -> value.
         source: name of the file that the values come from, for messages.
         suggester: source of suggestions for keys that do not exist.
         overrides: options that replace values, in order; later options win.

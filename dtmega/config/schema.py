@@ -43,7 +43,7 @@ class SectionClasses:
     Attributes:
         discriminator: name of the key whose value chooses the class; '' if there is only one class.
         default: value of the discriminator for a configuration that does not set the key.
-        classes: value of the discriminator -> class.
+        classes: class for each value of the discriminator.
     """
 
     discriminator: str
@@ -64,7 +64,7 @@ class SectionClasses:
         return cls(discriminator, getattr(info.default, discriminator), classes)
 
     def declarations(self, k: str) -> dict[str, FieldInfo]:
-        """The declarations of key `k`: discriminator's value -> declaration. Classes without the key are left out."""
+        """The declarations of key `k`, by the discriminator's value. Classes without the key are left out."""
         return {value: cls.model_fields[k] for value, cls in self.classes.items() if k in cls.model_fields}
 
 
@@ -75,7 +75,7 @@ class Group(NamedTuple):
         section: the section's name.
         title: heading in the help: the section, followed by the names of the classes if only some classes have these
             keys.
-        fields: key -> its declaration.
+        fields: declaration of each key.
     """
 
     section: str

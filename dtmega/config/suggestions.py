@@ -22,7 +22,7 @@ class SimilarKeys:
     Args:
         kind: class of the configuration, with one field per section.
         synonyms: other trainers' names for keys.
-        sections: other trainers' section names -> dtmega's section names.
+        sections: dtmega's name for each section name of other trainers.
     """
 
     def __init__(self, kind: type[BaseModel], synonyms: Sequence[Synonym], sections: Mapping[str, str]) -> None:
@@ -42,8 +42,8 @@ class SimilarKeys:
         Args:
             section: the section that the user wrote, which may not exist; '' if there was no section.
             key: the key as the user wrote it.
-            families: section -> the discriminator's value in the configuration, for each section with several classes.
-            option: flag, True if the key comes from the command line; the suggestion is then written as an option too.
+            families: discriminator's value in the configuration, for each section with several classes.
+            option: whether the key comes from the command line; the suggestion is then written as an option too.
         """
         here = self.section(section)
         name = key.lower().replace("-", "_")

@@ -43,7 +43,7 @@ class StepBatch:
     """One data rank's part of an optimizer step's global batch.
 
     Attributes:
-        first_sample: number of the first sample in the global batch.
+        first_sample: index of the first sample in the global batch.
         samples: number of sequences in the global batch, over all data ranks.
         microbatches: this rank's microbatches; each microbatch maps tensor names to tensors (`rows.py`).
     """
@@ -70,10 +70,10 @@ class TrainBatches:
         rows: mapping from a range of samples to their tensors.
         data: the configuration's [data] section.
         batch: the configuration's [batch] section.
-        rank: number of this data rank.
+        rank: index of this data rank.
         world: number of data ranks.
         start_sample: number of samples that the run has consumed already.
-        pin_memory: flag, True to deliver tensors in page-locked memory, so that copies to a GPU can overlap with
+        pin_memory: whether to deliver tensors in page-locked memory, so that copies to a GPU can overlap with
             compute.
 
     Raises:
@@ -253,7 +253,7 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
     Args:
         rows: mapping from a range of the split's samples to their tensors.
         batch: the configuration's [batch] section; its ramp-up is not used.
-        rank: number of this data rank.
+        rank: index of this data rank.
         world: number of data ranks.
         steps: number of batches.
 

@@ -93,7 +93,7 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
     """Connect to the store at the launcher's address.
 
     Args:
-        is_master: flag, True if this process serves the store; if False, the server must listen within `patience`.
+        is_master: whether this process serves the store; if False, the server must listen within `patience`.
         timeout: timeout of the store's operations.
         patience: time to wait for the server, and then for its answer.
 
@@ -161,10 +161,10 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
         job: store that all attempts of the job share.
         size: number of ranks.
         patience: time to wait for the next rank.
-        agent_has_store: flag, True under torchrun; affects only the error message.
+        agent_has_store: whether torchrun started the job; affects only the error message.
 
     Returns:
-        The number of the attempt.
+        The index of the attempt, from 1.
 
     Raises:
         ValueError: ranks are missing, and no further rank has joined for `patience`.
@@ -195,7 +195,7 @@ def _join_attempt(job: Store, rank: int, timeout: timedelta) -> int:
     """Join the attempt that rank 0 starts, and wait until it is open. All ranks except rank 0 call this function.
 
     Returns:
-        The number of the attempt.
+        The index of the attempt, from 1.
 
     Raises:
         Rank0GaveUp: rank 0 gave up waiting for other ranks.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtmega.ops.shards import local
 
-# Number of words summed at a time. As int64, this many words and their positions take 4 MiB.
+# Number of words summed at a time. The words and their positions, both int64, take 4 MiB.
 CHUNK = 2**18
 
 

@@ -48,8 +48,8 @@ class Beat(NamedTuple):
     All ranks go through the phases in the same order, so a comparison of (step, nth) shows which rank is ahead.
 
     Attributes:
-        step: number of the step.
-        nth: number of the beat in this step, from 0.
+        step: step number.
+        nth: index of the beat in this step, from 0.
         at_s: wall-clock time of the beat. The clocks of a job's hosts agree well enough for a report.
         phase: name of the phase, such as "data" or "reduce".
     """
@@ -68,7 +68,7 @@ class CodePlace(NamedTuple):
     """The point in the code that a rank's main thread has reached.
 
     Attributes:
-        waits: flag, True if the thread waits for other ranks in a collective.
+        waits: whether the thread waits for other ranks in a collective.
         text: the thread's innermost frame, and its innermost frame outside libraries; '' if the frames are not known.
     """
 
@@ -98,7 +98,7 @@ class Watch:
         records: folder for the flight recorder's files, with a subfolder for each attempt; None to write no files.
 
     Attributes:
-        signals: numbers of the signals that have been received.
+        signals: signal numbers received so far.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Watch:
         """Report that this rank begins a phase: "data", "reduce", "evaluation", SAVING, ... A call takes microseconds.
 
         Args:
-            step: number of the step.
+            step: step number.
             phase: name of the phase.
         """
         last = self._last

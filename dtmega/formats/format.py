@@ -20,7 +20,7 @@ class Key(NamedTuple):
             name is written.
         default: the other program's default, used if none of the names is present. None if the key is required; its
             value must then be a positive integer.
-        free: flag, True if a run that starts from the weights may choose a different value, because the weights have
+        free: whether a run that starts from the weights may choose a different value, because the weights have
             the same meaning for every value.
         resolved: name of the section's property with the effective value, if the key's value 0 stands for "the usual
             value"; '' if the key itself has the effective value.
@@ -54,7 +54,7 @@ class Format:
         base: prefix of most of the other program's tensor names. The names in files of a bare base model lack this
             prefix.
         ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
-        older: name suffix in old files -> current name suffix.
+        older: current name suffix for each name suffix in old files.
         implied: [model] values shared by all models in this format. If a program stores a family in several formats,
             these values determine which format applies.
         heads: function that returns the model's head counts, for rules with the word "heads".
@@ -91,7 +91,7 @@ class Format:
         return not self.mismatches(model)
 
     def mismatches(self, model: config.Model) -> dict[str, Any]:
-        """The entries of `implied` that a model does not have: key of [model] -> value that the format implies."""
+        """The entries of `implied` whose values differ from the model's, by [model] key."""
         return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
     def section(self, theirs: Mapping[str, Any], file: str, stored: Source | None = None) -> dict[str, Any]:

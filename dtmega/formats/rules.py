@@ -108,7 +108,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
     """Apply a format's rules to one model.
 
     Args:
-        shapes: name -> shape of every tensor of our model.
+        shapes: shape of each tensor of our model, by name.
         heads: the model's head counts, for rules with the word "heads".
 
     Returns:
@@ -132,7 +132,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
     """Add to `result` the tensors that one rule names at one place in the model.
 
     Args:
-        ours: name -> shape of our tensors in the rule.
+        ours: shapes of our tensors in the rule, by name.
     """
     stacked = "stack" in rule.words
     view, source_view = "", ""
@@ -216,8 +216,8 @@ def _cut(
     Args:
         runs: tuples (first row counted through all our tensors, first row counted through all their tensors, number of
             rows).
-        ours: name -> number of rows, for our tensors in a rule, in order.
-        theirs: name -> number of rows, for their tensors in the rule, in order.
+        ours: number of rows of each of our tensors in a rule, by name, in order.
+        theirs: number of rows of each of their tensors in the rule, by name, in order.
 
     Returns:
         One tuple per piece: (our name, first row in our tensor, their name, first row in their tensor, number of rows).

@@ -25,7 +25,7 @@ class Source(Protocol):
     """Named tensors that can be read in parts, wherever they are stored.
 
     Attributes:
-        tensors: name -> dtype, and shape of the whole tensor.
+        tensors: dtype and shape of each whole tensor, by name.
     """
 
     @property
@@ -43,7 +43,7 @@ class Renamed:
         """Rename tensors of a source, and hide all other tensors.
 
         Args:
-            names: new name -> name in the source.
+            names: name in the source for each new name.
             on_read: function that is called before each read.
         """
         self._source = source
@@ -141,7 +141,7 @@ class Translated:
         """Prepare to assemble tensors from another source.
 
         Args:
-            assemblies: name -> recipe for assembling the tensor from the source's tensors.
+            assemblies: recipe for assembling each tensor from the source's tensors, by name.
         """
         self._source = source
         self._assemblies = assemblies

@@ -67,7 +67,7 @@ class Deduplicated:
     """A source under our names that has each tied parameter once, even if the files store several copies.
 
     Attributes:
-        tensors: name -> dtype and shape; a tied parameter appears under its first name.
+        tensors: dtype and shape of each tensor, by name; a tied parameter appears under its first name.
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
@@ -75,7 +75,7 @@ class Deduplicated:
 
         Args:
             weights: the stored tensors, with all copies.
-            copies: name of a parameter -> its names in `weights`.
+            copies: names of each parameter in `weights`, by parameter name.
             where: path of the source, for messages.
             otherwise: end of the message "... are stored with different values, but ...".
         """
@@ -205,7 +205,7 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
 
     Args:
         names: names of the tensors.
-        forms: key -> format, for all formats of one program, in any order; not empty.
+        forms: all formats of one program, by key, in any order; not empty.
     """
     stored_modules = {_module(name) for name in names}
 
@@ -232,7 +232,7 @@ def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Non
     """Refuse a source whose tensors do not match the model's tensors.
 
     Args:
-        shapes: name -> shape of the model's tensors; in the source, tensors in BY_TOKEN may have more rows.
+        shapes: shapes of the model's tensors, by name; in the source, tensors in BY_TOKEN may have more rows.
 
     Raises:
         ValueError: a tensor is missing, is unknown, or has a different shape.

@@ -152,7 +152,7 @@ class RunLM(TemplateLM):
         """Score pairs in one forward pass. A text that is too long is truncated at the beginning.
 
         Returns:
-            For each pair, the log-likelihood of the continuation, and True if greedy decoding would produce the
+            The log-likelihood of each pair's continuation, and whether greedy decoding would produce the
             continuation.
         """
         # The model predicts the next token at each position, so the last token of a text is never an input.

@@ -56,7 +56,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
     Args:
         path: a run directory, or the folder of one checkpoint.
         step: step of the checkpoint to read; None for the newest.
-        axes: axis of [mesh] -> size.
+        axes: size of each axis of [mesh].
         startup: meeting point of the ranks that take part.
 
     Raises:
@@ -104,7 +104,7 @@ def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Conf
 
     Args:
         cfg: the run's configuration.
-        axes: axis of [mesh] -> size.
+        axes: size of each axis of [mesh].
     """
     changed = {
         "mesh": config.Mesh.model_validate({**axes, "sequence_parallel": False}),
@@ -146,10 +146,10 @@ def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, 
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """Replace the drawn tokens, int64 [B], with rank 0's tokens: the `Sampling.settle` for several processes.
+    """Replace the drawn tokens, int64 [B], with rank 0's tokens. Generation by several processes needs this function.
 
-    The result is always True, so generation continues. Logits may differ between ranks in the last bit, so without this
-    function, ranks might draw different tokens.
+    The function serves as `Sampling.settle`, and always returns True, so that generation continues. Without this
+    function, ranks might draw different tokens, because logits may differ between ranks in the last bit.
     """
     dist.broadcast(tokens, src=0)
     return True

@@ -104,7 +104,7 @@ class Bert(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        head_ids: global number of each head, which keys attention dropout. The numbers are stored as a buffer, so that
+        head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
             a plan can cut the numbers along with the heads.
     """
 
@@ -154,10 +154,10 @@ class Bert(Model):
         Args:
             tokens: token ids, [B, S] int64, in which [MASK] replaces some tokens.
             labels: original token at each masked place, [B, S] int64; the loss ignores labels of -100.
-            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
+            sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             token_types: segment of each token, 0 or 1, [B, S] int64; None: all tokens are in segment 0.
             swapped: flag for each sample, [B] int64: 1 if its segments are swapped, otherwise 0; needed with labels.
-            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
+            document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
                 the sequence, this tensor is only this rank's part.

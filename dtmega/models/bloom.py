@@ -60,7 +60,7 @@ class Bloom(Model):
     Attributes:
         slopes: ALiBi slope of each head (arXiv:2108.12409). The slopes are stored as a buffer, so that a plan can cut
             the slopes along with the heads.
-        head_ids: global number of each head, which keys attention dropout. The numbers are stored as a buffer, so that
+        head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
             a plan can cut the numbers along with the heads.
     """
 
@@ -103,10 +103,10 @@ class Bloom(Model):
         Args:
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
-            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
+            sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             position_ids: positions, [B, S] int64, ignored because ALiBi uses the distances between `places`, as in
                 Megatron.
-            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
+            document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts

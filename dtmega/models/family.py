@@ -119,7 +119,7 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage passes on if it ends with `after`: name -> meta tensor with this rank's shape.
+        """The tensors that a stage ending with `after` passes on, as meta tensors with this rank's shapes, by name.
 
         Args:
             after: name of the stage's last piece.

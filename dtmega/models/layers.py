@@ -42,10 +42,10 @@ class KeyedDropout(nn.Module):
 
         Args:
             x: activations, [B, S, D], or this rank's part along S or D.
-            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
+            sample_ids: global sample indices, [B] int64; may be None only if nothing is dropped.
             places: global place of each token of x, [B, S] int. If x is only a part along S, the plan replaces the
                 places of the whole sequence with the places of that part.
-            channel_ids: global numbers of the channels of x, [D] int32; None: x has all channels.
+            channel_ids: global indices of the channels of x, [D] int32; None: x has all channels.
         """
         if self.p == 0.0 or not self.training:
             return x
@@ -53,7 +53,7 @@ class KeyedDropout(nn.Module):
         channels = channel_ids
         if channels is None:
             channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
-        # One hash per token, [B, S]; `keep` combines these hashes with the channel numbers into the mask [B, S, D].
+        # One hash per token, [B, S]; `keep` combines these hashes with the channel indices into the mask [B, S, D].
         rows = keyed.mix(keyed.fold(sample_ids) ^ self.key).unsqueeze(1) ^ places.to(torch.int32)
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
@@ -61,8 +61,8 @@ class KeyedDropout(nn.Module):
         """This site's dropout as an argument for `attention`; None if nothing is dropped.
 
         Args:
-            head_ids: global numbers of this rank's heads, [H] int32.
-            sample_ids: global sample numbers, [B] int64; may be None only if nothing is dropped.
+            head_ids: global indices of this rank's heads, [H] int32.
+            sample_ids: global sample indices, [B] int64; may be None only if nothing is dropped.
         """
         if self.p == 0.0 or not self.training:
             return None
@@ -115,7 +115,7 @@ class FusedAttention(nn.Module):
 
     Args:
         cfg: the model's sizes and dropout rate.
-        number: number of the layer, from 1.
+        number: index of the layer, from 1.
     """
 
     def __init__(self, cfg: config.DropoutModel, number: int) -> None:
@@ -250,7 +250,7 @@ def finish(
     """The result of one stage of a decoder.
 
     Returns:
-        {"hidden": hidden} on a stage without the head. On the stage with the head: {"lm": fp32 sum of token losses} if
+        {"hidden": hidden} on a stage without the head; on the stage with the head, {"lm": fp32 sum of token losses} if
         there are labels, otherwise the logits [B, S, V].
     """
     if norm is None or head is None:

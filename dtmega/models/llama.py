@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated feed-forward SwiGLU (arXiv:2002.05202): down(silu(gate x) * up x)."""
+    """The SwiGLU gated feed-forward layer (arXiv:2002.05202): down(silu(gate x) * up x)."""
 
     def __init__(self, cfg: config.Llama) -> None:
         super().__init__()
@@ -131,9 +131,9 @@ class Llama(Model):
         Args:
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
-            sample_ids: global sample numbers, [B] int64, ignored because Llama has no dropout.
+            sample_ids: global sample indices, [B] int64, ignored because Llama has no dropout.
             position_ids: positions for the rotation of queries and keys, [B, S] int64; None to use `places`.
-            document_ids: number of each token's document, [B, S] int64; a token attends only to its own document.
+            document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts

@@ -123,7 +123,7 @@ class Model(nn.Module):
         return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of a whole model, in the pipeline's order: name -> modules of the piece, with all nested modules.
+        """The modules of each piece, including all nested modules, keyed by piece name, in the pipeline's order.
 
         By default, modules registered before the blocks belong to the embedding, and modules registered after the
         blocks belong to the head.
@@ -152,7 +152,7 @@ class Model(nn.Module):
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """The tensors [B, length, D] that a stage passes on if it ends with `after`: name -> [data] key of the length.
+        """The tensors [B, length, D] that a stage ending with `after` passes on: [data] key of each length, by name.
 
         Args:
             after: name of the stage's last piece.
@@ -221,7 +221,7 @@ class Model(nn.Module):
         return 1.0 if name.endswith("weight") else 0.0
 
     def unseen(self) -> dict[str, Tensor]:
-        """Masks of the parameter elements that no output depends on: name -> bool mask in the whole parameter's shape.
+        """Masks of the parameter elements that no output depends on, bool in the whole parameter's shape, by name.
 
         The bias of unrotated keys adds one number to all scores of a query, and softmax cancels that number. The
         gradient of the bias is therefore 0, but computing the gradient leaves rounding noise, which Adam would turn

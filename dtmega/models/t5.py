@@ -55,8 +55,8 @@ class Attention(nn.Module):
         Args:
             x: source of the queries, [B, T, D].
             rule: attention rule, which defines the mask and the bias of the scores.
-            head_ids: global numbers of this rank's heads, [H] int32.
-            sample_ids: global sample numbers, [B] int64, which key the dropout masks.
+            head_ids: global indices of this rank's heads, [H] int32.
+            sample_ids: global sample indices, [B] int64, which key the dropout masks.
             encoded: encoder's output as the source of keys and values, [B, S, D]; None to compute both from x.
         """
         source = x if encoded is None else encoded
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The unseen elements of the key projection's bias: bias name -> bool mask [H K] (`Model.unseen`)."""
+        """The mask of unseen elements in the key projection's bias, bool [H K], by bias name (`Model.unseen`)."""
         return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
 
 
@@ -90,8 +90,8 @@ class MLP(nn.Module):
 
         Args:
             x: input, [B, T, D].
-            channel_ids: global numbers of this rank's channels, [F] int32.
-            sample_ids: global sample numbers, [B] int64, which key the dropout masks.
+            channel_ids: global indices of this rank's channels, [F] int32.
+            sample_ids: global sample indices, [B] int64, which key the dropout masks.
             places: global index of each token in its sample, [B, T] int64.
         """
         up = self.up(x)
@@ -145,7 +145,7 @@ class _Text(NamedTuple):
     Attributes:
         tokens: token ids, [B, S] int64.
         places: global index of each token in its sample, [B, S] int64.
-        document_ids: number of each token's document, [B, S] int64. A token attends only to tokens of its own
+        document_ids: index of each token's document, [B, S] int64. A token attends only to tokens of its own
             document, and padding counts as a separate document. None: all tokens belong to one document.
     """
 
@@ -163,9 +163,9 @@ class T5(Model):
             positions are learned.
         memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A
             plan gathers the output here, once for all layers.
-        head_ids: global number of each head, which keys attention dropout. The numbers are stored as a buffer, so that
+        head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
             a plan can cut the numbers along with the heads.
-        channel_ids: global number of each inner channel of the feed-forward, which keys the dropout of these channels.
+        channel_ids: global index of each inner channel of the feed-forward, which keys the dropout of these channels.
             The numbers are stored as a buffer, so that a plan can cut the numbers along with the channels.
     """
 
@@ -287,8 +287,8 @@ class T5(Model):
             tokens: tokens of the encoder's text, [B, S] int64.
             decoder_tokens: tokens of the decoder's text so far, [B, T] int64; None to run only the encoder.
             labels: token to predict at each place, [B, T] int64; the loss ignores labels of -100.
-            sample_ids: global sample numbers, [B] int64, which key the dropout masks; needed for training with dropout.
-            document_ids, decoder_document_ids: numbers of the tokens' documents, [B, S] and [B, T] int64; pass both
+            sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
+            document_ids, decoder_document_ids: index of each token's document, [B, S] and [B, T] int64; pass both
                 arguments or neither. A token attends only to tokens of its own document, in cross-attention too.
                 Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D] or [B, T, D], for stages that begin inside a stack.
@@ -300,8 +300,9 @@ class T5(Model):
 
         Returns:
             {"lm": fp32 sum of token losses} on the last stage, or the logits [B, T, V] if there are no labels.
-            {"hidden": hidden state} on earlier stages. The stage on which the encoder ends, and a whole model without
-            decoder_tokens, return {"encoded": the encoder's output}.
+            {"hidden": hidden state} on earlier stages, except the stage where the encoder ends.
+            {"encoded": encoder's output} on the stage where the encoder ends, or from a whole model without
+            decoder_tokens.
 
         Raises:
             ValueError: sample_ids is None in training with dropout.
@@ -392,7 +393,7 @@ class T5(Model):
             fused=fused,
             context=self.context,
         )
-        # Cross-attention ignores positions: scores get no bias from the table, and only document numbers exclude keys.
+        # Cross-attention ignores positions: scores get no bias from the table, and only document indices exclude keys.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,

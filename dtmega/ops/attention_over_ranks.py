@@ -1,7 +1,7 @@
 """Attention of tokens in sequences that several ranks share (context parallelism).
 
 The ranks either gather keys and values of all tokens, or exchange heads, so that each rank attends with all tokens of
-some heads. `ContextParallel.by_heads` says which form is used.
+some heads. `ContextParallel.by_heads` selects the form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtmega.ops.shared_rule import SharedRule
 
 Attend = Callable[..., Tensor]  # `attention.attention`
 
-# The kernels as operators, whose results are kept where what surrounds them is computed again in backward.
+# Operators of the kernels. Their results are kept if backward recomputes the operations around the kernels.
 KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     OPERATOR,
@@ -55,8 +55,8 @@ def attention_over_ranks(
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap)
     if not torch.compiler.is_compiling():
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap, again=True)
-    # In a compiled block, Inductor chooses what is kept for backward, among what the policy allows. The plain formula
-    # has no kernel whose results could be kept: computing all of it again would cost more than its keys take.
+    # In a compiled block, Inductor chooses the tensors to keep for backward among those that the policy allows. The
+    # plain formula has no kernel whose results could be kept, and recomputing it would cost more than keeping the keys.
     if dropout is not None or any(needs_formula(run.rule, softcap) for run in shared.runs):
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap)
 
@@ -81,7 +81,7 @@ def _over_all_keys(
     """Gather the keys and values of all tokens, and compute attention for this rank's tokens.
 
     Args:
-        again: True to gather keys and values again in backward, instead of keeping them.
+        again: whether to gather keys and values again in backward, instead of keeping them.
     """
     context = shared.context
     # One message carries keys and values.
@@ -99,7 +99,7 @@ def _over_all_keys(
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of kernels, and compute again what surrounds them: the gather and what slices its result."""
+    """Keep the kernels' results, and recompute all other operations: the gather, and the slicing of its result."""
     return CheckpointPolicy.MUST_SAVE if op in KERNELS else CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -107,6 +107,6 @@ _keeping_results_of_kernels = functools.partial(create_selective_checkpoint_cont
 
 
 def needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
-    """True if no kernel but FlexAttention takes what is asked for: a trained table of biases, or a soft cap."""
+    """True if there is a trained table of biases or a soft cap, which no kernel except FlexAttention supports."""
     is_learned = rule.table is not None and rule.table.requires_grad
     return rule.block_mask is None and (is_learned or softcap is not None)

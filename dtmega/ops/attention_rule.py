@@ -5,14 +5,14 @@
 
 A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
 its sample. Places are global and part of the batch, because a rank may hold any part of a sequence, in any order.
-Documents and padding are given as document numbers [B, S], and a query attends only to keys with the query's number.
+Documents and padding are given as document indices [B, S]: a query attends only to keys of its own document.
 The full mask [B, S, S] of all pairs is never built.
 
 Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
 both methods in its kernel; all other kernels evaluate both methods for one chunk of queries at a time. Two shortcuts
 avoid evaluating every pair:
 
-- On CUDA, the bounds of places and document numbers show which blocks of pairs are entirely allowed or forbidden
+- On CUDA, the bounds of places and document indices show which blocks of pairs are entirely allowed or forbidden
   (`block_mask.py`).
 - Elsewhere, if places are consecutive, one strip of biases serves all chunks of queries, because causality, windows,
   ALiBi and tables depend on the distance alone.
@@ -54,7 +54,7 @@ class AttentionRule(NamedTuple):
 
     Attributes:
         query_places, key_places: places of the queries, [B, S] int32, and of the keys, [B, T] int32.
-        query_documents, key_documents: document numbers, [B, S] and [B, T]; a query attends only to keys of its own
+        query_documents, key_documents: document indices, [B, S] and [B, T]; a query attends only to keys of its own
             document. None: all tokens belong to one document.
         prefix: mask of the keys that causality does not hide, [B, T] bool.
         slopes: one factor per head, [H]; the bias is factor x distance (place of the key - place of the query).

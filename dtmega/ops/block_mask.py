@@ -12,7 +12,7 @@ BLOCK = 128  # number of queries, and of keys, in a block of FlexAttention's mas
 
 
 def block_mask(rule: Any) -> BlockMask:
-    """Build FlexAttention's mask from the bounds of places and document numbers in each block of queries or keys.
+    """Build FlexAttention's mask from the bounds of places and document indices in each block of queries or keys.
 
     A block of pairs is marked as full if the bounds prove that all pairs are allowed, as empty if the bounds prove that
     no pair is allowed, and as partial otherwise. In a partial block the kernel checks each pair, so marking a full

@@ -39,9 +39,9 @@ class ContextParallel(NamedTuple):
 
     Attributes:
         group: the cp group.
-        by_heads: True for the form `heads`, False for `gather`.
-        keeps_gathered: True to keep gathered keys and values for backward, which recomputed blocks do; False to gather
-            them again in backward.
+        by_heads: whether attention has the form `heads`; if not, it has the form `gather`.
+        keeps_gathered: whether to keep gathered keys and values for backward, as recomputed blocks do; if not, they are
+            gathered again in backward.
     """
 
     group: dist.ProcessGroup
@@ -53,7 +53,7 @@ class ContextParallel(NamedTuple):
 
         Args:
             row: tensor of the whole sequences, [B, S, ...].
-            balanced: True for two slices, one from each half of the sequence; False for one slice.
+            balanced: whether the part is two slices, one from each half of the sequence; if not, it is one slice.
         """
         return _part(row, self.group.rank(), self.group.size(), dim=1, balanced=balanced).contiguous()
 
@@ -68,7 +68,7 @@ class ContextParallel(NamedTuple):
 
         Args:
             length: S / cp, the number of tokens that this rank holds.
-            balanced: True for two slices, False for one slice, as in `slice`.
+            balanced: whether this rank holds two slices rather than one, as in `slice`.
         """
         n, rank = self.group.size(), self.group.rank()
         if not balanced:
@@ -81,12 +81,12 @@ class ContextParallel(NamedTuple):
         return cast(Tensor, _Gather.apply(keys, self.group, balanced))
 
     def gathering_again(self, gathered: Tensor, parts: list[Tensor], balanced: bool) -> saved_tensors_hooks:
-        """Keep `parts` instead of `gathered`, in the `with` block, wherever autograd would keep views of `gathered`.
+        """In the `with` block, make autograd keep `parts` for backward instead of views of `gathered`.
 
         Args:
             gathered: result of `gather`.
-            parts: tensors that, joined along the last dim, were the argument of `gather`.
-            balanced: argument of `gather`.
+            parts: tensors whose concatenation along the last dim was passed to `gather`.
+            balanced: value of `balanced` that was passed to `gather`.
         """
         again = _GatheredAgain(gathered, parts, self.group, balanced)
         return saved_tensors_hooks(again.pack, again.unpack)
@@ -100,7 +100,7 @@ class ContextParallel(NamedTuple):
         return cast(Tensor, _Redistribute.apply(x, self.group, balanced, False))
 
     def own_heads(self, per_head: Tensor) -> Tensor:
-        """The rows of a tensor [H, ...] that belong to this rank's heads in the form `heads`."""
+        """This rank's rows of a tensor [H, ...] with one row per head, if attention is split by heads."""
         return per_head.chunk(self.group.size())[self.group.rank()]
 
 
@@ -188,8 +188,8 @@ class _GatheredAgain:
 
     Args:
         gathered: keys and values of all tokens.
-        parts: those of this rank's tokens; usually views of what is kept anyway, unlike their copy in one tensor.
-        group, balanced: arguments of `_Gather` that gave `gathered`.
+        parts: keys and values of this rank's tokens; usually views of tensors that autograd keeps anyway.
+        group, balanced: arguments of the `_Gather` call that returned `gathered`.
     """
 
     def __init__(self, gathered: Tensor, parts: list[Tensor], group: dist.ProcessGroup, balanced: bool) -> None:
@@ -199,14 +199,14 @@ class _GatheredAgain:
         self._again: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return what autograd keeps instead of a tensor: the tensor's place, if it is a view of `gathered`."""
+        """Return the object that autograd keeps for a tensor: a view's place in `gathered`, or the tensor itself."""
         if StorageWeakRef(tensor.untyped_storage()) != self._storage:
             return tensor
         self._n_views += 1
         return _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: Tensor | _View) -> Tensor:
-        """Return the tensor for what `pack` has returned. The last view of a backward frees what was gathered again."""
+        """Return the tensor that was packed as `kept`. The last view in a backward pass frees the gathered tensor."""
         if isinstance(kept, Tensor):
             return kept
         if self._again is None:

@@ -41,7 +41,7 @@ class Columns(NamedTuple):
     """The columns of the logits that this rank holds.
 
     Attributes:
-        start: global number of this rank's first column.
+        start: global index of this rank's first column.
         n_valid: number of columns on all ranks of `group` together, without the padding at the end.
         group: process group that shares the vocabulary; None: this rank has the whole vocabulary.
     """
@@ -73,7 +73,7 @@ def linear_cross_entropy(
         h: hidden states, [N, D] in any floating dtype, the same on all ranks. Products are computed in this dtype,
             softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
         weight: the head's weight, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
-        labels: token numbers in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
+        labels: token ids in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
             outside [0, n_valid) raises an index error.
         bias: the head's bias, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the
             bias is summed over tokens in fp32.
@@ -84,7 +84,7 @@ def linear_cross_entropy(
             arXiv:2408.00118); None: no cap. The derivative needs a second buffer for a chunk's logits.
         n_valid: number of vocabulary rows without the padding rows at the end, which never enter the softmax; None:
             there is no padding.
-        vocab_start: global number of this rank's first row. None: the ranks exchange their row counts.
+        vocab_start: global index of this rank's first row. None: the ranks exchange their row counts.
         group: process group that shares the vocabulary; None: this rank has the whole vocabulary. With a group, each
             chunk takes one all-gather of 3 fp32 numbers per token (4 with smoothing).
         expected: gradient that backward will pass to this sum; in float16, loss scale / count. The gradients are
@@ -253,7 +253,7 @@ def token_losses(
         if gradient is not None and group is None:
             slope = _slope(peak, total, factor[rows], z_loss)
             passes.derivatives(logits[rows], gradient[rows], peak, slope, _rows(smooth, rows), reuse_scratch=True)
-    sums = _all_gather(torch.cat(local_sums, dim=1), group).split(1, dim=2)  # 3 or 4 of [ranks, N, 1]
+    sums = _all_gather(torch.cat(local_sums, dim=1), group).split(1, dim=2)  # 3 or 4 tensors [ranks, N, 1]
     # Each rank has summed exp(x - its own peak). Rescale each sum to the peak over all ranks, then add the sums.
     peak = sums[0].amax(dim=0)
     total = (sums[1] * (sums[0] - peak).exp()).sum(dim=0)  # Z / exp(peak)

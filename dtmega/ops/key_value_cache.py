@@ -24,7 +24,7 @@ class KeyValueCache:
         places: places of the cached tokens, [B, P] int; None: no token is cached.
         documents: documents of the cached tokens, [B, P] int; None: all tokens belong to one document.
         inner: cache of a model that stores keys and values in its own way: transformers' `past_key_values`, or in a
-            pipeline a dict from stage number to that stage's cache.
+            pipeline a dict from stage index to that stage's cache.
     """
 
     def __init__(self) -> None:

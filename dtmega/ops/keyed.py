@@ -30,7 +30,7 @@ class Dropout(NamedTuple):
 
     p: float
     key: Tensor  # int32 scalar, different for each dropout site
-    head_ids: Tensor  # [H] int32, global numbers of the heads on this rank
+    head_ids: Tensor  # [H] int32, global indices of the heads on this rank
     sample_ids: Tensor  # [B] int64
 
 
@@ -62,7 +62,7 @@ def fold(index: Tensor) -> Tensor:
 
 
 def keep(p: float, rows: Numbers, columns: Numbers) -> Numbers:
-    """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
+    """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column indices [C], int32."""
     # Hashes are uniform in [-2^31, 2^31), so a fraction p of all hashes lies below p 2^32 - 2^31.
     hashed = mix(rows[..., None] ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
@@ -73,8 +73,8 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
 
     Args:
         key: key of the dropout site, int32 scalar.
-        sample_ids: global numbers of the samples, [B] int64.
-        head_ids: global numbers of the heads, [H] int32.
+        sample_ids: global indices of the samples, [B] int64.
+        head_ids: global indices of the heads, [H] int32.
         query_places: places of the queries, [B, C] int32.
     """
     rows = mix(fold(sample_ids) ^ key)[:, None, None] ^ head_ids[:, None]
@@ -141,7 +141,7 @@ def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np
 
 
 def normal(seed: int, name: str, index: Tensor) -> Tensor:
-    """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
+    """Standard normal values in fp32, one for each global element index in `index` (int64, any shape, >= 0).
 
     Each value is the quantile of a hashed uniform number, computed with Wichura's PPND7 (Applied Statistics 37, 1988,
     AS 241) to an accuracy of 1e-7. The logarithm in the formula is computed from a series, because library logarithms
@@ -174,7 +174,7 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
 
 
 def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
-    """Normal values [n] fp32 for folded element numbers [n] int32.
+    """Normal values [n] fp32 for folded element indices [n] int32.
 
     The values are computed in fp64 and rounded to fp32 at the end. Every operation is rounded correctly, so all devices
     get the same bits.

@@ -27,8 +27,8 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
 
     Args:
         what: name of the work, such as "forward".
-        stage: number of the pipeline stage that does the work; 0 without a pipeline, None for work outside of stages.
-        microbatch: number of the microbatch within the step, from 0; None for work of the whole step.
+        stage: index of the pipeline stage that does the work; 0 without a pipeline, None for work outside of stages.
+        microbatch: index of the microbatch within the step, from 0; None for work of the whole step.
     """
     if _listeners:
         return _listeners[-1](what, stage, microbatch)

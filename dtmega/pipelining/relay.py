@@ -20,7 +20,7 @@ class Relay:
     needs a fixed sequence length and the shapes of gradients.
 
     Args:
-        stages: this rank's models, keyed by stage number.
+        stages: this rank's models, keyed by stage index.
         group: process group of the pipeline's ranks.
         device: device that this rank computes on.
 

@@ -50,8 +50,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # A split backward would give exact gradients with compiled or recomputed blocks too. But it would repeat work, and
-    # this work would take more time than the filled bubbles save.
+    # A split backward would give exact gradients with compiled or recomputed blocks too. But the split would repeat
+    # work, which would cost more time than filling the bubbles saves.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -105,11 +105,11 @@ class Pipeline:
 
     Args:
         pipeline: the [pipeline] section of the configuration.
-        stages: stage number -> this rank's module, in ascending order; `stage.Stage` describes a module's interface.
+        stages: this rank's modules by stage index, in ascending order; `stage.Stage` describes a module's interface.
         group: the pp group.
         boundaries: meta tensors that describe what each stage, except the last, hands on to the next stage.
         device: device that this rank computes on.
-        sums: stage number -> `Sums`, which sums gradients after each microbatch; {}: gradients are summed once a step.
+        sums: `Sums` by stage index, which sum gradients after each microbatch; {}: gradients are summed once a step.
     """
 
     def __init__(

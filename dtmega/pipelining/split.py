@@ -18,7 +18,7 @@ class Stages(NamedTuple):
 
     Attributes:
         pieces: names of each stage's pieces.
-        ranks: stage numbers of each pp rank, ascending.
+        ranks: stage indices of each pp rank, ascending.
     """
 
     pieces: list[list[str]]
@@ -254,7 +254,7 @@ def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_st
 
 
 def stages_of_ranks(shape: Literal["loop", "v"], pp: int, per_rank: int) -> list[list[int]]:
-    """The stage numbers that each pp rank holds, ascending.
+    """The stage indices that each pp rank holds, ascending.
 
     In a `loop`, rank r holds stages r, r + pp, ... (Narayanan et al. 2021, section 2.2). In a `v`, rank r holds stages
     r and 2 pp - 1 - r, so that rank 0 holds the first and the last stage (Qi et al. 2023, arXiv:2401.10241, section 6).

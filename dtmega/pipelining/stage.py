@@ -34,7 +34,7 @@ class Stage(PipelineStage):
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). The
             module returns the tensors to hand on and the sums for the tally, keyed by name. If the module does not
             return one of its input tensors, the tensor is handed on unchanged.
-        number: number of the stage.
+        number: index of the stage.
         n_stages: number of stages in the pipeline.
         device: device that this rank computes on.
         group: the pp group.

@@ -21,10 +21,10 @@ class Action(NamedTuple):
     """One computation of a pipeline.
 
     Attributes:
-        stage: number of the stage.
+        stage: index of the stage.
         kind: letter of the computation: F for forward, B for a whole backward, I for the part of backward that computes
             the gradients of inputs, W for the part that computes the gradients of weights.
-        microbatch: number of the microbatch.
+        microbatch: index of the microbatch.
     """
 
     stage: int
@@ -45,7 +45,7 @@ class ScheduleKind(NamedTuple):
     Attributes:
         per_rank: number of stages per rank: exactly 1, exactly 2, or at least 2.
         shape: name of the rule that assigns stages to ranks (`split.stages_of_ranks`).
-        splits_backward: True if backward runs in two parts: first for input gradients, later for weight gradients.
+        splits_backward: whether backward runs in two parts: first for input gradients, later for weight gradients.
     """
 
     per_rank: Literal["1", "2", "2+"]
@@ -137,14 +137,14 @@ def sent_after(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> dict[
 
 
 def _all_forwards_all_backwards(rank: int, n_microbatches: int) -> list[Action]:
-    """GPipe's row: the forwards of all microbatches, then their backwards."""
+    """GPipe's row: the forward passes of all microbatches, then the backward passes."""
     forwards = [Action(rank, "F", m) for m in range(n_microbatches)]
     backwards = [Action(rank, "B", m) for m in range(n_microbatches)]
     return forwards + backwards
 
 
 def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[Action]:
-    """1F1B's row: pp - rank forwards, then backwards and forwards in turn, and at the end only backwards."""
+    """1F1B's row: pp - rank forward passes, then alternating backward and forward passes, then only backward passes."""
     ahead = min(pp - rank, n_microbatches)
     row = [Action(rank, "F", m) for m in range(ahead)]
     for m in range(n_microbatches):
@@ -230,7 +230,7 @@ def _check_complete(table: Table, where: str) -> None:
 
 
 def stages_in(table: Table) -> list[list[int]]:
-    """The stage numbers of each rank, ascending."""
+    """The stage indices of each rank, ascending."""
     return [sorted({action.stage for action in row}) for row in table]
 
 
@@ -338,11 +338,11 @@ def simulate(
 
 
 def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """The inputs of an action. Each input is a tuple of actions, any one of which computes it.
+    """The inputs of an action. Each input is a tuple of alternative actions; each of them computes the input.
 
     Args:
         action: the action.
-        last: number of the last stage.
+        last: index of the last stage.
     """
     stage, kind, m = action
     if kind == "F":

@@ -33,7 +33,7 @@ def shared(
         stages: names of each stage's pieces.
 
     Returns:
-        The parameter's first name in the model -> ascending numbers of the stages that share the parameter.
+        The ascending indices of the stages that share each parameter, by the parameter's first name in the model.
     """
     parameters_of_stages = []
     for pieces in stages:
@@ -55,8 +55,8 @@ class Tied:
 
     Args:
         name: name of the parameter in checkpoints.
-        copies: stage number -> this rank's copy, in ascending order; at least one copy.
-        places: numbers of the stages whose copies a rank holds, one list for each rank of the group, in rank order.
+        copies: this rank's copies by stage index, in ascending order; at least one copy.
+        places: indices of the stages whose copies each rank holds, one list per rank of the group, in rank order.
         group: process group of the ranks that hold a copy; None if this rank holds all copies.
     """
 

@@ -41,7 +41,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
         model: a whole model, or a pipeline stage. In a stage, modules of other stages are None or missing from their
             ModuleDict.
         mesh: the 1-D tp mesh.
-        plan: pattern of module or buffer names -> style. `*` matches one component of a name, and "" matches the model.
+        plan: style for each module or buffer name pattern. `*` matches one component of a name; "" matches the model.
 
     Returns:
         Names of the parameters whose gradients `sum_partial_gradients` must sum.

@@ -39,7 +39,7 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
         "order": Rejoin(sp, first_only=True),
         "order.pooler": Whole(False),
         "order.classifier": Whole(False),
-        # Attention dropout is keyed by global head number. Other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head index. Other dropout sites get this rank's part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -1,4 +1,4 @@
-"""The matrix product that all styles use. It keeps no gathered input, and overlaps computation with communication.
+"""The matrix product of all styles, which keeps no gathered input and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).

@@ -32,7 +32,7 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
         "mlp.down": Row(sp, **ffn),
     }
     across: Plan = {"cross_norm": Norm(sp), **{f"cross{name}": style for name, style in attention.items()}}
-    # Attention dropout is keyed by global head number, and dropout in the feed-forward by global channel number.
+    # Attention dropout is keyed by global head index, and dropout in the feed-forward by global channel index.
     # Other dropout sites get only this rank's part of the sequence.
     sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout", "decoder.*.cross_dropout"]
     for stack in ("encoder", "decoder"):

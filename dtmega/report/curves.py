@@ -141,7 +141,7 @@ class Panel(NamedTuple):
         key: name of the series in the record.
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
-        log: flag, True for a logarithmic vertical axis.
+        log: whether the vertical axis is logarithmic.
         mean: whether to draw a running mean over the individual steps, for a metric whose noise hides the trend.
     """
 
@@ -179,7 +179,7 @@ def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:
 
     Args:
         series: keys of the series of all runs.
-        alone: flag, True if there is only one run. With several runs, the phases panel is left out.
+        alone: whether there is only one run. With several runs, the phases panel is left out.
     """
     recorded = set(series) - {PHASES.key}
     if alone and recorded & STEP_PHASES.keys():

@@ -37,7 +37,7 @@ def page(
 
     Args:
         runs: the runs to show.
-        figures: id of an HTML element -> JSON of the plotly figure to draw there. The ids are "curves" and, if there
+        figures: JSON of the plotly figures, by id of the HTML element to draw in. The ids are "curves" and, if there
             are step times, "tail".
         plotly: plotly's JavaScript.
         colours: colour of each run.

@@ -145,8 +145,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
     Args:
         figure: the figure.
         run: the run to draw.
-        number: number of the run on the page, which determines the colour.
-        alone: flag, True if the page has only this run. With a single run, the legend has one entry per curve; with
+        number: index of the run on the page; determines the colour.
+        alone: whether the page has only this run. With a single run, the legend has one entry per curve; with
             several runs, it has one entry per run.
     """
     _add_curve(figure, run, number, LOSS, row=1, column=1, legend="training" if alone else written(run.name))
@@ -210,7 +210,7 @@ def _add_curve(
     Args:
         figure: the figure.
         run: the run to draw.
-        number: number of the run on the page, which determines the colour.
+        number: index of the run on the page; determines the colour.
         panel: the metric's panel.
         row, column: position of the panel in the figure, counted from 1.
         legend: name of the curve in the legend; '' for no entry.

@@ -61,7 +61,7 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
     Args:
         axes: the panel's axes.
         run: the run to draw.
-        number: number of the run in the picture, which determines the colour.
+        number: index of the run in the picture; determines the colour.
         panel: the metric's panel.
     """
     series = run.record.series

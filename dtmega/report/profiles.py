@@ -62,10 +62,10 @@ class Operator(BaseModel):
 class Summary(BaseModel):
     """The content of a summary file, which describes one rank in one window of steps.
 
-    The file also names the trace. That name is not trusted: links use the summary's file name with a different suffix.
+    Links do not trust the trace's name in the file: they use the summary's file name with a different suffix.
 
     Attributes:
-        rank: number of the rank.
+        rank: rank that the file describes.
         steps: first and last step of the window.
         device: type of the device, for example "cuda".
         seconds: length of the window, measured on the host.

@@ -37,7 +37,7 @@ class Event(NamedTuple):
     """An event after a step, such as a saved checkpoint.
 
     Attributes:
-        step: number of the step.
+        step: step number.
         kind: kind of the event. The kinds in a record are "checkpoint", "failed checkpoint", "skipped" and
             "evaluation"; `run.py` and `scores.py` add more kinds.
         text: description of the event for the reader.

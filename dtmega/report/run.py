@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """A part of a run: the steps from one start of the run to the next.
 
     Attributes:
-        first, last: numbers of the first and the last step.
+        first, last: the first and the last step.
         start: record of the start at which the part began; None if `starts.jsonl` does not record the start.
     """
 
@@ -67,13 +67,13 @@ class Run(NamedTuple):
         config: configuration of the newest start.
         starts: starts of the run, oldest first: the newest start at step 0, and all later starts.
         parts: parts of the run in the order of their steps; at least one part.
-        end: number of the last planned step; 0 if the number is not known.
+        end: last planned step; 0 if this step is not known.
         ended: exit record of the newest attempt, which may be a refusal; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is none.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if none of these files exists.
-        is_claimed: flag, True if a process has claimed the directory, False if that process is gone, None if unknown
+        is_claimed: whether a process holds its claim on the directory; False if that process is gone, None if unknown
             (`process.is_claimed`).
     """
 
@@ -246,7 +246,7 @@ def layout_in_words(layout: Mapping[str, int]) -> str:
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """The most important numbers of a run: label -> formatted value. Numbers that are not recorded are left out."""
+    """The most important numbers of a run, formatted, by label. Numbers that are not recorded are left out."""
     series = run.record.series
     in_words: dict[str, str] = {}
     last_step = run.record.last_step

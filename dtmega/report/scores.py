@@ -67,7 +67,7 @@ class Scores(NamedTuple):
 
     @property
     def series(self) -> dict[str, Series]:
-        """The scores over the checkpoints' steps, one series per metric: panel title -> series.
+        """The scores over the checkpoints' steps, one series per metric, by panel title.
 
         Losses are left out, and so are metrics with a score for only one checkpoint.
         """

@@ -29,7 +29,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
 
     Args:
         run: the run.
-        step: number of the last optimizer step.
+        step: the last optimizer step.
         split: name of the split. A split without documents is not reported.
     """
     if run.text.splits[split] is None:

@@ -41,7 +41,7 @@ class Start(BaseModel):
         layout: number of processes, under the key "processes", and size of each mesh axis, under the axis's name.
         device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
         parameters: number of parameters of the whole model.
-        steps: number of the run's last step, as planned at this start.
+        steps: the run's last step, as planned at this start.
         versions: versions of dtmega, torch and Python, by name.
     """
 

@@ -54,7 +54,7 @@ class Metrics:
         start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
             last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
             TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
-        write: flag, True on the only rank that writes reports.
+        write: whether this rank writes the reports; only one rank does so.
 
     Attributes:
         peak_memory: memory counter of this process, set on all ranks, even if `write` is False.
@@ -136,7 +136,7 @@ class Metrics:
         together, and `peak_memory_bytes` is the peak of this process alone.
 
         Args:
-            step: number of the step.
+            step: step number.
             loss: the step's loss, averaged over the step's tokens.
             grad_norm: L2 norm of the gradient before clipping.
             lr: learning rate of the step.
@@ -195,7 +195,7 @@ class Metrics:
         """Report a step whose samples were read but not trained on.
 
         Args:
-            step: number of the step.
+            step: step number.
             reason: configuration key that excludes these samples, such as "[train] skip_steps".
             samples: global indices of the step's sequences.
         """
@@ -257,7 +257,7 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            checkpoint: number of the saved step, which may be below `step` because an asynchronous save ends later.
+            checkpoint: the saved step, which may be below `step` because an asynchronous save ends later.
             stall_s: seconds for which the save paused training.
             error: reason why the save failed; '' if the save succeeded.
             warning: reason why a power cut may undo the checkpoint; '' if the checkpoint survives a power cut.
@@ -398,7 +398,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     Args:
         path: path of metrics.jsonl, which need not exist.
         step: number of steps done before this start.
-        finished: flag, True if the run has done all its steps. The run will then repeat the evaluations after the last
+        finished: whether the run has done all its steps. The run will then repeat the evaluations after the last
             step, so the lines of these evaluations are removed.
     """
     if not path.exists():

@@ -14,7 +14,7 @@ class _OperatorTime:
     """The total time of all calls to one operator.
 
     Attributes:
-        is_range: flag, True for a named range in the trace, which is not an operator.
+        is_range: whether this is a named range in the trace rather than an operator.
         calls: number of calls.
         nanoseconds: total time of all calls, in nanoseconds.
     """

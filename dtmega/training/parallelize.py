@@ -54,11 +54,11 @@ class ShardedModel:
     """This rank's part of a model: its pipeline stages, sharded over tp and fsdp, and methods to train the stages.
 
     Attributes:
-        stages: models by stage number; {0: the whole model} without a pipeline.
-        partial: stage number -> names of the parameters whose gradients must be summed over tp.
-        reshard: flag, True if FSDP frees a block's gathered weights after the block's forward and each backward.
+        stages: models by stage index; {0: the whole model} without a pipeline.
+        partial: names of the parameters whose gradients must be summed over tp, by stage index.
+        reshard: whether FSDP frees a block's gathered weights after the block's forward and each backward.
         objective: the objective that the model is trained for.
-        sharded: flag, True if gradients accumulate as shards, summed over the data ranks after each microbatch.
+        sharded: whether gradients accumulate as shards, summed over the data ranks after each microbatch.
         pipeline: the schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
         replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
@@ -175,7 +175,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Pairs (parameter, mask): the mask marks the elements of a local part that affect no output."""
+        """Pairs (parameter, mask). Each mask marks elements of a local piece of the parameter that affect no output."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -235,8 +235,8 @@ class ShardedModel:
         """The local parts of the parameters' gradients.
 
         Args:
-            every: flag, True for all gradients that this rank holds, which clipping needs; False for the gradients of
-                the parameters in `weights`, so that a norm over the `shards` group counts each element once.
+            every: whether to return all gradients that this rank holds, which clipping needs. If False, only the
+                parameters in `weights` count, so that a norm over the `shards` group counts each element once.
         """
         parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
         return [local(p.grad) for p in parameters if p.grad is not None]
@@ -319,7 +319,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
-    """Copy the meta model once per stage number, and keep in each copy only the pieces of its stage."""
+    """Copy the meta model once per stage index, and keep in each copy only the pieces of its stage."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
         stage.keep(cut.pieces[number])
@@ -401,8 +401,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
-        # torch warns about every region whose policy chooses what is kept: operations in place might come out wrong
-        # there. In a compiled block none are left.
+        # torch warns about every region whose policy chooses the tensors to keep, because in-place operations might
+        # give wrong results in such a region. A compiled block has no in-place operations left.
         log = logging.getLogger("torch._higher_order_ops.wrap")
         log.addFilter(lambda record: "context_fn" not in str(record.msg))
         for block in blocks:

@@ -56,7 +56,7 @@ class Profiler:
     Args:
         cfg: the section [profile].
         run_dir: the run directory.
-        rank: number of this rank.
+        rank: index of this rank.
         device: the device that this rank computes on.
         peak_memory: the memory counter of this process.
         say: function that prints a line for the user.
@@ -108,7 +108,7 @@ class Profiler:
         """End the current window, if there is one, and write its files. If a file cannot be written, print a warning.
 
         Args:
-            last: number of the last step in the window.
+            last: the last step in the window.
         """
         if self._window is None:
             return
@@ -145,7 +145,7 @@ class _Window:
 
     Args:
         cfg: the section [profile].
-        first: number of the first step.
+        first: the first step.
         device: the device that this rank computes on.
         peak_memory: the memory counter of this process.
     """
@@ -195,8 +195,8 @@ class _Window:
         Args:
             folder: folder for the files.
             name: common prefix of the file names.
-            rank: number of this rank.
-            last: number of the last step in the window.
+            rank: index of this rank.
+            last: the last step in the window.
 
         Raises:
             OSError: a file cannot be written.
@@ -237,7 +237,7 @@ def take_request(run_dir: Path, step: int) -> int:
 
     Args:
         run_dir: the run directory.
-        step: number of the step that has just ended.
+        step: the step that has just ended.
 
     Returns:
         The number of steps to profile: the number in the file, or 1 for an empty file; 0 if there is no request.

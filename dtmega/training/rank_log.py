@@ -43,7 +43,7 @@ class RankLog:
 
     Args:
         folder: folder for the logs of all ranks; None if this rank keeps no log. All methods then do nothing.
-        rank: number of this rank.
+        rank: index of this rank.
         sizes: size of each axis of the mesh, by name.
         device: the device that this rank computes on.
     """

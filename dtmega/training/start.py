@@ -57,7 +57,7 @@ class Settings(NamedTuple):
         pieces: the model's pieces, with their parameter counts and FLOPs.
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, the same number on all ranks; None on CPUs.
-        auto_dtype: flag, True if the configuration left the parameters' dtype open.
+        auto_dtype: whether the configuration left the parameters' dtype open.
     """
 
     saved_cfg: Config

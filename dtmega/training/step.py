@@ -83,10 +83,10 @@ class StepResult(NamedTuple):
     Attributes:
         loss: weighted sum of `means`.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
-        skipped: flag, True if the weights did not change, because the loss or gradient norm is not finite or a spike.
+        skipped: whether the weights did not change, because the loss or gradient norm is not finite or a spike.
         means: the objective's means over the global batch, by name.
         loss_scale: loss scale of the step's float16 gradients; None in other precisions.
-        overflowed: flag, True if the step was skipped because a float16 gradient is not finite.
+        overflowed: whether the step was skipped because a float16 gradient is not finite.
     """
 
     loss: float

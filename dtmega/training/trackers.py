@@ -54,7 +54,7 @@ class Row(NamedTuple):
     """The finite numbers from one line of metrics.jsonl.
 
     Attributes:
-        step: number of the step.
+        step: step number.
         values: the numbers, by key.
         time_s: time at which the line was written, in seconds since 1970.
     """
@@ -213,7 +213,7 @@ class Trackers:
 
     Args:
         config: the run's configuration.
-        new: flag, True if the run starts at step 0, so that each tracker opens a new run too.
+        new: whether the run starts at step 0, so that each tracker opens a new run too.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
@@ -230,7 +230,7 @@ class Trackers:
         """Send the queued rows, and close the run at each tracker. Any thread may call this method.
 
         Args:
-            finished: flag, True if the run has done all its steps.
+            finished: whether the run has done all its steps.
             within_s: time limit for all trackers together, in seconds.
         """
         deadline = time.monotonic() + within_s

@@ -85,7 +85,7 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:
-    """The text files that an export has next to the weights: file name -> content.
+    """The contents of the text files that an export has next to the weights, by file name.
 
     The result also includes the directory's `tokenizer.json` and `generation_config.json`. The exporter keeps this
     generation_config.json unless the export has a different tokenizer.json.
@@ -153,7 +153,7 @@ def heading(written: str) -> str:
 
 
 def _texts_of(directory: Path) -> dict[str, bytes]:
-    """Read a directory's files that an export copies or compares: file name -> content.
+    """Read a directory's files that an export copies or compares. Returns the contents by file name.
 
     READMEs and licences larger than MAX_TEXT_BYTES are left out.
     """

@@ -201,7 +201,7 @@ def _left_out(
     """The names of stored tensors that the model does not have.
 
     Args:
-        expected: tensors of the model: name -> shape.
+        expected: shapes of the model's tensors, by name.
 
     Raises:
         ValueError: a tensor of the model is not stored, or is stored in a different shape.

@@ -101,7 +101,7 @@ def _fill(files: Disk | Remote, folder: str, tensors: Mapping[str, tuple[Source,
 
     Args:
         folder: name of the folder within `files`.
-        tensors: name in the checkpoint -> (source of the tensor, name in the source).
+        tensors: pair (source, name in the source) for each tensor, by name in the checkpoint.
         state: the run's state, to record in the manifest.
     """
     name = "data-00000.bin"

@@ -37,7 +37,7 @@ class IndexedDataset:
 
     Args:
         prefix: path of the two files without their suffixes.
-        by_sequence: flag, True if the caller reads sequences and never documents. The document index is then not
+        by_sequence: whether the caller reads sequences and never documents. The document index is then not
             checked, because files that Megatron has merged have no usable document index.
 
     Attributes:
@@ -121,7 +121,7 @@ class IndexedDataset:
         """Tokens of sequence i: a read-only view of the file, [length].
 
         Args:
-            i: number of the sequence.
+            i: index of the sequence.
             offset: first token of the range, counted from the start of the sequence.
             length: number of tokens; None for all tokens up to the end of the sequence.
 
@@ -155,7 +155,7 @@ class IndexedDataset:
         return starts
 
     def sequence_of(self, token: int) -> int:
-        """Number of the sequence that contains token number `token` of .bin."""
+        """Index of the sequence that contains the token with index `token` in .bin."""
         return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -27,8 +27,8 @@ class Record(BaseModel):
     Attributes:
         tokenizer: the tokenizer's spec, for people to read.
         fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
-        append_eod: flag, True if each document ends with `eod_id`.
-        sentences: flag, True if each sequence is a sentence, and a document has any number of sentences; False if each
+        append_eod: whether each document ends with `eod_id`.
+        sentences: whether each sequence is a sentence, and a document has any number of sentences; if not, each
             sequence is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
             this `.bin`.
@@ -93,7 +93,7 @@ def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
 
     Args:
         dataset: the text.
-        expected: flag, True if the objective reads sentences.
+        expected: whether the objective reads sentences.
 
     Raises:
         ValueError: the text is split although documents are expected, or the reverse; the message names the option of

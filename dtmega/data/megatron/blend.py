@@ -179,7 +179,7 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        at: number of the sample in each stretch, int64 [stretches].
+        at: index of the sample in each stretch, int64 [stretches].
         counts: number of samples taken from each corpus before that sample, fp64 [stretches, corpora].
     """
     # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.
@@ -219,7 +219,7 @@ def _repair(
     Args:
         weights: share of each corpus, fp64 [corpora].
         firsts: first sample of each stretch, int64 [stretches].
-        stretches: numbers of the stretches to repair, int64 [wrong].
+        stretches: indices of the stretches to repair, int64 [wrong].
         counts: new counts at the beginning of the stretches to repair, fp64 [wrong, corpora]; changed in place.
         differences: new counts minus the counts of the last pass at the beginning of the stretches, fp64 [wrong,
             corpora]; on return, the differences at their ends.

@@ -47,8 +47,8 @@ class OrderName(NamedTuple):
         split: "train", "valid" or "test".
         matrix: range (start, end) of each split in fractions of the corpus; None for an empty split. The whole matrix
             is None if the splits read different corpora.
-        is_described: flag, True for megatron-core's caches, which have description files; False for caches with the
-            settings in their file names.
+        is_described: whether the cache has description files, as megatron-core's caches have; if not, the names of the
+            cache's files contain the settings.
     """
 
     name: str

@@ -88,10 +88,10 @@ class Indices(NamedTuple):
     """Megatron's three index arrays.
 
     Attributes:
-        documents: numbers of the sequences in stream order, int32 [epochs x sequences] ("doc_idx").
+        documents: sequence indices in stream order, int32 [epochs x sequences] ("doc_idx").
         samples: start of each stream sample, int32 or int64 [samples + 1, 2]: an index into `documents`, and a token
             offset in that sequence ("sample_idx").
-        shuffle: numbers of the stream's samples in reading order, uint32 or int64 [samples]: sample g is stream sample
+        shuffle: indices of the stream's samples in reading order, uint32 or int64 [samples]: sample g is stream sample
             shuffle[g] ("shuffle_idx").
     """
 
@@ -193,8 +193,8 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
     """Yield the sample index in pieces [m, 2].
 
-    Row k holds two numbers for token k S of the stream: the number of the doc index entry that contains the token, and
-    the token's offset in that entry's sequence.
+    Row k holds two numbers for token k S of the stream: the index of the entry in `documents` whose sequence contains
+    the token, and the token's offset in that sequence.
     """
     dtype = _sample_dtype(settings, len(documents))
     sizes = settings.dataset.sizes

@@ -44,11 +44,11 @@ class Objective(Protocol):
         aim: description of the targets that a model learns to predict, for messages, such as "next tokens".
         reads: keys of [data] that this objective reads but some other objectives ignore; the samples depend on these
             keys.
-        sentences: True if the objective reads texts that are split into sentences, one per sequence of the data set.
+        sentences: whether the objective reads texts that are split into sentences, one per sequence of the data set.
         not_in_megatrons_order: reason why the objective cannot follow Megatron's orders ([data] order); '' if the
             objective can follow them.
-        prompt_is_prefix: True if the tokens of a prompt all see each other, like the tokens of a prefix in training;
-            False if each token sees only the tokens before it.
+        prompt_is_prefix: whether the tokens of a prompt all see each other, like the tokens of a prefix in training; if
+            not, each token sees only the tokens before it.
         order: version number of the samples. Raise this number if a change alters sample g for the same data, keys and
             seed; runs that began with the old samples are then refused.
     """

@@ -4,7 +4,7 @@ Every microbatch of B sequences has
 
     tokens        int64 [B, S]
     labels        int64 [B, S]  token to predict at each place, or IGNORED
-    sample_ids    int64 [B]     global sample numbers, which key dropout
+    sample_ids    int64 [B]     global sample indices, which key dropout
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
     document_ids  int64 [B, S]  if there are several documents or padding: a token sees only tokens with the same id
 
@@ -201,7 +201,7 @@ def _places(tokens: Tensor) -> Tensor:
 
 
 def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """Number of the document that each token belongs to, counted from 0 in each sample, [B, S] -> [B, S].
+    """Index of the document that each token belongs to, counted from 0 in each sample, [B, S] -> [B, S].
 
     An end-of-document token belongs to the document that it ends.
     """

@@ -113,7 +113,7 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
 
     Args:
         tokenizer: tokenizer of the corpus.
-        in_sentences: flag, True to make each sequence a sentence or a block (`sentence_documents`); if False, each
+        in_sentences: whether to make each sequence a sentence or a block (`sentence_documents`); if False, each
             sequence is a whole document that ends with `eod_id`.
 
     Raises:

@@ -28,13 +28,13 @@ def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
-    """The parts of a text, each as (number of its first line, part). The joined parts are the whole text.
+    """The parts of a text, each as (line number of its start, part). The joined parts are the whole text.
 
     Blank lines at the start of the text belong to the first part.
 
     Args:
         text: one or more complete parts.
-        line: number of the text's first line in its file.
+        line: line number of the text's start in its file.
     """
     blanks = len(text) - len(text.lstrip(b" \t\r\n"))
     starts = [0, *(start for start in part_starts(text) if start > blanks), len(text)]

@@ -39,7 +39,7 @@ class RecordBatch:
         first: line number (in parquet: row number) of the first record, counted from 1.
         data: the records. JSON has whole lines, a .txt is whole or cut into parts, and parquet has a list of rows, with
             None for a null. The text is UTF-8 unless the file is faulty.
-        is_cut: flag, True if blank lines separate documents, which is possible only in a .txt.
+        is_cut: whether blank lines separate documents, which is possible only in a .txt.
         position_bytes: number of stored bytes read from all input files by the time this batch was complete.
     """
 
@@ -59,7 +59,7 @@ def read_batches(
     Args:
         files: the files in reading order.
         column: column of parquet files that holds the text.
-        at_blank_lines: flag, True to cut each .txt at blank lines and make each part a document of its own.
+        at_blank_lines: whether to cut each .txt at blank lines and make each part a document of its own.
         encoding: name of the encoding of all text files; '' for UTF-8.
 
     Raises:
@@ -178,7 +178,7 @@ def _decoded(
         path: path of the file, for messages.
         encoding: name of the encoding, for messages.
         before_bytes: number of decompressed bytes before this chunk.
-        is_last: flag, True if no chunk follows.
+        is_last: whether no chunk follows.
 
     Raises:
         ValueError: the file is not in the encoding.

@@ -46,7 +46,7 @@ class Node(NamedTuple):
 
     Attributes:
         weight: sum of the weights of the node's corpora, an integer.
-        corpus: number of the corpus, or -1 for a group.
+        corpus: index of the corpus; -1 for a group.
         left, right: the two children of a group; None for a corpus.
     """
 

@@ -28,8 +28,8 @@ class Order(NamedTuple):
     """The order of the documents in one epoch.
 
     Attributes:
-        documents: numbers of the documents in stream order, uint32 or int64 [n], counted from the range's first
-            document.
+        documents: document indices in stream order, uint32 or int64 [n]; the first document of the range has
+            index 0.
         starts: number of the epoch's tokens before each document in stream order, int64 [n + 1]; the last entry is the
             total number of tokens.
     """
@@ -59,7 +59,7 @@ def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: 
         dataset: the data set.
         documents: range (start, stop) in the data set's document index.
         stream: name of the random stream.
-        epoch: number of the epoch, from 0.
+        epoch: index of the epoch, from 0.
     """
     n = documents[1] - documents[0]
     if n >= LONG:

@@ -55,7 +55,7 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
 
     Args:
         tokens: tokens of the vocabulary, by id.
-        lower: flag, True to lowercase the text and strip its accents, as for the uncased models.
+        lower: whether to lowercase the text and strip its accents, as for the uncased models.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(

@@ -34,7 +34,7 @@ class Tokens:
 
     Args:
         places: each token's place in its sequence, [B, S / cp].
-        document_ids: document number of each token, [B, S / cp]; None if each sequence is one document.
+        document_ids: document index of each token, [B, S / cp]; None if each sequence is one document.
         context: ranks that share the sequences.
         fused: argument of `attention_rule`.
     """
@@ -84,7 +84,7 @@ def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, 
         own: result of an earlier call, to undo that call; None to switch to the functions of this module.
 
     Returns:
-        Config id -> the attention implementation that the config named before the call, for every config in the model.
+        The attention implementation that each config in the model named before the call, by config id.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -71,7 +71,7 @@ def initial_values(path: str) -> dict[str, tuple[float, float]]:
     """The distribution from which the family draws each parameter's initial values.
 
     Returns:
-        Parameter name -> (mean, std), as in `draws_of`.
+        (mean, std) of each parameter, by name, as in `draws_of`.
 
     Raises:
         ValueError: `draws_of` finds no distribution for a parameter.

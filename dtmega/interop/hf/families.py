@@ -78,8 +78,8 @@ class Packed:
 
     Attributes:
         parts: number of matrices.
-        by_input: flag, True if the matrices are side by side along the input, as in attention's output projection;
-            False if the matrices are side by side along the output.
+        by_input: whether the matrices are side by side along the input, as in attention's output projection;
+            if not, the matrices are side by side along the output.
     """
 
     parts: int
@@ -99,10 +99,10 @@ class PipelineEnds:
     and `later` must give the attribute a value that switches the change off.
 
     Attributes:
-        first: name of a module that only the first stage holds -> the stand-in on the other stages. These modules are
-            children of the module that runs the blocks.
-        last: name of a module that only the last stage holds -> the stand-in on the other stages.
-        later: attribute of the module that runs the blocks -> the attribute's value on every stage except the first.
+        first: modules that only the first stage holds, each as name -> the stand-in on the other stages. These modules
+            are children of the module that runs the blocks.
+        last: modules that only the last stage holds, each as name -> the stand-in on the other stages.
+        later: attributes of the module that runs the blocks, each as name -> value on every stage except the first.
     """
 
     first: dict[str, str]
@@ -115,13 +115,12 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: name of a module that runs blocks -> name of the block list in that module.
+        stacks: modules that run blocks, each as module name -> name of the block list in the module.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
-        styles: module name pattern -> style of the matching modules. A pattern without a match is skipped: a model may
-            lack an optional norm, and an encoder-only model has no decoder. If no pattern matches a module inside a
-            block, the model is refused. If no pattern matches a module outside the blocks, every rank computes the
-            whole module.
+        styles: style for each module name pattern. A pattern without a match is skipped: a model may lack an optional
+            norm, and an encoder-only model has no decoder. If no pattern matches a module inside a block, the model is
+            refused. If no pattern matches a module outside the blocks, every rank computes the whole module.
         in_embedding_dtype: names of parameterless modules whose fp32 output is cast to the embeddings' dtype and then
             added to the embeddings.
         heads: config key for the number of heads.
@@ -129,7 +128,7 @@ class FamilyFacts:
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
         sizes: further config keys whose values tp must divide.
-        refused: config key -> reason why this key must not be set.
+        refused: config keys that must not be set, each as key -> reason.
     """
 
     stacks: dict[str, str]

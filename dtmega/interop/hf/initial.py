@@ -21,8 +21,8 @@ def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
         hf: whole `transformers` model, on meta.
 
     Returns:
-        Parameter name -> (mean, std). For a constant, std is 0; for a normal distribution, mean is 0. The entry is None
-        if the parameter is initialised in any other way.
+        (mean, std) of each parameter, by name. For a constant, std is 0; for a normal distribution, mean is 0. The
+        entry is None if the parameter is initialised in any other way.
     """
     # transformers skips every module or parameter whose flag `_is_hf_initialized` is True, so clear all flags.
     for tensor in (*hf.modules(), *hf.parameters()):
@@ -39,7 +39,7 @@ class _DrawRecorder(TorchDispatchMode):
     """A dispatch mode that records how parameters are initialised in place.
 
     Attributes:
-        draws: parameter name -> (mean, std) of the parameter's last initialisation, or None; see `draws_of`.
+        draws: (mean, std) of each parameter's last initialisation, or None, by parameter name; see `draws_of`.
     """
 
     def __init__(self, names: dict[int, str]) -> None:

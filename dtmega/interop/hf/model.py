@@ -104,7 +104,7 @@ class HF(Model):
             labels: ids of the tokens to predict, [B, S]. If None, the last stage returns logits.
             hidden: hidden state from the previous stage, [B, S, D].
             cache: keys and values of the earlier tokens, for generation.
-            document_ids: document number of each token, [B, S]. Used only with a cache or if ranks share the sequences.
+            document_ids: document index of each token, [B, S]. Used only with a cache or if ranks share the sequences.
                 With a cache, 0 marks the text, and any other number marks padding to the left of the text.
             position_ids: position of each token, [B, S]. Used only with a cache and `document_ids`, or if ranks share
                 the sequences.

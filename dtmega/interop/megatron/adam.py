@@ -127,7 +127,7 @@ def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: An
 def _moments(
     rank: Rank, groups: Sequence[Sequence[TensorPlace]], adam: Mapping[Any, Any]
 ) -> tuple[dict[str, dict[TensorPlace, Stored]], int]:
-    """The moments, as kind -> parameter -> moment, and the number of updates.
+    """The moments (kind -> parameter -> moment), and the number of updates.
 
     Args:
         groups: the rank's parameters, numbered as in the optimizer.

@@ -111,7 +111,7 @@ def _run_state(
 
     Args:
         content: decoded contents of common.pt.
-        shapes: name in the checkpoint -> shape of every weight.
+        shapes: shape of each weight, by name in the checkpoint.
     """
     moments: dict[str, Source] = {}
     steps: frozenset[int] = frozenset()
@@ -161,8 +161,8 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
     """The checkpoint's tensors, with stacks split into layers.
 
     Args:
-        shapes: name in the checkpoint -> shape of every weight.
-        keys: name of a weight -> name of the tensor that holds the weight's values.
+        shapes: shape of each weight, by name in the checkpoint.
+        keys: name of the tensor that holds each weight's values, by name of the weight.
     """
     assemblies: dict[str, Assembly] = {}
     for name, shape in shapes.items():
@@ -174,7 +174,7 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Split a stored weight into the layers' tensors: name of a layer's tensor -> assembly.
+    """Split a stored weight into the layers' tensors; return an assembly for each, by the tensor's name.
 
     Args:
         name: name of the weight; the name shows whether the weight is a stack.

@@ -28,7 +28,7 @@ class Layers(NamedTuple):
     """The contents of a folder, except for the optimizer.
 
     Attributes:
-        parts: name in the whole model -> one part for each tensor-parallel rank, in order.
+        parts: parts of each tensor, by name in the whole model; one part for each tensor-parallel rank, in order.
         args: the run's arguments as plain values; empty if there is no mp_rank file.
         content: contents of the first mp_rank file; empty if there is no mp_rank file.
         vocab_size: number of ids in the tokenizer; 0 if the files do not give the number.
@@ -92,7 +92,7 @@ def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: 
 def _join_layers(
     folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: int, n_tp: int
 ) -> dict[str, list[Part]]:
-    """The parts of all tensors: name in the whole model -> one part for each tensor-parallel rank, in order.
+    """The parts of each tensor, by name in the whole model; one part for each tensor-parallel rank, in order.
 
     Raises:
         ValueError: a rank lacks a tensor that another rank has.
@@ -112,7 +112,7 @@ def _join_layers(
 
 
 def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
-    """Whole-model name -> tensor, for the tensors of one file."""
+    """The tensors of one file, by name in the whole model."""
     file = SavedFile(path)
     parts: dict[str, Part] = {}
     for name, pickled in entries(file.value, f"{path}: the layer").items():

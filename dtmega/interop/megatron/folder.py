@@ -76,7 +76,7 @@ def open_folder(path: Path, model: config.Model | None = None, average: bool = F
     Args:
         path: the checkpoint's folder, or its parent folder, which contains the tracker.
         model: the user's [model] section, needed if the files hold no arguments; None if the user gives no section.
-        average: flag, True to read the mean of copies that have drifted apart, instead of rank 0's copy.
+        average: whether to read the mean of copies that have drifted apart, instead of rank 0's copy.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, crafted or incomplete. The message names the file.
@@ -140,7 +140,7 @@ def _contents_of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bo
 
     Args:
         n_heads: number of attention heads in the model; 0 if unknown.
-        average: flag, True to read the mean of copies that have drifted apart, as in `open_folder`.
+        average: whether to read the mean of copies that have drifted apart, as in `open_folder`.
     """
     first = grid[0, 0]
     whole_names = ranks.whole_names(grid)

@@ -90,7 +90,7 @@ class ReorderedQKV(_Derived):
     """A fused QKV from a checkpoint before version 2.0, reordered to today's row order, [H, (q, k, v), K].
 
     Attributes:
-        qkv_outermost: flag, True if the stored row order is [(q, k, v), H, K], as in files without a version; False for
+        qkv_outermost: whether the stored row order is [(q, k, v), H, K], as in files without a version; if not, it is
             [H, K, (q, k, v)], as in version 1.0.
         n_parts: number of fused projections: 3 for q, k and v; 2 for k and v.
         n_heads: number of heads on this rank.
@@ -142,15 +142,15 @@ class WholeTensors:
     copies.
 
     Attributes:
-        tensors: name -> dtype and whole shape.
-        parts: name -> one part for each rank, in order.
+        tensors: dtype and whole shape of each tensor, by name.
+        parts: parts of each tensor, by name; one part for each rank, in order.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Part]], average: bool = False) -> None:
         """Check that the parts of each tensor fit together.
 
         Args:
-            average: flag, True to read the mean of a tensor's copies; if False, rank 0's copy is read. The choice
+            average: whether to read the mean of a tensor's copies; if False, rank 0's copy is read. The choice
                 matters only if the copies have drifted apart.
 
         Raises:
@@ -257,7 +257,7 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
 
     Args:
         drifts: drifts of all tensors with differing copies, worst first; not empty.
-        average: flag, True if the mean of the copies is read, which is allowed for drifts of any size.
+        average: whether the mean of the copies is read, which is allowed for drifts of any size.
 
     Raises:
         ValueError: the copies are further apart than MAX_DRIFT, and are not averaged.

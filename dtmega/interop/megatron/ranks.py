@@ -281,7 +281,7 @@ def _whole_name(name: str, pp: int, offsets: Mapping[tuple[int, int, str], int],
 
     Args:
         name: name within the chunk.
-        offsets: (stage, chunk, stack) -> number of the chunk's first layer in the whole model.
+        offsets: index of a chunk's first layer in the whole model, by (stage, chunk, stack).
     """
     if match := LAYER.fullmatch(name):
         return f"{match[1]}.layers.{int(match[2]) + offsets[pp, v, match[1]]}.{match[3]}"
@@ -299,11 +299,11 @@ def join_ranks(
 
     Args:
         names_by_chunk: names in the whole model, from `whole_names`.
-        tensors: (tp, pp, chunk) -> name within the chunk -> part.
+        tensors: parts of tensors, as (tp, pp, chunk) -> name within the chunk -> part.
         n_heads: number of attention heads in the model; 0 if unknown.
 
     Returns:
-        Name in the whole model -> one part for each tensor-parallel rank, in order.
+        The parts of each tensor, by name in the whole model; one part for each tensor-parallel rank, in order.
 
     Raises:
         ValueError: the ranks of a stage do not have the same tensors, or a QKV must be reordered and the head count is

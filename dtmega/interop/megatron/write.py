@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     Attributes:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        split: number of the stage where the decoder begins; 0 without a decoder, or with a single stage.
+        split: index of the stage where the decoder begins; 0 without a decoder, or with a single stage.
     """
 
     tp: int
@@ -185,7 +185,7 @@ def _depth(source: Source, stack: str) -> int:
 
 
 def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str]:
-    """Name in the stage's files -> name in the whole model, for each tensor of a stage. Files number layers from 0."""
+    """The whole-model name of each tensor of a stage, by name in the stage's files. Files number layers from 0."""
     last = stage == layout.pp - 1
     embeds = stage == 0 or stage == layout.split
     names: dict[str, str] = {}

@@ -132,7 +132,7 @@ def _layer_entry(
     Args:
         stack: name of the stack.
         shape: shape of the layer's tensor.
-        number: number of the layer.
+        number: index of the layer.
         read: function that returns the layer's tensor.
     """
     offsets = (number, *[0] * len(shape))
@@ -178,7 +178,7 @@ def _state(module: str, number: int, n_layers: int) -> Entry:
 
     Args:
         module: name of the module in the checkpoint.
-        number: number of the layer; 0 if the module is outside the layers.
+        number: index of the layer; 0 if the module is outside the layers.
         n_layers: number of layers that have this module; 1 if the module is outside the layers.
     """
 

@@ -6,7 +6,7 @@
             base_optimizer_state               {state: {group: {exp_avg, exp_avg_sq, step}}}, vectors of equal length
             param_slice_mappings               per group: name -> place of the parameter's piece in the vector
 
-A parameter's name joins the layer's number and the name in the layer's file, such as `3.input_layernorm.weight`. For a
+A parameter's name joins the layer's index and the name in the layer's file, such as `3.input_layernorm.weight`. For a
 tied parameter, `tied_modules.embed.` precedes the name in layer 1. The last stage has a second copy of tied parameters.
 """
 
@@ -74,7 +74,7 @@ def open_optimizer(
     """Open the masters and moments of a Megatron-DeepSpeed checkpoint. Vectors are read later.
 
     Args:
-        weights: name -> one part for each tensor-parallel rank, from the layer files.
+        weights: parts of each weight from the layer files, by name; one part for each tensor-parallel rank.
         n_layers: number of layers in the model.
         n_stages: number of pipeline stages in the run.
 
@@ -142,7 +142,7 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
         fragments: pieces of the earlier data ranks.
         steps: update counts of the earlier ranks, without duplicates.
         file: the data rank's file.
-        tp: number of the tensor-parallel rank.
+        tp: index of the tensor-parallel rank.
         n_layers: number of the model's layers.
         n_data: number of data ranks, from the names of the files.
     """

@@ -52,7 +52,7 @@ class DCPFolder:
 
     Attributes:
         path: the folder.
-        tensors: name -> dtype and full shape.
+        tensors: dtype and full shape of each tensor, by name.
         others: names of byte entries (numbers, strings, objects), which are listed but never opened.
 
     Raises:
@@ -79,7 +79,7 @@ class DCPFolder:
         """Add the tensors and the byte entries that the metadata lists.
 
         Args:
-            entries: name -> entry in the metadata.
+            entries: entries of the metadata, by name.
             items: positions of all items in the folder.
             n_bytes: size of the metadata file, in bytes.
         """

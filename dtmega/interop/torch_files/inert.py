@@ -69,7 +69,7 @@ class _Decoder:
         names: names that the pickle may ask for.
         stack: values that are not yet part of another value; at the end, only the result is left.
         marks: stack heights at which the contents of open tuples, lists and dicts begin.
-        memo: number -> value that later opcodes may reuse.
+        memo: values that later opcodes may reuse, by number.
     """
 
     def __init__(self, names: Collection[str]) -> None:

@@ -72,7 +72,7 @@ class TensorHeader(NamedTuple):
     strides: tuple[int, ...]
 
     def needed_bytes(self, dtype: torch.dtype) -> int:
-        """The number of bytes from the storage's start to the end of the tensor's last element; no size may be 0."""
+        """The number of bytes from the storage's start to the end of the last element of a non-empty tensor."""
         last = sum((n - 1) * stride for n, stride in zip(self.sizes, self.strides, strict=True))
         return (1 + self.offset + last) * dtype.itemsize
 

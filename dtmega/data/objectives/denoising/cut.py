@@ -66,8 +66,8 @@ def cut_table(dataset: IndexedDataset, documents: tuple[int, int], targets: Targ
     """Cut a range (start, stop) of documents into samples. Each sentence of a usable document is in exactly one sample.
 
     Returns:
-        One row per sample, in ascending order, uint32 or int64 [n, 3]: the number of the sample's first sentence in the
-        data set, the number one past the last sentence, and the target length.
+        One row per sample, in ascending order, uint32 or int64 [n, 3]: the index of the sample's first sentence in the
+        data set, the index one past its last sentence, and the target length.
     """
     dtype = np.dtype(np.uint32 if len(dataset) < 2**32 else np.int64)
 

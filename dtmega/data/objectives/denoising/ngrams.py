@@ -28,7 +28,7 @@ class Words(NamedTuple):
     """The words of B samples. W is the largest number of words in a sample.
 
     Attributes:
-        numbers: number of the word that each token belongs to, int64 [B, S], counted from 0 in each sample; meaningless
+        numbers: index of the word that each token belongs to, int64 [B, S], counted from 0 in each sample; meaningless
             outside segments.
         begins: mask of the first token of each word, bool [B, S].
         sizes: number of tokens in each word, int64 [B, W]; 0 after a sample's last word.
@@ -63,7 +63,7 @@ def words_of(tokens: NDArray[np.int64], segments: NDArray[np.int64], continuing:
 
     Args:
         tokens: tokens of the samples, int64 [B, S].
-        segments: number of each token's segment, int64 [B, S]: 1 or 2, or 0 for a token that is not text.
+        segments: segment of each token, int64 [B, S]: 1 or 2, or 0 for a token that is not text.
         continuing: ids of tokens that continue a word.
     """
     in_text = segments > 0

@@ -97,11 +97,11 @@ def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: i
         marks: ids of sentinels, start, end and padding.
         seq_len: S, length of the encoder's sequence.
         decoder_seq_len: T, length of the decoder's sequence.
-        end_of_input: flag, True to put the end mark after the encoder's sequence too.
+        end_of_input: whether to put the end mark after the encoder's sequence too.
     """
     n_rows = len(spans.tokens)
     row = np.broadcast_to(np.arange(n_rows)[:, None], spans.tokens.shape)
-    number = spans.begins.cumsum(1) - 1  # number of the span that a hidden token is in
+    number = spans.begins.cumsum(1) - 1  # index of the span that a hidden token is in
     sentinels = np.array(marks.sentinels)[np.maximum(number, 0)]
 
     # The encoder reads the text that is not hidden, and a sentinel in place of each hidden span.

@@ -65,11 +65,11 @@ def export(
         tokenizer_json: content of a tokenizer.json that replaces all of the original's tokenizer files; None to keep
             the original's files.
         rank, size, barrier, max_file_bytes: arguments of `write.write`.
-        token_ids: config key of a special token (eos_token_id, ...) -> id of that token in the tokenizer.
-        other_files: name -> content of further files; only rank 0's files are written. For one of dtmega's own models,
-            `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that training
-            started from. If the tokenizer has not changed since, this generation_config.json is written unchanged;
-            otherwise the file gets the new tokenizer's token ids.
+        token_ids: special tokens' ids in the tokenizer, by config key (eos_token_id, ...).
+        other_files: contents of further files, by name; only rank 0's files are written. For one of dtmega's own
+            models, `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that
+            training started from. If the tokenizer has not changed since, this generation_config.json is written
+            unchanged; otherwise the file gets the new tokenizer's token ids.
 
     Raises:
         ValueError: the folder exists and is not empty, an original file cannot be read, a tensor's dtype is not allowed
@@ -112,7 +112,7 @@ def _tokenizer_files(
 
     Args:
         text: content of the tokenizer.json that `tokenizer` was made from.
-        reads_types: flag, True if the model takes `token_type_ids`, which distinguish the two texts of a pair.
+        reads_types: whether the model takes `token_type_ids`, which distinguish the two texts of a pair.
 
     Raises:
         ValueError: the tokenizer has no token for one of the ids.

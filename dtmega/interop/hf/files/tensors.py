@@ -37,8 +37,8 @@ class TensorFiles:
 
     Attributes:
         path: the directory.
-        tensors: tensor name -> dtype and shape.
-        file_of: tensor name -> name of the file that holds the tensor.
+        tensors: dtype and shape of each tensor, by tensor name.
+        file_of: name of the file that holds each tensor, by tensor name.
         bytes_read: number of tensor bytes that this object has read.
     """
 

@@ -49,7 +49,7 @@ def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directio
 
     Args:
         conversions: result of `conversions`.
-        shapes: parameter name -> shape, for all parameters of the model.
+        shapes: shape of each parameter of the model, by name.
 
     Raises:
         ValueError: a parameter's shape cannot be cut into the expected components.

@@ -75,8 +75,8 @@ def write(
         source: tensors under the names that the files will use.
         folder: output folder, new or empty.
         tensors: specs of the source's tensors, in the order in which the files are filled.
-        other_files: file name -> content, for every file that holds no weights.
-        rank: number of this process.
+        other_files: content of each file that holds no weights, by file name.
+        rank: rank of this process.
         size: number of processes that write; all processes see the same file system.
         barrier: function that waits for all processes that write. The first call may raise an error if another rank
             failed earlier and never reaches the barrier.
@@ -108,7 +108,7 @@ def write(
 
 
 def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> the file's tensors, in their order within the file."""
+    """The tensors of each file, in their order within the file, by file name."""
     by_name = {tensor.name: tensor for tensor in tensors}
     n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
     contents: dict[str, list[TensorSpec]] = {}
@@ -134,8 +134,8 @@ class _Writer:
 
     Attributes:
         folder: absolute final path of the folder.
-        contents: name of a weights file -> the file's tensors.
-        other_files: file name -> content, for every file that holds no weights.
+        contents: tensors of each weights file, by file name.
+        other_files: content of each file that holds no weights, by file name.
     """
 
     source: Source
@@ -207,11 +207,11 @@ def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str
     """Distribute tensors among files, in order. A new file begins when the current file would become too large.
 
     Args:
-        n_bytes: tensor name -> size in bytes.
+        n_bytes: size of each tensor in bytes, by name.
         max_file_bytes: maximum size of a file, unless a single tensor is larger.
 
     Returns:
-        File name -> names of the tensors in the file.
+        The names of the tensors in each file, by file name.
     """
     files: list[list[str]] = []
     filled = 0

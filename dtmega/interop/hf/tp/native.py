@@ -42,10 +42,9 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
     Args:
         model: `transformers` model, real or on meta.
         tp: number of ranks.
-        loss_parallel: flag, True if each rank computes the loss from its part of the logits.
-        rest_whole: flag for modules whose string in the plan is not in STYLES, and for modules that tp cannot cut in
-            the string's style. If True, these modules stay whole on every rank; if False, such a module raises an
-            error.
+        loss_parallel: whether each rank computes the loss from its part of the logits.
+        rest_whole: whether to keep a module whole on every rank if its string in the plan is not in STYLES, or if tp
+            cannot cut the module in the string's style. If False, such a module raises an error.
 
     Raises:
         ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string that STYLES

@@ -32,7 +32,7 @@ def plan_for(
         tp: number of ranks to cut over.
         sequence_parallel: argument of `parallelize_hf`.
         loss_parallel: argument of `parallelize_hf`.
-        generic: flag, True to plan any model: modules stay whole if no way to cut them is known, and a model without
+        generic: whether to plan any model: modules stay whole if no way to cut them is known, and a model without
             any plan computes on DTensors.
 
     Raises:
@@ -77,14 +77,14 @@ def parallelize_hf(
     Args:
         model: `transformers` model, on meta or with weights. All ranks must have the same weights, which is checked.
         mesh: 1-D mesh, or a mesh with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
-        sequence_parallel: flag, True to give each rank S/tp of the tokens between attention and feed-forward. Plain
+        sequence_parallel: whether to give each rank S/tp of the tokens between attention and feed-forward. Plain
             tensor parallelism remains for forwards whose S is not divisible by tp, for forwards with
             output_hidden_states, and for models with transformers' own plan.
-        loss_parallel: flag, True to compute the loss from each rank's part of the logits if there are labels. The tp
+        loss_parallel: whether to compute the loss from each rank's part of the logits if there are labels. The tp
             ranks then compute `out.logits` together when it is first used.
-        generic: flag, True to accept a model without any plan; such a model computes on DTensors, with a warning. The
+        generic: whether to accept a model without any plan; such a model computes on DTensors, with a warning. The
             flag also keeps a module whole on every rank if transformers' own plan has an unknown string for the module.
-        verify_native: flag, True to verify transformers' own plan on a small clone first, as `verify_plan` does. The
+        verify_native: whether to verify transformers' own plan on a small clone first, as `verify_plan` does. The
             check takes about a second.
 
     Returns:

@@ -33,12 +33,12 @@ class HFPlan:
     Attributes:
         family: `model_type` of the config.
         tp: number of ranks over which the model is cut.
-        sequence_parallel: flag, True if the hidden state between attention and feed-forward is cut along the sequence.
-        table: module name pattern -> style; an argument of `plans.apply_plan`.
+        sequence_parallel: whether the hidden state between attention and feed-forward is cut along the sequence.
+        table: style for each module name pattern; an argument of `plans.apply_plan`.
         blocks: names of the modules that FSDP2 wraps one by one.
         head: style of the language model head; None if the model has no linear head.
-        parameters: module name pattern -> parameter names of the matching modules.
-        native: flag, True if this plan is based on transformers' own plan for the model.
+        parameters: parameter names of the matching modules, for each module name pattern.
+        native: whether this plan is based on transformers' own plan for the model.
         notes: further lines to print for the user.
     """
 
@@ -177,7 +177,7 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
     Args:
         plan: the plan, which must already have all other styles.
         model: the model.
-        in_blocks: flag that also allows modules inside blocks; if False, such a module raises an error.
+        in_blocks: whether to also allow modules inside blocks; if not, such a module raises an error.
 
     Raises:
         ValueError: the plan has no style for a module's parameters.
@@ -267,7 +267,7 @@ def dropouts(model: Any) -> list[str]:
 
 
 def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
-    """Module name pattern -> parameter names of the matching modules, without duplicates."""
+    """The parameter names of the matching modules, without duplicates, for each module name pattern."""
     names_of: dict[str, list[str]] = {}
     for pattern in plan.table:
         names: dict[str, None] = {}

@@ -24,7 +24,7 @@ class Counts(ParallelStyle):
     """Style of a module with attributes that count heads or head groups; sets each attribute to this rank's count.
 
     Args:
-        set: name of an attribute -> new value.
+        set: new values of attributes, by attribute name.
     """
 
     cost = ("", "")
@@ -51,7 +51,7 @@ class EnterHeads(Enter):
         alibi: name of the keyword argument with biases [B H, 1, S] or [H, 1, S], which are reduced to this rank's
             heads; `divide[0]` then names the attribute that counts the heads.
         divide: names of attributes that count heads or features in the module's views; each count is divided by tp.
-        set: name of an attribute -> new value.
+        set: new values of attributes, by attribute name.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class StackBoundary(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        first: flag, True for the first block.
-        last: flag, True for the last block. In a stack with only one block, the block is both first and last.
+        first: whether this is the first block.
+        last: whether this is the last block. In a stack with only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
@@ -144,7 +144,7 @@ class Guard(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        drops: flag, True if the model has dropout.
+        drops: whether the model has dropout.
     """
 
     cost = ("", "")

@@ -28,11 +28,11 @@ class Stack(base.Stack):
     and `generate` can add tokens one by one.
 
     Args:
-        sequence_parallel: flag, True to cut the hidden state along S; if False, the hidden state is never cut.
+        sequence_parallel: whether to cut the hidden state along S; if False, the hidden state is never cut.
 
     Attributes:
-        hidden_states_wanted: flag, True if the current forward returns all hidden states, which are then not cut.
-        cut: flag, True if the hidden state is cut in the current forward.
+        hidden_states_wanted: whether the current forward returns all hidden states, which are then not cut.
+        cut: whether the hidden state is cut in the current forward.
         random: this rank's own stream of random numbers, for dropout while the hidden state is cut.
     """
 

@@ -186,7 +186,7 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
     Args:
         model: the model that will read the batch.
         length: number of tokens per row.
-        padded: flag, True to mask the last three tokens of the first row and the first two tokens of the last row.
+        padded: whether to mask the last three tokens of the first row and the first two tokens of the last row.
         rows: number of rows.
         seed: seed of the tokens.
 
@@ -215,7 +215,7 @@ def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run a forward, and return a loss and the output from which the loss is computed.
 
     Returns:
-        With labels, (loss, logits). Without labels, (a random linear function of the hidden states, the hidden states).
+        (loss, logits) with labels; otherwise (a random linear function of the hidden states, the hidden states).
     """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]

@@ -2,7 +2,7 @@
 
 A plausible plan can be wrong without raising any error. For example, gradients of per-head norms are not summed, a view
 accepts a wrong head count, a rank uses the slopes of other heads, a fused projection is cut in the wrong place, or
-sharding breaks a tie.
+sharding unties tied weights.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
         inputs: batch for both models.
 
     Returns:
-        Tensor name -> relative deviation.
+        The relative deviation of each tensor, by name.
     """
     results: list[dict[str, Any]] = []
     for model in (truth, ours):

@@ -25,11 +25,11 @@ class LogitsHead(VocabStyle):
     logits are computed only if other code needs them.
 
     Args:
-        fused: flag, True to return `VocabLogits` if there are labels; if False, every forward gathers the logits.
+        fused: whether to return `VocabLogits` if there are labels; if False, every forward gathers the logits.
 
     Attributes:
-        labelled: flag, True if the current forward has labels; `parallel.watch_labels` sets this attribute.
-        gathered_by_fsdp: flag, True if FSDP2 gathers the weight for each forward.
+        labelled: whether the current forward has labels; `parallel.watch_labels` sets this attribute.
+        gathered_by_fsdp: whether FSDP2 gathers the weight for each forward.
         calls: number of forwards so far.
     """
 

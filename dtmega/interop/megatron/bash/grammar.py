@@ -27,7 +27,7 @@ class Source(NamedTuple):
         text: the text as UTF-8; the syntax tree's nodes hold offsets into these bytes.
         starts: offsets at which the script's line number changes, in ascending order.
         lines: line numbers in the script, one for each offset in `starts`, valid up to the next offset.
-        unknown: name of a stand-in variable -> unknown piece of the text.
+        unknown: unknown pieces of the text, by name of the stand-in variable.
         root: root node of the syntax tree.
     """
 

@@ -37,7 +37,7 @@ def launches(
         text: text of the script.
         wanted: function that returns True for the words of a command to collect.
         folder: folder of the script, below which files may be read; None if nothing may be read.
-        given: variable -> value in the script's environment. The variables `1`, `2`, ... are the script's arguments,
+        given: variables of the script's environment, by name. The variables `1`, `2`, ... are the script's arguments,
             and `#` is the number of arguments.
 
     Returns:

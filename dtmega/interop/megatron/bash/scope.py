@@ -29,8 +29,8 @@ class Variable:
     """A shell variable.
 
     Attributes:
-        value: text of the variable; for an array, index -> item.
-        is_exported: flag, True if child processes get the variable.
+        value: text of the variable; for an array, its items by index.
+        is_exported: whether child processes get the variable.
     """
 
     value: Word | dict[str, Word]

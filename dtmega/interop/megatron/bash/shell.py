@@ -56,14 +56,14 @@ class Shell:
     Attributes:
         wanted: function that returns True for the words of a command to collect.
         folder: folder of the script; None if nothing may be read.
-        given: variable -> value that the user gives.
+        given: values that the user gives to variables, by variable name.
         found: commands collected so far.
         notes: remarks for the user.
         hidden: error about the first unwanted command with an unknown condition; raised if nothing is collected.
         source: parsed text that is being followed.
         scope: state of the shell.
         conditions: conditions with unknown values that must hold for the current statement to run.
-        more_words: word nodes of the next command that the grammar wrongly attaches to a redirection.
+        more_words: word nodes that the grammar attaches to a redirection, although they belong to the next command.
     """
 
     def __init__(self, wanted: Callable[[Sequence[Word]], bool], folder: Path | None, given: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ class Text(NamedTuple):
 
     Attributes:
         text: the text.
-        line: number of the line in the script.
+        line: line number in the script.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Unknown(NamedTuple):
 
     Attributes:
         text: the piece as written in the script.
-        line: number of the line in the script.
+        line: line number in the script.
         name: variables that a user can set to make the value known, separated by blanks; '' if no variable would help.
         condition: condition on which the value depends, with its line; '' if the value does not depend on a condition.
         path: path that the piece stands for, relative to the script's folder; '' if the path is not known.

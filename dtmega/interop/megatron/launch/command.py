@@ -38,13 +38,13 @@ class Command(NamedTuple):
 
     Attributes:
         script: name of the training script without `.py`, such as pretrain_bert.
-        values: flag -> words that follow the flag, keyed by the flag's first name in the table. Unknown parts of a word
-            are kept as written in the script.
+        values: words that follow each flag, keyed by the flag's first name in the table. Unknown parts of a word are
+            kept as written in the script.
         stray: words that belong to no flag.
-        lines: flag or stray word -> line number in the script.
-        unknown: flag or stray word -> first unknown piece in the flag's words or in the stray word.
-        names: flag -> name of the flag in the command.
-        files: path -> contents of a file that the script wrote, or that is in the script's folder; None if not known.
+        lines: line number of each flag or stray word in the script.
+        unknown: first unknown piece in the words of a flag or in a stray word, for each that has an unknown piece.
+        names: name of each flag as written in the command.
+        files: contents of files that the script wrote or that are in its folder, by path; None for unknown contents.
     """
 
     script: str
@@ -61,8 +61,8 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
 
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
-        given: variable -> value in the script's environment.
-        number: number of the command, from 1, if the script has several commands; 0 if the script must have only one.
+        given: variables of the script's environment, by name.
+        number: index of the command, from 1, if the script has several commands; 0 if the script must have only one.
 
     Returns:
         The command, and remarks for the user.
@@ -117,7 +117,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """Path -> contents, for each JSON file that the command names and that is in the script's folder."""
+    """The contents of each JSON file that the command names and that is in the script's folder, by path."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)

@@ -52,10 +52,10 @@ class Draft:
         original: Megatron fork that the command is for; '' to infer the fork from the flags.
         flags: Megatron's flags by name.
         family: family of the model.
-        keys: "section.key" -> value.
-        lacking: "section.key" -> description of the value that the user has to fill in.
-        notes: flag -> reason why the flag is not carried over, for flags that do not change what a run computes.
-        open: name of a flag, key or stray word -> decision that is left to the user.
+        keys: values set so far, by "section.key".
+        lacking: description of each value that the user has to fill in, by "section.key".
+        notes: reason why a flag is not carried over, for each such flag that does not change what a run computes.
+        open: decisions that are left to the user, by name of the flag, key or stray word.
         read: flags that are already accounted for, although no key holds the flag's value.
     """
 

@@ -21,11 +21,11 @@ class Flag(NamedTuple):
         default: Megatron's default, as written on a command line; None for switches and for flags without a default.
         keys: keys of the configuration that replace the flag; empty if the flag is not carried over.
         why: difference between the key and the flag, or reason why there is no key.
-        same: boolean, True if the flag has a single key with the same value, so that the translation copies the value.
-        changes: boolean, True if a run without the flag would compute different results. The configuration is then
+        same: whether the flag has a single key with the same value, so that the translation copies the value.
+        changes: whether a run without the flag would compute different results. The configuration is then
             refused until the user has decided about the flag.
         neutral: values for which a flag with `changes` has no effect.
-        other_names: name in another version or fork -> name of the flag.
+        other_names: names in other versions and forks, each as other name -> name of the flag.
     """
 
     names: tuple[str, ...]

@@ -46,11 +46,11 @@ def translate(
 
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
-        given: variable -> value in the script's environment.
+        given: variables of the script's environment, by name.
         allowed: flags and keys that may be missing from the configuration.
         original: fork and version that the command is for: megatron-lm (until November 2023), megatron-deepspeed or
             megatron-core; '' to infer fork and version from the flags.
-        number: number of the command, from 1, if the script has several commands; 0 if the script must have only one.
+        number: index of the command, from 1, if the script has several commands; 0 if the script must have only one.
 
     Raises:
         ValueError: `source` has no Megatron command or does not determine which command runs, or the command trains a
