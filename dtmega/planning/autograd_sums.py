@@ -8,7 +8,7 @@ engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp), which 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ def _from_engine() -> bool:
 
 def _uses(tensor: Tensor) -> tuple[int, int]:
     """Number of references in C++ to a tensor and to its storage."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    n_of_tensor = cast("Any", tensor)._use_count()
+    return n_of_tensor, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _is_dense(tensor: Tensor) -> bool:

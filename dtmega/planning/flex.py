@@ -50,7 +50,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, *_ = ctx.saved_tensors
+    q, k, v, *_results = ctx.saved_tensors
     dq, dk, dv = flex_backward(gradient, q, k, v, ctx.share)
     return dq, dk, dv, None
 

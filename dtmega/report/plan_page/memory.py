@@ -48,8 +48,8 @@ def figure(places: Sequence[Places], limit_bytes: int | None) -> str:
     )
     style(picture, inner + 2 * EDGE)
     picture.update_layout(margin={"t": EDGE, "b": EDGE}, legend={"y": 1 + 26 / inner, "traceorder": "normal"})
-    for title in picture.layout.annotations:
-        title.update(x=0, xanchor="left", yshift=4, font={"size": 13.5, "color": INK, "weight": 600})
+    title_font = {"size": 13.5, "color": INK, "weight": 600}
+    picture.update_annotations(x=0, xanchor="left", yshift=4, font=title_font)
     shown: set[str] = set()
     for row, each in enumerate(places, start=1):
         _add_panel(picture, each.role, row, unit_bytes, limit, shown)
