@@ -110,5 +110,5 @@ def test_a_step_of_many_microbatches_is_extrapolated_exactly(name: str, device: 
     for role, expected in zip(extrapolated, whole, strict=True):
         assert role.repeated
         assert role.held == expected.held
-        assert role.peak.at_peak == expected.peak.at_peak
+        assert role.peak.peak_bytes == expected.peak.peak_bytes
         assert totals(role) == totals(expected)
