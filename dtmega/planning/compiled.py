@@ -1,7 +1,9 @@
 """Compiled blocks without a compiler: the graphs that Inductor would get, run operator by operator.
 
-Dynamo captures a block, and AOT's partition decides what forward keeps for backward, as in a real run. Inductor would
-fuse chains of elementwise operators, so results that stay inside of such a chain are never in memory.
+Dynamo captures a block, and AOT's partition decides what forward keeps for backward, as in a real run. Inside of a
+block the peak is an upper bound: Inductor fuses chains of elementwise operators, whose results are never in memory,
+while here each result counts until its last use. Inductor also partitions after its own decompositions, which are left
+out here.
 """
 
 from __future__ import annotations

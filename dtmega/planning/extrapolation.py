@@ -134,24 +134,25 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
     """The state of a rank at each action.
 
     It counts the microbatches of each stage that wait for a backward ("F") or for its second part ("W"), and notes
-    whether the stage has gradients ("some") and whether its gradients are complete ("all").
+    whether the stage has gradients ("some"), whether they are complete ("all"), and whether the action is the stage's
+    last one of its kind ("last"), in which gradients are summed over ranks.
     """
-    left = Counter(action.stage for action in row if action.kind in "BW")
+    left = Counter((action.stage, action.kind) for action in row)
     now: State = Counter()
     found: dict[Action, State] = {}
     for action in row:
-        stage = action.stage
-        if action.kind == "F":
+        stage, kind, _ = action
+        left[stage, kind] -= 1
+        if kind == "F":
             now[stage, "F"] += 1
         found[action] = now.copy()
-        if action.kind in "BI":
+        found[action][stage, "last"] = int(not left[stage, kind])
+        if kind in "BI":
             now[stage, "F"] -= 1
             now[stage, "some"] = 1
-        if action.kind in "IW":
-            now[stage, "W"] += 1 if action.kind == "I" else -1
-        if action.kind in "BW":
-            left[stage] -= 1
-            now[stage, "all"] = int(not left[stage])
+        if kind in "IW":
+            now[stage, "W"] += 1 if kind == "I" else -1
+        now[stage, "all"] = int(not (left[stage, "B"] or left[stage, "W"]))
     return found
 
 

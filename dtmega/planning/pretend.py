@@ -58,6 +58,7 @@ class Pretended:
     Attributes:
         device: the device.
         fake: torch's mode that makes fake tensors.
+        skipped: checks that were skipped because they need values, as sentences.
         sums: the sums of autograd's engine that a real device computes in place.
         streams: the device's streams.
         everything: True to make fake tensors even where no device is named. On a pretended CPU this separates the
@@ -69,6 +70,7 @@ class Pretended:
         self.device = device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.sums = EngineSums(self.fake)
+        self.skipped: list[str] = []
         self.streams = Streams()
         self.everything = False
         self.stepping = False
@@ -136,11 +138,19 @@ class PlannedHost(host.Host):
     Args:
         pretended: the device.
         true_share: share of the elements that are true in a mask whose true elements are asked for.
+
+        skipped: list that receives the checks that are skipped, as sentences.
     """
 
-    def __init__(self, pretended: Pretended, true_share: float) -> None:
+    def __init__(self, pretended: Pretended, true_share: float, skipped: list[str]) -> None:
         self._pretended = pretended
         self._true_share = true_share
+        self.skipped = skipped
+
+    def must_skip(self, check: str) -> bool:
+        if check not in self.skipped:
+            self.skipped.append(check)
+        return True
 
     def read(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):
@@ -194,7 +204,7 @@ def pretending(
                 stack.enter_context(patch.object(torch.cuda, name, answer))
             stack.enter_context(_meta_in_autograd(pretended))
             stack.enter_context(_gradients_of_composites())
-        stack.enter_context(host.answering(PlannedHost(pretended, true_share)))
+        stack.enter_context(host.answering(PlannedHost(pretended, true_share, pretended.skipped)))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(_Watching(pretended))

@@ -53,6 +53,7 @@ class Role(NamedTuple):
             (`extrapolation.extrapolated`).
         n_shorter: number of microbatches of the step before, from which `extrapolated` knows what grows.
         held_shorter, shorter: `held` and `spans` of the step before.
+        skipped: checks of a run that the plan has skipped, because they compare values; as sentences for the user.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Role(NamedTuple):
     n_shorter: int = 0
     held_shorter: dict[str, int] = {}  # noqa: RUF012  # a NamedTuple's default, which nobody changes
     shorter: Sequence[Span] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Span:
@@ -140,7 +142,8 @@ def plan_role(
                 held = {owner: n_bytes for owner, n_bytes in recorder.ledger.owners.items() if n_bytes}
                 ends.append((held, recorder.ledger.spans))
         (held_shorter, shorter), (held, spans) = ends
-        role = Role(rank, n_microbatches, held, spans, recorder.works, 0, numbers[0], held_shorter, shorter)
+        skipped = tuple(pretended.skipped)
+        role = Role(rank, n_microbatches, held, spans, recorder.works, 0, numbers[0], held_shorter, shorter, skipped)
     return role
 
 
