@@ -89,6 +89,7 @@ REFUSED = {
     "heads": ["--world", "3", "--mesh.tp", "3"],
     "mesh": ["--world", "4", "--mesh.tp", "3"],
     "batch": ["--world", "16"],
+    "batch of replicas": ["--world", "16", "--mesh.dp_replicate", "16", "--mesh.dp_shard", "1"],
     "schedule": ["--world", "8", "--mesh.pp", "8"],
     "key": ["--world", "2", "--mesh.tq", "2"],
     "value": ["--world", "2", "--mesh.tp", "two"],

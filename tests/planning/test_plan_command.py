@@ -112,6 +112,15 @@ def test_the_exit_code_says_whether_peak_and_reserve_fit_into_the_given_memory(
     assert told.json["fits"] == (spare == 0)
 
 
+def test_the_fullest_role_decides_whether_the_run_fits(small_plan: Plan):
+    (role,) = small_plan.roles.values()
+    machine = job.machine_of("cuda", memory=str(2 * role.peak.peak_bytes), reserve="0")
+    one = answer.price(small_plan, job.Job(small_plan.cfg, small_plan.sizes, machine))
+    fuller = role._replace(spans=[span._replace(peak_bytes=3 * span.peak_bytes) for span in role.spans])
+    two = one._replace(plan=small_plan._replace(roles={0: role, 1: fuller}))
+    assert (one.fits, two.fits) == (True, False)
+
+
 def test_without_memory_a_run_that_does_not_fit_ends_with_0(small_plan: Plan, tmp_path: Path, monkeypatch):
     shipped = (ROOT / "dtmega/planning/fabrics/h100-ib.toml").read_text()
     (tmp_path / "tiny.toml").write_text(re.sub(r"memory_bytes = .*", "memory_bytes = 1000", shipped, count=1))
