@@ -15,6 +15,7 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.cli import commands as dtmega_commands
 from dtmega.data.loader import TrainBatches
+from dtmega.planning.answers import dry_run
 from dtmega.training.parallelize import check, with_micro_batch_size
 from tests import hf_models
 from tools import configuration_page
@@ -92,7 +93,8 @@ def test_a_training_command_passes_configuration_mesh_and_batches(command: str, 
     flag = "--nproc-per-node"
     world = int(words[words.index(flag) + 1]) if flag in words else 1
     if words[script] == "train.py":
-        starts(words[script + 1 :], world)
+        given, keys = dry_run.separate(words[script + 1 :])
+        starts(keys, int(given.get("--world", world)))
     else:
         assert (ROOT / words[script]).is_file()
 

@@ -64,6 +64,9 @@ Several processes: torchrun --nproc-per-node N train.py --config NAME.toml ...
 Installed, from any folder: dtmega train --config NAME.toml ..., or
     torchrun --nproc-per-node N -m dtmega train --config NAME.toml ...
 
+--dry-run [--world N] [--memory SIZE] starts nothing: it refuses what a start
+would refuse, and tells the memory of each rank.
+
 Every key with its default and its meaning follows; -h SECTION prints one
 section only."""
 

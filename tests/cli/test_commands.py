@@ -225,6 +225,13 @@ LINES: list[tuple[str, dict[str, Any]]] = [
             "format": "",
         },
     ),
+    (
+        "plan --config a --mesh.tp -1 --world 4 --optim.lr=1e-3 --device cpu",
+        {
+            **{"config": "a", "keys": ["--mesh.tp", "-1", "--optim.lr=1e-3"], "world": 4, "device": "cpu"},
+            **{"fabric": "", "memory": None, "reserve": None, "tokens": None, "json": None},
+        },
+    ),
     ("inspect a", {"checkpoint": "a", "other": None, "quick": False}),
     ("inspect a b --quick", {"checkpoint": "a", "other": "b", "quick": True}),
     ("verify-plan d", {"directory": "d", "tp": 2, "no_sequence_parallel": False, "generic": False}),

@@ -14,14 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtmega import train
+from dtmega import config, train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.distributed import exit_codes, process
-from dtmega.planning.answers import dry_run, text
+from dtmega.planning.answers import dry_run, job
+from dtmega.planning.ledger import Span
 from dtmega.planning.plan import Plan
+from dtmega.planning.role import Role
 from tests.planning.small import KEYS, LAYOUT, ROOT
 from tests.planning.test_plan_command import stand_in
+
+MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +50,26 @@ def dry(argv: list[str], capsys: Any) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def planned(small_plan: Plan, monkeypatch) -> Plan:
-    """The small plan is what `plan_job` answers, whatever the run directory and data."""
+def planned(monkeypatch) -> Plan:
+    """An invented plan, which `plan_job` answers whatever the run directory and the data."""
+    laid_out = job.lay_out(config.load(KEYS), 2, job.machine_of("cuda"))
+    held = {"parameters": 5 * MIB}
+    span = Span("0B1", 3 * 2**30, {"parameters": 5 * MIB, "activations of layers.0": 3 * 2**30 - 5 * MIB}, 5 * MIB)
+    role = Role(0, 4, held, [Span("0F0", 7 * MIB, held, 7 * MIB), span], [])
+    plan = Plan(laid_out.cfg, laid_out.sizes, laid_out.machine.device, 4, None, [], {0: role}, 4)
 
     def answered(cfg: Any, sizes: Any, device: Any, on_role: Any) -> Plan:
-        cfg = cfg.model_copy(update={"run": small_plan.cfg.run, "data": small_plan.cfg.data})
-        return stand_in(small_plan)(cfg, sizes, device, on_role)
+        cfg = cfg.model_copy(update={"run": plan.cfg.run, "data": plan.cfg.data})
+        return stand_in(plan)(cfg, sizes, device, on_role)
 
     monkeypatch.setattr(dry_run, "plan_job", answered)
-    return small_plan
+    return plan
 
 
 def test_a_dry_run_tells_the_bytes_of_the_plan(arguments: list[str], planned: Plan, capsys):
     code, out, err = dry([*arguments, *LAYOUT], capsys)
     assert (code, err) == (exit_codes.DONE, "dtmega: role 1 of 1\n")
-    for role in planned.roles.values():
-        assert f"peak {text.size(role.peak.peak_bytes)} in" in out
-        assert f"{text.size(sum(role.held.values()))} between steps" in out
+    assert "  every rank: peak 3 GiB in backward of microbatch 1, 5 MiB between steps\n" in out
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -80,7 +87,7 @@ def test_the_run_directory_is_not_touched(is_there: bool, arguments: list[str], 
         assert not run_dir.exists()
 
 
-@pytest.mark.parametrize(("memory", "code"), [("1TiB", exit_codes.DONE), ("1MiB", exit_codes.DOES_NOT_FIT)])
+@pytest.mark.parametrize(("memory", "code"), [("1TiB", exit_codes.DONE), ("3GiB", exit_codes.DOES_NOT_FIT)])
 def test_a_run_that_does_not_fit_ends_with_4(memory: str, code: int, arguments: list[str], planned: Plan, capsys):
     assert dry([*arguments, *LAYOUT, "--memory", memory], capsys)[0] == code
 
@@ -89,6 +96,7 @@ REFUSED = {
     "heads": ["--world", "3", "--mesh.tp", "3"],
     "mesh": ["--world", "4", "--mesh.tp", "3"],
     "batch": ["--world", "16"],
+    "batch of replicas": ["--world", "16", "--mesh.dp_replicate", "16", "--mesh.dp_shard", "1"],
     "schedule": ["--world", "8", "--mesh.pp", "8"],
     "key": ["--world", "2", "--mesh.tq", "2"],
     "value": ["--world", "2", "--mesh.tp", "two"],

@@ -18,7 +18,7 @@ from dtmega.__main__ import main as command
 from dtmega.distributed import exit_codes
 from dtmega.pipelining.table import Action
 from dtmega.planning.answers import answer, comparisons, job
-from dtmega.planning.plan import Plan, times_repeated
+from dtmega.planning.plan import Plan, plan_job, times_repeated
 from tests.planning.small import KEYS, LAYOUT, ROOT
 
 PLAN = ["plan", *KEYS, *LAYOUT]
@@ -32,6 +32,13 @@ class Planned(NamedTuple):
     err: str
     json: dict[str, Any]
     plan: Plan
+
+
+@pytest.fixture(scope="module")
+def small_plan() -> Plan:
+    """The plan of two ranks on pretended GPUs."""
+    laid_out = job.lay_out(config.load(KEYS), 2, job.machine_of("cuda"))
+    return plan_job(laid_out.cfg, laid_out.sizes, laid_out.machine.device)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +119,15 @@ def test_the_exit_code_says_whether_peak_and_reserve_fit_into_the_given_memory(
     assert told.json["fits"] == (spare == 0)
 
 
+def test_the_fullest_role_decides_whether_the_run_fits(small_plan: Plan):
+    (role,) = small_plan.roles.values()
+    machine = job.machine_of("cuda", memory=str(2 * role.peak.peak_bytes), reserve="0")
+    one = answer.price(small_plan, job.Job(small_plan.cfg, small_plan.sizes, machine))
+    fuller = role._replace(spans=[span._replace(peak_bytes=3 * span.peak_bytes) for span in role.spans])
+    two = one._replace(plan=small_plan._replace(roles={0: role, 1: fuller}))
+    assert (one.fits, two.fits) == (True, False)
+
+
 def test_without_memory_a_run_that_does_not_fit_ends_with_0(small_plan: Plan, tmp_path: Path, monkeypatch):
     shipped = (ROOT / "dtmega/planning/fabrics/h100-ib.toml").read_text()
     (tmp_path / "tiny.toml").write_text(re.sub(r"memory_bytes = .*", "memory_bytes = 1000", shipped, count=1))
@@ -142,6 +158,10 @@ def refusal(argv: list[str], capsys: Any) -> str:
 
 def test_a_mesh_with_an_open_size_needs_the_number_of_ranks(capsys):
     assert "dp_shard=-1" in refusal(["plan", *KEYS], capsys)
+
+
+def test_json_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path, capsys):
+    assert "--json" in refusal([*PLAN, "--json", str(tmp_path / "gone" / "plan.json")], capsys)
 
 
 def test_ctrl_c_leaves_in_one_line(monkeypatch, capsys):

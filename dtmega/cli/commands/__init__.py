@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"dtmega {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    keys: list[str] = []
+    args = argparse.Namespace()
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
         # Only the named command's module is imported.
@@ -72,9 +72,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
             module.add_arguments(subparser)
             argv = with_joined_values(argv, getattr(module, "TAKES_FLAGS", ()))
             if getattr(module, "TAKES_KEYS", False):
-                argv, keys = without_keys(argv)
+                argv, args.keys = without_keys(argv)
             subparser.epilog = "\n  ".join(["examples:", *examples(name)])
-    return parser.parse_args(argv, argparse.Namespace(keys=keys))
+    return parser.parse_args(argv, args)
 
 
 def examples(name: str) -> list[str]:

@@ -1,6 +1,6 @@
 """`dtmega plan`: says whether a run fits on N devices, what each rank holds and sends, and how long a step takes.
 
-dtmega plan --config bloom-7b1.toml --world 64 --memory 80GiB
+dtmega plan --config bloom-7b1.toml --world 64 --mesh.tp 2 --memory 80GiB
 dtmega plan --config bloom-176b.toml --world 384 --mesh.tp 4 --mesh.pp 12 --fabric a100-ib --json plan.json
 dtmega plan --config bloom.toml --world 2 --mesh.tp 2 --device cpu
 """
@@ -63,6 +63,8 @@ def command(args: argparse.Namespace) -> int:
     from dtmega.planning.answers.job import lay_out, machine_of
 
     machine = machine_of(args.device, args.fabric, args.memory, args.reserve)
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: expected a file in a folder that is there")
     asked = config.load(["--config", args.config, *args.keys])
     # A search over layouts (`planning.search`) begins here: it needs `asked`, the world and the machine.
     return plan_one(lay_out(asked, args.world, machine), args)

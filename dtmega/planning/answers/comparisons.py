@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dtmega.config import DropoutModel
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import simulate, stages_per_rank
 from dtmega.planning import formulas
@@ -106,9 +107,14 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
     if plan.table is not None:
         n_stages = len({action.stage for action in plan.table[place]})
         flight = in_flight(plan.table)[place] / n_stages
-    # Attention keeps no scores, whatever is recomputed; Megatron's "selective" is the case without them.
-    recompute = "full" if cfg.recompute.mode == "full" else "selective"
-    assert cfg.model.name in GPT_LIKE
+    assert isinstance(cfg.model, DropoutModel)
+    # Fused attention keeps no scores, as in Megatron's "selective". It has no dropout.
+    recompute = "selective"
+    each = "34 s b h, without scores,"
+    if cfg.recompute.mode == "full":
+        recompute, each = "full", "2 s b h"
+    elif cfg.recompute.mode == "none" and cfg.model.attention_dropout:
+        recompute, each = "none", "34 s b h + 5 a s^2 b"
     per_layer = formulas.activation_bytes_per_layer(
         cfg.data.seq_len // sizes["cp"],
         cfg.batch.micro_batch_size,
@@ -119,8 +125,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
         recompute,
     )
     counted = max(activation_bytes(span.at_peak) for span in plan.roles[place].spans)
-    each = "2 s b h" if recompute == "full" else "34 s b h"
-    source = f"Megatron's {each} without scores for {layers * flight:g} layers in flight (arXiv:2205.05198, table 2)"
+    source = f"Megatron's {each} for {layers * flight:g} layers in flight (arXiv:2205.05198, table 2)"
     return Comparison("activations of layers", "bytes", counted, per_layer * layers * flight, source)
 
 

@@ -93,12 +93,27 @@ def prediction(answer: Answer) -> list[str]:
         f"waiting in the pipeline {abs(step.bubble_fraction):.1%}",
         f"  computing: {', '.join(kinds)}",
         f"  {spent.tokens_per_s:,.0f} tokens/s, {spent.tokens_per_s_per_gpu:,.0f} for each rank; MFU {spent.mfu:.1%}",
-        f"  {answer.tokens:.4g} tokens: {spent.days:,.3g} days, {spent.gpu_hours:,.3g} hours of one device, "
-        f"{spent.energy_kwh:,.3g} kWh, {spent.cost:,.3g} {spent.currency}, without restarts and evaluations",
+        f"  {answer.tokens:.4g} tokens: {', '.join(_cost(answer))}, without restarts and evaluations",
     ]
     if answer.bubble is not None:
         lines.append(f"  {_compared(answer.bubble)}")
     return lines
+
+
+def _cost(answer: Answer) -> list[str]:
+    """Time, energy and money of all tokens, as far as the fabric tells power and price."""
+    spent, gpu = answer.budget, answer.job.machine.fabric.gpu
+    parts = [f"{spent.days:,.3g} days", f"{_many(spent.gpu_hours)} hours of one device"]
+    if gpu.power_w:
+        parts.append(f"{_many(spent.energy_kwh)} kWh")
+    if gpu.price_per_hour:
+        parts.append(f"{_many(spent.cost)} {spent.currency}")
+    return parts
+
+
+def _many(value: float) -> str:
+    """A number with at least three digits, never as a power of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _role(role: RoleAnswer, answer: Answer) -> list[str]:
