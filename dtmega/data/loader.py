@@ -90,7 +90,7 @@ class TrainBatches:
         start_sample: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        _check_sizes(batch, world)
+        check_sizes(batch, world)
         self._rows, self._data, self._batch = rows, data, batch
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
@@ -260,7 +260,7 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
         ValueError: global_batch_size is not a multiple of B x world.
     """
     full = batch.model_copy(update={"rampup": []})
-    _check_sizes(full, world)
+    check_sizes(full, world)
     for step, indices in zip(range(steps), _slices(full, 0, rank, world), strict=False):
         size = full.global_batch_size
         yield StepBatch(step * size, size, _microbatches(rows[indices], full.micro_batch_size))
@@ -287,7 +287,16 @@ def _microbatches(rows: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]
     return [dict(zip(rows, piece, strict=True)) for piece in pieces]
 
 
-def _check_sizes(batch: Batch, world: int) -> None:
+def check_sizes(batch: Batch, world: int) -> None:
+    """Refuse a batch that cannot be divided among the data ranks in whole microbatches.
+
+    Args:
+        batch: the configuration's [batch] section.
+        world: number of data ranks.
+
+    Raises:
+        ValueError: the global batch size, or one of its ramp-up sizes, is not a multiple of B x world.
+    """
     unit = batch.micro_batch_size * world
     for size in batch.sizes:
         if size % unit:
