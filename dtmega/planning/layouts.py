@@ -96,6 +96,27 @@ def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
     return cfg.model_copy(update=sections)
 
 
+def describe(layout: Layout) -> str:
+    """A layout on one line, without what is as usual: `pp 12 x dp_shard 8 x tp 4, 1F1B, micro-batch 2, recompute full`."""
+    axes = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
+    words = [" x ".join(axes) or "one rank"]
+    if layout.pp > 1:
+        virtual = f" x {layout.virtual_stages}" if layout.virtual_stages else ""
+        words.append(layout.schedule + virtual)
+    words.append(f"micro-batch {layout.micro_batch_size}")
+    if layout.mode != "none":
+        words.append(f"recompute {layout.mode}")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words.append("no sequence_parallel")
+    if layout.cp > 1:
+        words.append(f"cp_form {layout.cp_form}")
+    if layout.accumulate != "whole":
+        words.append(f"accumulate {layout.accumulate}")
+    if layout.reshard_after_forward != "auto":
+        words.append(f"reshard_after_forward {str(layout.reshard_after_forward).lower()}")
+    return ", ".join(words)
+
+
 class Reason(NamedTuple):
     """A reason for which layouts fell.
 
@@ -119,6 +140,11 @@ class Fallen:
         kind = re.sub(r"\d+", "0", message)
         first = self._reasons.get(kind, Reason(message, 0))
         self._reasons[kind] = Reason(first.message, first.n + n)
+
+    @property
+    def n(self) -> int:
+        """Number of layouts that fell."""
+        return sum(reason.n for reason in self._reasons.values())
 
     @property
     def reasons(self) -> list[Reason]:
@@ -160,6 +186,7 @@ class Layouts:
         ones = dict.fromkeys(free, 1) | dict(list(free.items())[:1])
         mesh.resolve(cfg.mesh.model_copy(update=ones), world)
         self.pieces = families.pieces(cfg.model)
+        self._family = families.of(cfg.model)
         self._n_layers = sum(piece.is_layer for piece in self.pieces)
         self._refusals: dict[tuple[Any, ...], str] = {}
 
@@ -180,7 +207,7 @@ class Layouts:
                         continue
                     for pipeline in pipelines:
                         example = self._layout(sizes, micro_batch_size, shape, sums[0], pipeline)
-                        if refusal := self._refused_model(example) or self._refused_pipeline(example):
+                        if refusal := self._refused_pipeline(example) or self._refused_model(example):
                             fallen.add(refusal, len(sums))
                             continue
                         for accumulate in sums:
@@ -273,14 +300,19 @@ class Layouts:
         splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         units = layout.mode != "none" and self.cfg.recompute.layers > 1
         pp = layout.pp if self.cfg.pipeline.csv else min(2, layout.pp)
+        if not (splits or self._family.directory or self.cfg.pipeline.csv):
+            pp = 1  # a built-in model's check asks for the pipeline only to know whether backward is split
         for tp, cp in ((layout.tp, 1), (1, layout.cp), (layout.tp, layout.cp)):
-            cp_form = layout.cp_form if cp > 1 else "auto"
-            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form=cp_form)
-            key = "model", tp, cp, pp, layout.sequence_parallel, cp_form, splits, units
+            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather")
+            key = "model", tp, cp, pp, layout.sequence_parallel, splits, units
             refusal = self._refused(key, lambda part=part: self._check_model(part))
             if refusal:
                 return refusal
-        return ""
+        key = "form", layout.tp, layout.cp, layout.cp_form
+        return self._refused(key, lambda: self._check_form(layout))
+
+    def _check_form(self, layout: Layout) -> None:
+        self._family.attends_by_heads(with_layout(self.cfg, layout), layout.sizes)
 
     def _check_model(self, layout: Layout) -> None:
         parallelize.check_model(with_layout(self.cfg, layout), layout.sizes)

@@ -67,6 +67,7 @@ def plan_job(
     sizes: Mapping[str, int],
     device: torch.device,
     on_role: Callable[[int, int], object] = lambda done, all_roles: None,
+    run_role: Callable[[config.Config, dict[str, int], int, torch.device, int], Role] | None = None,
 ) -> Plan:
     """Plan all roles of a job.
 
@@ -75,7 +76,9 @@ def plan_job(
         sizes: resolved size of each mesh axis.
         device: the device that is pretended on every rank.
         on_role: function that is called before each role, with the number of roles that are done and of all roles.
+        run_role: function that runs `plan_role`; None for `in_own_process`.
     """
+    run_role = run_role or in_own_process
     sizes = dict(sizes)
     data_size = sizes["dp_replicate"] * sizes["dp_shard"]
     n = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
@@ -95,7 +98,7 @@ def plan_job(
     for place, kind in enumerate(kinds):
         if kind not in planned:
             on_role(len(planned), len(set(kinds)))
-            role = in_own_process(cfg, sizes, place * ranks_per_place, device, n_run)
+            role = run_role(cfg, sizes, place * ranks_per_place, device, n_run)
             planned[kind] = extrapolated(role, place, cfg.pipeline, sizes["pp"], n)
     roles = {place: planned[kind] for place, kind in enumerate(kinds)}
     return Plan(cfg, sizes, device, n, table, stages, roles, n_run)
