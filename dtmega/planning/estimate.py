@@ -14,14 +14,14 @@ from typing import NamedTuple
 from dtmega import config
 from dtmega.ops.cost import Piece
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.layouts import Layout
+from dtmega.planning.layout import Layout
 from dtmega.planning.memory_estimate import MemoryEstimator
 from dtmega.planning.places import Places
 from dtmega.planning.time_estimate import TimeEstimator
 
 # A counted peak is at most this many times the estimate, and at least the estimate divided by it. On the layouts of
-# benchmarks/estimates.py the largest error was 12 %, and this is twice as much.
-MARGIN = 1.25
+# benchmarks/estimates.py the largest error was 17 %, and this is twice as much.
+MARGIN = 1.35
 
 
 class Estimate(NamedTuple):

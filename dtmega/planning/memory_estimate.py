@@ -15,7 +15,7 @@ import torch
 from dtmega import config
 from dtmega.fsdp import keeps_masters, reshards, wraps
 from dtmega.pipelining.table import SCHEDULES
-from dtmega.planning.layouts import Layout, with_layout
+from dtmega.planning.layout import Layout, with_layout
 from dtmega.planning.places import Place, Places
 
 MASTER_BYTES = 4  # a parameter, its gradient after the sum over ranks, or a moment
@@ -112,7 +112,7 @@ class MemoryEstimator:
         return masters + self._bytes * gathered + whole, masters + gradients
 
     def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:
-        """Bytes that a microbatch keeps at a place, in all of its stages, and bytes while one layer or the loss runs."""
+        """Bytes that a microbatch keeps in all stages of a place, and bytes while one layer or the loss runs."""
         hidden, layers = self.cfg.model.hidden_size, max(1, place.layers)
         tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
         width = tokens * self._bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,8 @@ import torch
 from dtmega import config
 from dtmega.planning.estimate import Estimate, Estimator
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.layouts import Layout, Layouts, Reason, describe, with_layout
+from dtmega.planning.layout import SECTIONS, Layout, describe, with_layout
+from dtmega.planning.layouts import Layouts, Reason
 from dtmega.planning.plan import Plan
 from dtmega.planning.several import Planners
 from dtmega.planning.shortlist import Entry, Shortlist
@@ -197,7 +198,7 @@ def search(
         ranked=sorted(planned.results, key=_rank),
         fallen=shortlist.fallen.reasons,
         estimated=[] if planned.results else shortlist.chosen()[:top],
-        fixed=_named(cfg, layouts.fixed),
+        fixed={f"{SECTIONS[key]}.{key}": value for key, value in layouts.fixed.items()},
         world=world,
         n_layouts=shortlist.n_refused + shortlist.n_legal,
         n_legal=shortlist.n_legal,
@@ -206,12 +207,6 @@ def search(
         seconds=time.monotonic() - started_s,
         interrupted=interrupted,
     )
-
-
-def _named(cfg: config.Config, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Fixed values by the full names of their keys."""
-    names = Layout(*[None] * len(Layout._fields)).overrides(cfg)
-    return {name: fixed[name.partition(".")[2]] for name in names if name.partition(".")[2] in fixed}
 
 
 def _rank(result: Result) -> tuple[bool, float]:

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from dtmega import config
-from dtmega.planning.layouts import describe, with_layout
+from dtmega.planning.layout import describe, with_layout
 from dtmega.planning.search import Found, Result
 
 GIB = 2**30
@@ -36,7 +36,7 @@ def text(found: Found) -> str:
         lines += ["", f"{'step s':>8} {'peak GiB':>9}  by estimate, not planned"]
         for entry in found.estimated:
             peak = entry.estimate.peak_bytes / GIB
-            lines.append(f"{entry.estimate.seconds:>8.2f} {peak:>9.1f}  {describe(entry.layout)}")
+            lines.append(f"{entry.estimate.seconds:>8.3g} {peak:>9.1f}  {describe(entry.layout)}")
     if found.fallen:
         lines += ["", f"{'layouts':>12}  why they fell (a message with other numbers counts as the same)"]
         for reason in found.fallen:
@@ -53,7 +53,7 @@ def _row(result: Result, found: Found) -> str:
         slower = f"{time.seconds / found.best.time.seconds:.2f}x" if result.fits else "no room"
     exposed = time.exposed_communication_s / time.seconds
     return (
-        f"{result.tokens_per_s:>12,.0f} {time.seconds:>8.2f} {slower:>7} {time.bubble_fraction:>7.1%} {exposed:>8.1%} "
+        f"{result.tokens_per_s:>12,.0f} {time.seconds:>8.3g} {slower:>7} {time.bubble_fraction:>7.1%} {exposed:>8.1%} "
         f"{peak:>9.1f}  {describe(result.layout)}"
     )
 

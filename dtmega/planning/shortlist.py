@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from dtmega.planning.estimate import MARGIN, Estimate, Estimator
-from dtmega.planning.layouts import Fallen, Layout, Layouts
+from dtmega.planning.layout import Layout
+from dtmega.planning.layouts import Fallen, Layouts
 
 EVERY_S = 0.5  # time between two reports of progress
 ROUNDS = 3  # this many times `top` layouts are listed, in case none of the first ones fits

@@ -12,7 +12,7 @@ from dtmega import config
 from dtmega.mesh import AXES, DERIVED, rank_groups
 from dtmega.planning import pricing
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.layouts import Layout
+from dtmega.planning.layout import Layout
 from dtmega.planning.memory_estimate import NOT_IN_STATES, WHOLE, cut_of, score_bytes, tokens_of
 from dtmega.planning.places import Place, Places
 from dtmega.planning.work import Message
@@ -158,7 +158,7 @@ class TimeEstimator:
 
 def _sizes(layout: Layout) -> tuple[int, ...]:
     """The sizes of the mesh axes."""
-    return layout[: len(AXES)]
+    return layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
 
 
 @functools.cache
