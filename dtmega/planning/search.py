@@ -24,7 +24,7 @@ from dtmega.planning.fabric import Fabric
 from dtmega.planning.layout import SECTIONS, Layout, describe, with_layout
 from dtmega.planning.layouts import Layouts, Reason
 from dtmega.planning.plan import Plan
-from dtmega.planning.several import Planners
+from dtmega.planning.several import Planners, TooLarge
 from dtmega.planning.shortlist import Entry, Shortlist
 from dtmega.planning.step_time import StepTime, step_time
 from dtmega.training.parallelize import with_params_dtype
@@ -100,18 +100,19 @@ class Planned(NamedTuple):
 
     Attributes:
         results: the layouts that were planned.
-        failed: layouts that could not be planned, with the reason.
+        failed: layouts whose plans were given up, with the reason: a rank does not fit, or cannot be planned.
     """
 
     results: list[Result]
-    failed: list[tuple[Entry, str]]
+    failed: list[tuple[Entry, ValueError]]
 
 
 class Found(NamedTuple):
     """The result of a search.
 
     Attributes:
-        ranked: the planned layouts: those that fit by tokens per second, then the others by their peak.
+        ranked: the planned layouts: those that fit by tokens per second, then the others by their peak. Layouts whose
+            plan was given up because one rank does not fit are among the fallen.
         fallen: reasons for which the other layouts fell, with numbers of layouts.
         estimated: the fastest layouts by estimate, if the search was interrupted before any was planned.
         fixed: keys that were not varied, with their values.
@@ -192,8 +193,11 @@ def search(
     done = {result.layout: result.estimate.seconds for result in planned.results}
     done |= {entry.layout: entry.estimate.seconds for entry, _ in planned.failed}
     shortlist.count_others(done, min(done.values(), default=0.0))
-    for entry, message in planned.failed:
-        shortlist.fallen.add(f"cannot be planned: {message} ({describe(entry.layout)})")
+    for entry, error in planned.failed:
+        why = str(error)
+        if not isinstance(error, TooLarge):
+            why = f"cannot be planned: {error} ({describe(entry.layout)})"
+        shortlist.fallen.add(why)
     return Found(
         ranked=sorted(planned.results, key=_rank),
         fallen=shortlist.fallen.reasons,
@@ -230,7 +234,7 @@ def _plan_best(
     n_begun = n_done = 0
     n_all = min(shortlist.top, len(chosen))
     finish = functools.partial(result_of, fabric=fabric, room_bytes=shortlist.room_bytes)
-    with Planners[Entry, Result](AT_ONCE) as planners:
+    with Planners[Entry, Result](AT_ONCE, shortlist.room_bytes) as planners:
         while True:
             if not any(result.fits for result in planned.results):
                 n_all = min(len(chosen), max(n_all, n_done + AT_ONCE))
@@ -247,7 +251,7 @@ def _plan_best(
             for entry, result in planners.done():
                 n_done += 1
                 if isinstance(result, ValueError):
-                    planned.failed.append((entry, str(result)))
+                    planned.failed.append((entry, result))
                 else:
                     planned.results.append(result)
 

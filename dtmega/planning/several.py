@@ -1,6 +1,6 @@
 """Several plans at once, each in processes that can be ended at any time.
 
-with Planners(2) as planners:
+with Planners(2, 70 * 2**30) as planners:
     planners.begin("first", cfg, sizes, device, finish)
     for name, result in planners.done():        # as they come; a result is a value or a ValueError
         ...
@@ -26,15 +26,29 @@ Name = TypeVar("Name")
 Value = TypeVar("Value")
 
 
+class TooLarge(ValueError):
+    """A rank's peak that exceeds the room for tensors, so that the job's other ranks are not planned.
+
+    Args:
+        peak_bytes: the peak.
+        room_bytes: memory for tensors.
+    """
+
+    def __init__(self, peak_bytes: int, room_bytes: int) -> None:
+        self.peak_bytes = peak_bytes
+        super().__init__(f"does not fit by counts: {peak_bytes / 2**30:.1f} GiB of {room_bytes / 2**30:.1f} GiB")
+
+
 class Planners(Generic[Name, Value]):
     """A number of threads that plan jobs. Leaving the `with` block early ends what is still being planned.
 
     Args:
         at_once: number of plans at once.
+        room_bytes: memory for tensors.
     """
 
-    def __init__(self, at_once: int) -> None:
-        self.at_once = at_once
+    def __init__(self, at_once: int, room_bytes: int) -> None:
+        self.at_once, self._room_bytes = at_once, room_bytes
         self._threads = concurrent.futures.ThreadPoolExecutor(at_once)
         self._running: dict[concurrent.futures.Future[Value], Name] = {}
         self._processes: set[Any] = set()
@@ -78,7 +92,10 @@ class Planners(Generic[Name, Value]):
         self._running[self._threads.submit(work)] = name
 
     def done(self) -> list[tuple[Name, Value | ValueError]]:
-        """Wait until a plan is done, and return all plans that are: name, and value or what `plan_job` refused."""
+        """Wait until a plan is done, and return all plans that are: name, and value or error.
+
+        The error is TooLarge as soon as one rank does not fit, or what `plan_job` refused.
+        """
         ended, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
         results: list[tuple[Name, Value | ValueError]] = []
         for future in ended:
@@ -110,6 +127,8 @@ class Planners(Generic[Name, Value]):
         process.join()
         if isinstance(outcome, BaseException):
             raise outcome
+        if outcome.peak.peak_bytes > self._room_bytes:
+            raise TooLarge(outcome.peak.peak_bytes, self._room_bytes)
         return outcome
 
 

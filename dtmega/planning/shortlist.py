@@ -58,8 +58,10 @@ class Shortlist:
         self.fallen = Fallen()
         self.n_refused = self.n_legal = self.n_may_fit = 0
         self._numbers = itertools.count()
+        # Those that fit even if counts are larger by the margin, those that fit by the estimate, and the others.
+        self._certain: list[Entry] = []
+        self._likely: list[Entry] = []
         self._doubtful: list[Entry] = []
-        self._certain: list[Entry] = []  # those that fit even if their counts are larger by the margin
 
     def take(self, layouts: Layouts, estimator: Estimator, on_estimated: Callable[[int], object]) -> None:
         """Estimate all legal layouts.
@@ -95,24 +97,30 @@ class Shortlist:
     def _keep(self, layout: Layout, estimate: Estimate) -> None:
         self.n_may_fit += 1
         entry = Entry(-estimate.seconds, -estimate.peak_bytes, next(self._numbers), layout, estimate)
-        heap = self._certain if MARGIN * estimate.peak_bytes <= self.room_bytes else self._doubtful
+        heap = self._doubtful
+        if MARGIN * estimate.peak_bytes <= self.room_bytes:
+            heap = self._certain
+        elif estimate.peak_bytes <= self.room_bytes:
+            heap = self._likely
         if len(heap) < KEPT * ROUNDS * self.top:
             heapq.heappush(heap, entry)
         else:
             heapq.heappushpop(heap, entry)
 
     def chosen(self) -> list[Entry]:
-        """The layouts to plan, in this order. At least half of the first `top` fit for certain, if so many do.
+        """The layouts to plan, in this order: the fastest `top`, of which at least half fit by their estimate.
 
-        Of layouts that differ in their schedule alone and are equally fast, the one with the smallest peak is taken.
+        More follow in case none of these fits by counts, those that fit for certain first. Of layouts that differ in
+        their schedule alone and are equally fast, the one with the smallest peak is taken.
         """
-        certain, doubtful = _without_equals(self._certain), _without_equals(self._doubtful)
-        n_certain = max(self.top - len(doubtful), self.top - self.top // 2)
-        first = [*certain[:n_certain], *doubtful[: self.top // 2]]
-        others = [*certain[n_certain:], *doubtful[self.top // 2 :]]
-        first += sorted(others, reverse=True)[: max(0, self.top - len(first))]
-        first.sort(reverse=True)
-        rest = sorted((entry for entry in others if entry not in first), reverse=True)
+        likely = _without_equals([*self._certain, *self._likely])
+        doubtful = _without_equals(self._doubtful)
+        half = self.top - self.top // 2
+        others = sorted([*likely[half:], *doubtful], reverse=True)
+        n_others = self.top - len(likely[:half])
+        first = sorted([*likely[:half], *others[:n_others]], reverse=True)
+        certain = set(self._certain)
+        rest = sorted(others[n_others:], key=lambda entry: (entry in certain, entry), reverse=True)
         return [*first, *rest][: ROUNDS * self.top]
 
     def count_others(self, planned: Collection[Layout], fastest_s: float) -> None:
@@ -126,7 +134,7 @@ class Shortlist:
         if n == 0:
             return
         message = "not planned"
-        others = [entry for entry in (*self._certain, *self._doubtful) if entry.layout not in planned]
+        others = [entry for entry in (*self._certain, *self._likely, *self._doubtful) if entry.layout not in planned]
         if planned and others:
             times = -max(others).speed / fastest_s
             message = f"not planned: a step takes {times:.2f} times as long as the fastest by estimate, or longer"

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -62,8 +63,8 @@ def combinations(world: int, n: int) -> Iterator[Layout]:
     """Some of the combinations of every value of every key that is varied, whatever they are good for."""
     chance = random.Random(world)
     for _ in range(n):
-        values: list = [chance.choice(choice) for choice in CHOICES]
-        yield Layout(*chance.choice(meshes(world)), *values)
+        values: list[Any] = [*chance.choice(meshes(world)), *(chance.choice(choice) for choice in CHOICES)]
+        yield Layout(*values)
 
 
 def plain(layout: Layout, cfg: config.Config) -> Layout:
