@@ -14,10 +14,10 @@ from typing import NamedTuple
 from dtmega import config
 from dtmega.ops.cost import Piece
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.layout import Layout
-from dtmega.planning.memory_estimate import MemoryEstimator
-from dtmega.planning.places import Places
-from dtmega.planning.time_estimate import TimeEstimator
+from dtmega.planning.search.duration import TimeEstimator
+from dtmega.planning.search.layout import Layout
+from dtmega.planning.search.memory import MemoryEstimator
+from dtmega.planning.search.places import Places
 
 # A counted peak is at most this many times the estimate, and at least the estimate divided by it. On the layouts of
 # benchmarks/estimates.py the largest error was 17 %, and this is twice as much.

@@ -10,8 +10,8 @@ from dtmega import config
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import SCHEDULES, csv_table, simulate
-from dtmega.planning.layout import Layout, with_layout
 from dtmega.planning.plan import in_flight
+from dtmega.planning.search.layout import Layout, with_layout
 
 # The share of a pipeline's bubble that is left if backward runs in two parts, if F, I and W take equally long.
 SPLIT_BUBBLE = 1 / 3

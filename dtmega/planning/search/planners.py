@@ -120,7 +120,9 @@ class Planners(Generic[Name, Value]):
         try:
             outcome = receiver.recv()
         except EOFError:
-            raise RuntimeError("a process that plans a rank has ended without an answer") from None
+            raise ValueError(
+                "the process that plans a rank ended without an answer: was it killed for lack of memory?"
+            ) from None
         finally:
             self._processes.discard(process)
             receiver.close()

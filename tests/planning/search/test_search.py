@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from dtmega import config, families, mesh
-from dtmega.planning import fabric, search_text
-from dtmega.planning import search as searching
-from dtmega.planning.estimate import MARGIN, Estimate, Estimator
-from dtmega.planning.layout import Layout, with_layout
-from dtmega.planning.layouts import Fallen, Layouts
-from dtmega.planning.search import Found, Progress, Result, Summary, search
-from dtmega.planning.several import Planners, TooLarge
-from dtmega.planning.shortlist import Entry
+from dtmega.planning import fabric
+from dtmega.planning.search import ranking, search, table
+from dtmega.planning.search.estimate import MARGIN, Estimate, Estimator
+from dtmega.planning.search.layout import Layout, with_layout
+from dtmega.planning.search.layouts import Fallen, Layouts
+from dtmega.planning.search.planners import Planners, TooLarge
+from dtmega.planning.search.ranking import Found, Progress, Result, Summary
+from dtmega.planning.search.shortlist import Entry
 from dtmega.planning.step_time import StepTime
 from dtmega.training import parallelize
 
@@ -100,7 +100,7 @@ def run(monkeypatch, cfg: config.Config, counting: Counting, *fixed: str, top: i
         def __class_getitem__(cls, _: Any) -> Callable[[int, int], Counting]:
             return lambda at_once, room_bytes: counting
 
-    monkeypatch.setattr(searching, "Planners", Fake)
+    monkeypatch.setattr(ranking, "Planners", Fake)
     return search(cfg, fixed, WORLD, A100, counting.room_bytes + 100, 100, top, GPU, **options)
 
 
@@ -134,7 +134,7 @@ def test_what_only_counts_know_to_fit_is_found(monkeypatch):
     found = run(monkeypatch, cfg, counting, top=2)
     assert found.best is not None
     assert found.best.estimate.peak_bytes == all_of[smallest].peak_bytes
-    assert "does not fit by estimate" in search_text.text(found)
+    assert "does not fit by estimate" in table.text(found)
 
 
 def test_more_are_planned_while_none_fits_and_room_is_kept_for_what_fits_for_certain(monkeypatch):
@@ -152,7 +152,7 @@ def test_more_are_planned_while_none_fits_and_room_is_kept_for_what_fits_for_cer
     assert never.best is None
     assert len(never.ranked) > 4
     with pytest.raises(ValueError, match=r"no layout to write: .* \(--write, --memory, --reserve\)"):
-        search_text.best_toml(cfg, never)
+        table.best_toml(cfg, never)
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
@@ -161,7 +161,7 @@ def test_every_layout_is_ranked_or_counted_among_the_fallen(monkeypatch, gives_u
     room_bytes = sorted(estimate.peak_bytes for estimate in of_small().values())[5]
     found = run(monkeypatch, cfg, Counting(as_estimated, room_bytes, gives_up=gives_up), top=3)
     assert found.n_layouts == len(found.ranked) + sum(reason.n for reason in found.fallen)
-    assert gives_up == ("does not fit by counts: " in search_text.text(found))
+    assert gives_up == ("does not fit by counts: " in table.text(found))
     assert found.n_legal == len(of_small())
 
 
@@ -185,7 +185,7 @@ def test_an_interrupted_search_gives_what_is_known(monkeypatch):
     assert first.interrupted
     assert first.ranked == []
     assert [entry.layout for entry in first.estimated][:3] == [result.layout for result in found.ranked]
-    assert "interrupted" in search_text.text(first)
+    assert "interrupted" in table.text(first)
     assert first.n_layouts == sum(reason.n for reason in first.fallen)
 
 
@@ -207,7 +207,7 @@ def test_the_best_is_written_as_toml_that_train_reads_and_accepts(monkeypatch, t
     counting = Counting(lambda entry: (1.0, (entry.layout.mode != mode) + chance.random()), 2**40)
     found = run(monkeypatch, cfg, counting, "mesh.tp") if mode == "none" else run(monkeypatch, cfg, counting)
     file = tmp_path / "best.toml"
-    file.write_text(search_text.best_toml(cfg, found), encoding="utf-8")
+    file.write_text(table.best_toml(cfg, found), encoding="utf-8")
     again = config.load(["--config", str(file)])
     assert found.best is not None
     assert again == with_layout(cfg, found.best.layout)
@@ -216,7 +216,7 @@ def test_the_best_is_written_as_toml_that_train_reads_and_accepts(monkeypatch, t
 
 def test_the_result_is_json_with_the_keys_to_set(monkeypatch):
     found = run(monkeypatch, small(mesh={"tp": 2}), Counting(as_estimated, 2**40), "mesh.tp", top=2)
-    values = json.loads(json.dumps(search_text.as_dict(found)))
+    values = json.loads(json.dumps(table.as_dict(found)))
     assert values["fixed"] == {"mesh.tp": 2}
     assert len(values["ranked"]) == 2
     assert all(row["keys"]["mesh.tp"] == 2 and row["fits"] for row in values["ranked"])

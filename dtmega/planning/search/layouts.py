@@ -20,7 +20,7 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.data import loader
 from dtmega.pipelining.table import SCHEDULES
-from dtmega.planning.layout import KEYS, SECTIONS, Layout, with_layout
+from dtmega.planning.search.layout import KEYS, SECTIONS, Layout, with_layout
 from dtmega.training import parallelize
 
 

@@ -1,8 +1,4 @@
-"""Search the layouts of a number of ranks for the one with the most tokens per second that fits into memory.
-
-    found = search(cfg, {"mesh.tp"}, 384, fabric.load("a100-ib"), 80 * 2**30, 2 * 2**30)
-    print(search_text.text(found))
-    Path("best.toml").write_text(search_text.best_toml(cfg, found), encoding="utf-8")
+"""The search itself: legal layouts are estimated, the fastest of those that may fit are planned, and plans are ranked.
 
 Training's own refusals leave the legal layouts (`layouts.py`). Closed forms estimate the memory and the time of each
 (`estimate.py`), and the fastest of those that may fit are planned: their real steps are counted (`plan.plan_job`) and
@@ -19,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import config
-from dtmega.planning.estimate import Estimate, Estimator
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.layout import SECTIONS, Layout, describe, with_layout
-from dtmega.planning.layouts import Layouts, Reason
 from dtmega.planning.plan import Plan
-from dtmega.planning.several import Planners, TooLarge
-from dtmega.planning.shortlist import Entry, Shortlist
+from dtmega.planning.search.estimate import Estimate, Estimator
+from dtmega.planning.search.layout import SECTIONS, Layout, describe, with_layout
+from dtmega.planning.search.layouts import Layouts, Reason
+from dtmega.planning.search.planners import Planners, TooLarge
+from dtmega.planning.search.shortlist import Entry, Shortlist
 from dtmega.planning.step_time import StepTime, step_time
 from dtmega.training.parallelize import with_params_dtype
 

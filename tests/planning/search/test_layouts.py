@@ -15,8 +15,8 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.data import loader
 from dtmega.pipelining.table import SCHEDULES
-from dtmega.planning.layout import Layout, with_layout
-from dtmega.planning.layouts import Fallen, Layouts
+from dtmega.planning.search.layout import Layout, with_layout
+from dtmega.planning.search.layouts import Fallen, Layouts
 from dtmega.training import parallelize
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import textwrap
 from typing import Any
 
 from dtmega import config
-from dtmega.planning.layout import describe, with_layout
-from dtmega.planning.search import Found, Result
+from dtmega.planning.search.layout import describe, with_layout
+from dtmega.planning.search.ranking import Found, Result
 
 GIB = 2**30
 COLUMNS = 120

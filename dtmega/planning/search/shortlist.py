@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from dtmega.planning.estimate import MARGIN, Estimate, Estimator
-from dtmega.planning.layout import Layout
-from dtmega.planning.layouts import Fallen, Layouts
+from dtmega.planning.search.estimate import MARGIN, Estimate, Estimator
+from dtmega.planning.search.layout import Layout
+from dtmega.planning.search.layouts import Fallen, Layouts
 
 EVERY_S = 0.5  # time between two reports of progress
 ROUNDS = 3  # this many times `top` layouts are listed, in case none of the first ones fits

@@ -12,9 +12,9 @@ from dtmega import config
 from dtmega.mesh import AXES, DERIVED, rank_groups
 from dtmega.planning import pricing
 from dtmega.planning.fabric import Fabric
-from dtmega.planning.layout import Layout
-from dtmega.planning.memory_estimate import NOT_IN_STATES, WHOLE, cut_of, score_bytes, tokens_of
-from dtmega.planning.places import Place, Places
+from dtmega.planning.search.layout import Layout
+from dtmega.planning.search.memory import NOT_IN_STATES, WHOLE, cut_of, score_bytes, tokens_of
+from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
 # What operators between products move for each microbatch, fitted to counts: the numbers that a layer keeps, the scores

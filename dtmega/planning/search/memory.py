@@ -15,8 +15,8 @@ import torch
 from dtmega import config
 from dtmega.fsdp import keeps_masters, reshards, wraps
 from dtmega.pipelining.table import SCHEDULES
-from dtmega.planning.layout import Layout, with_layout
-from dtmega.planning.places import Place, Places
+from dtmega.planning.search.layout import Layout, with_layout
+from dtmega.planning.search.places import Place, Places
 
 MASTER_BYTES = 4  # a parameter, its gradient after the sum over ranks, or a moment
 # Numbers of width D for each token that the operators between products keep, and that tp alone does not divide.
