@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple, TypeVar
@@ -64,6 +65,12 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
     1F1B. The result is an exact optimum, found by dynamic programming. No stage is empty.
     """
     assert 1 <= n_stages <= len(costs)
+    return list(_balanced(tuple(costs), n_stages))
+
+
+@functools.cache  # a search over layouts cuts a model into the same number of stages many times
+def _balanced(costs: tuple[Cost, ...], n_stages: int) -> tuple[range, ...]:
+    """The result of `balanced`."""
     flops = [0, *accumulate(piece.flops for piece in costs)]
     parameters = [0, *accumulate(piece.parameters for piece in costs)]
     slowest, _ = _best_cut(len(costs), n_stages, lambda i, j: flops[j] - flops[i], max)
@@ -72,7 +79,7 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
         return (parameters[j] - parameters[i]) ** 2 if flops[j] - flops[i] <= slowest else float("inf")
 
     _, bounds = _best_cut(len(costs), n_stages, squared_parameters, lambda a, b: a + b)
-    return [range(bounds[i], bounds[i + 1]) for i in range(n_stages)]
+    return tuple(range(bounds[i], bounds[i + 1]) for i in range(n_stages))
 
 
 def _best_cut(

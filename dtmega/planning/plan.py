@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +21,12 @@ from dtmega.distributed import own_process
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table
-from dtmega.planning.extrapolation import Runs, enough_microbatches, extrapolated, in_flight
+from dtmega.planning.extrapolation import enough_microbatches, extrapolated, in_flight
 from dtmega.planning.role import Role, plan_role
 from dtmega.planning.work import Work
 
 __all__ = ["Plan", "Totals", "in_flight", "plan_job", "times_repeated", "totals"]
+RunRole = Callable[..., Role]  # runs `plan_role` with its arguments
 
 
 class Plan(NamedTuple):
@@ -64,6 +65,7 @@ def plan_job(
     sizes: Mapping[str, int],
     device: torch.device,
     on_role: Callable[[int, int], object] = lambda done, all_roles: None,
+    run_role: RunRole | None = None,
 ) -> Plan:
     """Plan all roles of a job.
 
@@ -72,7 +74,9 @@ def plan_job(
         sizes: resolved size of each mesh axis.
         device: the device that is pretended on every rank.
         on_role: function that is called before each role, with the number of roles that are done and of all roles.
+        run_role: function that runs `plan_role`; None for `in_own_process`.
     """
+    run_role = run_role or in_own_process
     sizes = dict(sizes)
     data_size = sizes["dp_replicate"] * sizes["dp_shard"]
     n = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
@@ -91,20 +95,20 @@ def plan_job(
     for place, kind in enumerate(kinds):
         if kind not in planned:
             on_role(len(planned), len(set(kinds)))
-            role = in_own_process(cfg, sizes, place * ranks_per_place, device, runs)
+            role = run_role(cfg, sizes, place * ranks_per_place, device, runs.longer, runs.shorter)
             planned[kind] = extrapolated(role, n, runs.pairs[place])
     roles = {place: planned[kind] for place, kind in enumerate(kinds)}
     return Plan(cfg, sizes, device, n, table, stages, roles, runs.longer)
 
 
-def in_own_process(cfg: config.Config, sizes: dict[str, int], rank: int, device: torch.device, runs: Runs) -> Role:
+def in_own_process(*arguments: Any) -> Role:
     """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role.
 
     Raises:
         ValueError: the role cannot be planned, for the same reason as in training.
         ChildProcessError: the role's process was killed.
     """
-    return own_process.run(plan_role, cfg, sizes, rank, device, runs.longer, runs.shorter)
+    return own_process.run(plan_role, *arguments)
 
 
 def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:

@@ -34,7 +34,7 @@ from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
-from dtmega.ops import optim, ranges, softmax
+from dtmega.ops import cost, optim, ranges, softmax
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
@@ -482,7 +482,16 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or two features cannot
             be combined. The message states the reason and the keys to change.
     """
-    pp = sizes["pp"]
+    check_model(cfg, sizes)
+    check_pipeline(cfg, sizes, device, families.pieces(cfg.model) if sizes["pp"] > 1 else [])
+
+
+def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
+    """Refuse what the model cannot run with. This is the part of `check` that the number of microbatches cannot change.
+
+    Raises:
+        ValueError: as in `check`.
+    """
     family = families.of(cfg.model)
     # 'auto' becomes bfloat16 or float32, which every family supports.
     if cfg.precision.params not in (*family.dtypes, "auto"):
@@ -493,6 +502,23 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     family.check(cfg, sizes)
     if cfg.optim.lr_factors:
         optim.check_factors(cfg.optim, families.shapes(cfg.model))
+
+
+def check_pipeline(
+    cfg: config.Config, sizes: Mapping[str, int], device: torch.device, pieces: Sequence[cost.Piece]
+) -> None:
+    """Refuse a pipeline that cannot run, or keys that exclude a pipeline. This is the other part of `check`.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: resolved size of each mesh axis.
+        device: device that the rank computes on.
+        pieces: pieces of the whole model; not used without a pipeline.
+
+    Raises:
+        ValueError: as in `check`.
+    """
+    pp = sizes["pp"]
     idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
     if pp == 1 and idle:
         raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")
@@ -506,5 +532,4 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
             "([recompute] mode, [compile] enable, [mesh] pp)"
         )
     if pp > 1:
-        pieces = families.pieces(cfg.model)
         schedule.check_schedule(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))

@@ -1,0 +1,21 @@
+"""Search the layouts of a number of ranks for the one with the most tokens per second that fits into memory.
+
+found = search(cfg, {"mesh.tp"}, 384, fabric.load("a100-ib"), 80 * 2**30, 2 * 2**30)
+print(text(found))
+Path("best.toml").write_text(best_toml(cfg, found), encoding="utf-8")
+
+layouts.py      all layouts, and training's reasons against some of them; layout.py is one layout
+estimate.py     memory and time of each by closed forms, from places.py, memory.py and duration.py
+shortlist.py    the fastest of those that may fit
+planners.py     plans of these, several at once
+ranking.py      the search itself
+table.py        its result for people, as JSON, and as a configuration
+"""
+
+from dtmega.planning.search.ranking import Found as Found
+from dtmega.planning.search.ranking import Progress as Progress
+from dtmega.planning.search.ranking import Result as Result
+from dtmega.planning.search.ranking import search as search
+from dtmega.planning.search.table import as_dict as as_dict
+from dtmega.planning.search.table import best_toml as best_toml
+from dtmega.planning.search.table import text as text

@@ -1,0 +1,67 @@
+"""Memory and time of a layout by closed forms, for a search over many layouts. The planner's counts are the truth.
+
+    estimator = Estimator(cfg, pieces, fabric)
+    estimator.estimate(layout).peak_bytes
+
+The forms know a model by the costs of its pieces (`ops.cost`) and by its hidden size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dtmega import config
+from dtmega.ops.cost import Piece
+from dtmega.planning.fabric import Fabric
+from dtmega.planning.search.duration import TimeEstimator
+from dtmega.planning.search.layout import Layout
+from dtmega.planning.search.memory import MemoryEstimator
+from dtmega.planning.search.places import Places
+
+# A counted peak is at most this many times the estimate, and at least the estimate divided by it. On the layouts of
+# benchmarks/estimates.py the largest error was 17 %, and this is twice as much.
+MARGIN = 1.35
+
+
+class Estimate(NamedTuple):
+    """The estimate of a layout.
+
+    Attributes:
+        peak_bytes: most bytes on one rank.
+        seconds: time of one step.
+        states_bytes: bytes of parameters, moments, gradients and gathered weights on that rank.
+        kept_bytes: bytes of activations on that rank.
+    """
+
+    peak_bytes: int
+    seconds: float
+    states_bytes: int
+    kept_bytes: int
+
+
+class Estimator:
+    """The estimates of one configuration's layouts.
+
+    Args:
+        cfg: the configuration, with a dtype in [precision] params.
+        pieces: pieces of the whole model.
+        fabric: the fabric.
+    """
+
+    def __init__(self, cfg: config.Config, pieces: Sequence[Piece], fabric: Fabric) -> None:
+        places = Places(cfg, pieces)
+        self._batch_size = cfg.batch.global_batch_size
+        self._memory = MemoryEstimator(cfg, places)
+        self._time = TimeEstimator(cfg, places, fabric)
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """The estimate of a layout that training accepts.
+
+        Raises:
+            ValueError: the fabric has no speed for the dtype.
+        """
+        n = self._batch_size // (layout.data_size * layout.micro_batch_size)
+        memory = self._memory.memory(layout, n)
+        seconds = self._time.seconds(layout, n)
+        return Estimate(round(memory.peak_bytes), seconds, round(memory.states_bytes), round(memory.kept_bytes))

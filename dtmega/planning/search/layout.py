@@ -1,0 +1,101 @@
+"""A layout: one value for each key that a search varies."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dtmega import config, mesh
+
+# The keys that a search varies: field of `Layout` -> section. An older program may lack a key.
+SECTIONS = {
+    "pp": "mesh",
+    "dp_replicate": "mesh",
+    "dp_shard": "mesh",
+    "cp": "mesh",
+    "tp": "mesh",
+    "micro_batch_size": "batch",
+    "sequence_parallel": "mesh",
+    "cp_form": "mesh",
+    "accumulate": "fsdp",
+    "schedule": "pipeline",
+    "virtual_stages": "pipeline",
+    "mode": "recompute",
+    "reshard_after_forward": "fsdp",
+}
+KEYS = tuple(f"{section}.{key}" for key, section in SECTIONS.items())
+
+
+class Layout(NamedTuple):
+    """One value for each key that a search varies; `SECTIONS` says where the keys stand."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    micro_batch_size: int
+    sequence_parallel: bool
+    cp_form: str
+    accumulate: str
+    schedule: str
+    virtual_stages: int
+    mode: str
+    reshard_after_forward: str | bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each mesh axis."""
+        return {axis: getattr(self, axis) for axis in mesh.AXES}
+
+    @property
+    def data_size(self) -> int:
+        """Number of data ranks that share the global batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def n_shards(self) -> int:
+        """Number of ranks that parameters are sharded over."""
+        return self.dp_shard * self.cp
+
+    def overrides(self, cfg: config.Config) -> dict[str, Any]:
+        """The keys and values of the layout, as in `--section.key value`; keys that `cfg` lacks are left out."""
+        values = {}
+        for key, section in SECTIONS.items():
+            if key in type(getattr(cfg, section)).model_fields:
+                values[f"{section}.{key}"] = getattr(self, key)
+        return values
+
+
+def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
+    """Copy a configuration with the keys of a layout."""
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in layout.overrides(cfg).items():
+        section, _, key = name.partition(".")
+        changes.setdefault(section, {})[key] = value
+    if layout.mode == "none":
+        changes["recompute"] |= {"method": "uniform", "layers": 1}  # with any other value, the mode is refused
+    sections = {}
+    for section, values in changes.items():
+        sections[section] = getattr(cfg, section).model_copy(update=values)
+    return cfg.model_copy(update=sections)
+
+
+def describe(layout: Layout) -> str:
+    """A layout on one line, without what is as usual: `pp 12 x dp_shard 8, 1F1B, micro-batch 2, recompute full`."""
+    axes = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
+    words = [" x ".join(axes) or "one rank"]
+    if layout.pp > 1:
+        virtual = f" x {layout.virtual_stages}" if layout.virtual_stages else ""
+        words.append(layout.schedule + virtual)
+    words.append(f"micro-batch {layout.micro_batch_size}")
+    if layout.mode != "none":
+        words.append(f"recompute {layout.mode}")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words.append("no sequence_parallel")
+    if layout.cp > 1:
+        words.append(f"cp_form {layout.cp_form}")
+    if layout.accumulate != "whole":
+        words.append(f"accumulate {layout.accumulate}")
+    if layout.reshard_after_forward != "auto":
+        words.append(f"reshard_after_forward {str(layout.reshard_after_forward).lower()}")
+    return ", ".join(words)

@@ -1,0 +1,167 @@
+"""The memory of a layout by closed forms. The planner's counts are the truth.
+
+A layer keeps for backward, for each token, the inputs and outputs of its norms (4 D numbers), and for each matrix the
+side that is not D: with 12 D^2 weights these are 16 D numbers. In 16 bits they are 32 of the 34 bytes per D in
+`formulas.activation_bytes_per_layer`; the other two are masks of dropout, which are computed again here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from dtmega import config
+from dtmega.fsdp import keeps_masters, reshards, wraps
+from dtmega.pipelining.table import SCHEDULES
+from dtmega.planning.search.layout import Layout, with_layout
+from dtmega.planning.search.places import Place, Places
+
+MASTER_BYTES = 4  # a parameter, its gradient after the sum over ranks, or a moment
+# Numbers of width D for each token that the operators between products keep, and that tp alone does not divide.
+WHOLE = 4
+# Memory for the results of one layer's backward, in units of what tp divides in the layer's forward.
+BACKWARD = 1.4
+# Share of what tp divides in a layer that selective recomputation keeps.
+OF_PRODUCTS = 0.7
+# Bytes that the plain formula of attention keeps for each head and pair of tokens (Korthikanti et al. 2022,
+# arXiv:2205.05198, table 2: 5), of which a causal mask leaves out some.
+SCORE_BYTES = 4.2
+# Tokens whose logits are in memory at once on a GPU, and bytes for each logit (`ops.cross_entropy`).
+LOSS_TOKENS, LOGIT_BYTES = 4096, 6
+# Values for the keys of a layout that a part of the estimate does not read, so that its result serves many layouts.
+NOT_IN_STATES: dict[str, Any] = {
+    "micro_batch_size": 0,
+    "sequence_parallel": True,
+    "cp_form": "",
+    "virtual_stages": 0,
+    "mode": "",
+}
+NOT_IN_ACTIVATIONS: dict[str, Any] = {
+    "pp": 0,
+    "dp_replicate": 1,
+    "dp_shard": 1,
+    "cp_form": "",
+    "accumulate": "",
+    "schedule": "",
+    "virtual_stages": 0,
+    "reshard_after_forward": "",
+}
+
+
+class Memory(NamedTuple):
+    """The memory of the fullest rank.
+
+    Attributes:
+        peak_bytes: the most bytes at one time.
+        states_bytes: bytes of parameters, moments, gradients and gathered weights while microbatches run.
+        kept_bytes: bytes of activations of all microbatches in flight.
+    """
+
+    peak_bytes: float
+    states_bytes: float
+    kept_bytes: float
+
+
+class MemoryEstimator:
+    """The memory of one configuration's layouts.
+
+    Args:
+        cfg: the configuration, with a dtype in [precision] params.
+        places: places of the pipelines.
+    """
+
+    def __init__(self, cfg: config.Config, places: Places) -> None:
+        self.cfg, self._places = cfg, places
+        self._bytes: int = getattr(torch, cfg.precision.params).itemsize
+        self._reduce_bytes: int = getattr(torch, cfg.precision.reduce).itemsize
+        self._moments = 1 if cfg.optim.name == "sgd" else 2
+        self._kept_bytes = functools.cache(self._count_kept)
+        self._state_bytes = functools.cache(self._count_states)
+
+    def memory(self, layout: Layout, n: int) -> Memory:
+        """The memory of a layout whose steps have n microbatches."""
+        states_key, kept_key = layout._replace(**NOT_IN_STATES), layout._replace(**NOT_IN_ACTIVATIONS)
+        fullest = Memory(0.0, 0.0, 0.0)
+        for place in self._places.of(layout):
+            states, update = self._state_bytes(place, states_key, min(n, 2))
+            kept, working = self._kept_bytes(place, kept_key)
+            kept *= self._places.in_flight(layout, n, place.number)
+            peak = max(states + kept + working, update) + self._between_bytes(place, layout, n)
+            fullest = max(fullest, Memory(peak, states, kept))
+        return fullest
+
+    def _count_states(self, place: Place, layout: Layout, n_microbatches: int) -> tuple[float, float]:
+        """Bytes of weights and gradients while microbatches run, and while the optimizer does."""
+        n, shards = place.elements / layout.tp, layout.n_shards
+        splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+        masters = MASTER_BYTES * n * (1 + self._moments) / shards
+        gradients = MASTER_BYTES * n / shards
+        if not wraps(self.cfg, layout.sizes, splits):
+            copies = self._bytes * n if keeps_masters(self.cfg, layout.sizes) else 0.0
+            return masters + copies + gradients, masters + gradients
+        units = (place.outside + 2 * place.largest) / layout.tp
+        cfg = with_layout(self.cfg, layout)
+        gathered = units if reshards(cfg, layout.pp, shards) else n
+        sharded = layout.accumulate == "sharded" and shards > 1
+        if sharded or (layout.pp == 1 and n_microbatches == 1):
+            whole = self._reduce_bytes * units + gradients
+        else:
+            whole = self._reduce_bytes * n
+        return masters + self._bytes * gathered + whole, masters + gradients
+
+    def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:
+        """Bytes that a microbatch keeps in all stages of a place, and bytes while one layer or the loss runs."""
+        hidden, layers = self.cfg.model.hidden_size, max(1, place.layers)
+        tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
+        width = tokens * self._bytes
+        divided = width * place.sides / layers / tp
+        divided += score_bytes(self.cfg, tokens) / tp
+        whole = width * WHOLE * hidden / cut
+        layer = whole + divided
+        working = BACKWARD * divided
+        if layout.mode == "full":
+            kept = width * hidden / cut
+            working += layer + (width * 2 * hidden if cut > 1 else 0)
+        elif layout.mode == "selective":
+            kept = width * (hidden / cut + 2 * hidden) + OF_PRODUCTS * divided
+            working += layer - kept
+        else:
+            kept = layer
+        if cut > 1:
+            working += 2 * width * hidden  # the whole sequence's input of a product
+        loss = 0.0
+        if place.head_elements:
+            rows = min(LOSS_TOKENS, tokens)
+            n_columns = place.head_elements / hidden / tp
+            loss = rows * n_columns * LOGIT_BYTES + MASTER_BYTES * place.head_elements / tp
+        # The embedding's gradient has all rows, and a tied head's gradient is added to it.
+        loss = max(loss, self._bytes * place.embedding_elements * (3 if place.is_tied else 1) / tp)
+        first = width * hidden / cut if place.ends else 0.0
+        return kept * place.layers + first, max(working, loss)
+
+    def _between_bytes(self, place: Place, layout: Layout, n: int) -> float:
+        """Bytes of the buffers of tensors between stages: one for each microbatch and neighbour."""
+        if layout.pp == 1:
+            return 0.0
+        virtual = self._places.virtual(layout)
+        per_buffer = tokens_of(self.cfg, layout) * self._bytes * self.cfg.model.hidden_size / cut_of(layout)
+        return n * per_buffer * (2 * virtual - place.ends)
+
+
+def tokens_of(cfg: config.Config, layout: Layout) -> float:
+    """Number of tokens of a microbatch on one rank; those of a decoder are counted in `Place.sides`."""
+    return layout.micro_batch_size * cfg.data.seq_len / layout.cp
+
+
+def cut_of(layout: Layout) -> int:
+    """Number of tp ranks that share the tokens between products."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def score_bytes(cfg: config.Config, tokens: float) -> float:
+    """Bytes of the attention's scores in one layer: dropout needs the plain formula, which keeps them."""
+    if not getattr(cfg.model, "attention_dropout", 0.0):
+        return 0.0
+    return SCORE_BYTES * cfg.model.n_heads * cfg.data.seq_len * tokens

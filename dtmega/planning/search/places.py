@@ -1,0 +1,186 @@
+"""The work of each place in a pipeline, by the costs of a model's pieces: estimates of a layout begin with it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dtmega import config
+from dtmega.ops.cost import Piece
+from dtmega.pipelining.split import plan_stages
+from dtmega.pipelining.table import SCHEDULES, csv_table, simulate
+from dtmega.planning.plan import in_flight
+from dtmega.planning.search.layout import Layout, with_layout
+
+# The share of a pipeline's bubble that is left if backward runs in two parts, if F, I and W take equally long.
+SPLIT_BUBBLE = 1 / 3
+
+
+class Place(NamedTuple):
+    """The work of one place in the pipeline, before it is divided over tp, cp and data ranks.
+
+    Attributes:
+        number: number of the first place that has this work.
+        elements: number of elements in its weights.
+        largest: number of elements in the largest layer.
+        outside: number of elements outside of layers.
+        head_elements: number of elements in the weights of the loss; 0 without the head.
+        embedding_elements: number of elements in the embedding; 0 without it.
+        is_tied: True if the embedding and the head at this place are the same weights.
+        layers: number of layers.
+        sides: numbers that the layers keep for each token beside those of width D.
+        product_flops, attention_flops: FLOPs of forward and backward, per token of the sequence.
+        in_layers: share of `product_flops` in layers.
+        ends: number of ends of the pipeline at this place.
+    """
+
+    number: int
+    elements: int
+    largest: int
+    outside: int
+    head_elements: int
+    embedding_elements: int
+    is_tied: bool
+    layers: int
+    sides: float
+    product_flops: float
+    attention_flops: float
+    in_layers: float
+    ends: int
+
+
+class Places:
+    """The places in the pipelines of one configuration's layouts.
+
+    Args:
+        cfg: the configuration.
+        pieces: pieces of the whole model.
+    """
+
+    def __init__(self, cfg: config.Config, pieces: Sequence[Piece]) -> None:
+        self.cfg, self.pieces = cfg, list(pieces)
+        self._known: dict[tuple[Any, ...], list[Place]] = {}
+
+    def of(self, layout: Layout) -> list[Place]:
+        """The places of the pipeline with different work. Of equal places, the first one has most in flight."""
+        key = layout.pp, layout.schedule, layout.virtual_stages
+        if key not in self._known:
+            cfg = with_layout(self.cfg, layout)
+            names, ranks = [[piece.name for piece in self.pieces]], [[0]]
+            if layout.pp > 1:
+                names, ranks = plan_stages(cfg, self.pieces, layout.pp)
+            seen: dict[tuple[Any, ...], Place] = {}
+            for number, stages in enumerate(ranks):
+                held = [name for stage in stages for name in names[stage]]
+                place = self._place(number, set(held))
+                seen.setdefault(place[1:], place)
+            self._known[key] = list(seen.values())
+        return self._known[key]
+
+    def _place(self, number: int, held: set[str]) -> Place:
+        data = self.cfg.data
+        mine = [piece for piece in self.pieces if piece.name in held]
+        layers = [piece for piece in mine if piece.is_layer]
+        has_first, has_last = self.pieces[0].name in held, self.pieces[-1].name in held
+        decoder_share = data.decoder_length / data.seq_len
+        elements = sides = 0
+        product_flops = attention_flops = layer_flops = 0.0
+        for piece in mine:
+            elements += piece.elements + (0 if has_first else piece.shared)
+            every = piece.flops_per_token(data.seq_len, data.mask_prob, data.decoder_length)
+            attention = data.seq_len * piece.attention_flops
+            attention += decoder_share * data.decoder_length * piece.decoder_attention_flops
+            attention += decoder_share * data.seq_len * piece.cross_attention_flops
+            attention_flops += attention
+            product_flops += every - attention
+            if piece.is_layer:
+                layer_flops += every - attention
+                # 6 FLOPs for each weight; each weight's matrix has one side D.
+                sides += (piece.matmul_flops + decoder_share * piece.decoder_flops) / 6 / self.cfg.model.hidden_size
+        largest = max((piece.elements for piece in layers), default=0)
+        outside = elements - sum(piece.elements for piece in layers)
+        head = self.pieces[-1]
+        head_elements = head.elements + head.shared if has_last else 0
+        in_layers = layer_flops / product_flops if product_flops else 0.0
+        ends = has_first + has_last
+        return Place(
+            *(number, elements, largest, outside, head_elements),
+            *(self.pieces[0].elements if has_first else 0, has_first and has_last and head.shared > 0),
+            *(len(layers), sides),
+            *(product_flops, attention_flops, in_layers, ends),
+        )
+
+    def virtual(self, layout: Layout) -> int:
+        """Number of stages per rank."""
+        if self.cfg.pipeline.csv:
+            stages = {action.stage for row in csv_table(self.cfg.pipeline.csv, layout.pp) for action in row}
+            return len(stages) // layout.pp
+        return layout.virtual_stages or int(SCHEDULES[layout.schedule].per_rank.rstrip("+"))
+
+    def in_flight(self, layout: Layout, n: int, place: int) -> float:
+        """Microbatches in flight at a place, as a share of all of its stages together.
+
+        Args:
+            layout: the layout.
+            n: number of microbatches.
+            place: number of the place.
+        """
+        if layout.pp == 1:
+            return 1.0
+        virtual = self.virtual(layout)
+        if self.cfg.pipeline.csv:
+            return _of_table(self.cfg.pipeline.csv, layout.pp)[0][place] / virtual
+        return in_flight_of(layout.schedule, layout.pp, virtual, n, place) / virtual
+
+    def bubble(self, layout: Layout, n: int) -> float:
+        """The wait of a rank for the others of its pipeline, in units of the time of one microbatch on all its stages.
+
+        A schedule with v stages per rank divides the (p - 1) of 1F1B by v (`formulas.bubble_over_ideal`).
+
+        Args:
+            layout: the layout.
+            n: number of microbatches.
+        """
+        if layout.pp == 1:
+            return 0.0
+        if self.cfg.pipeline.csv:
+            waits = _of_table(self.cfg.pipeline.csv, layout.pp)[1]
+            return n * waits / (1 - waits)
+        left = SPLIT_BUBBLE if SCHEDULES[layout.schedule].splits_backward else 1.0
+        return left * (layout.pp - 1) / self.virtual(layout)
+
+
+@functools.cache
+def _of_table(path: str, pp: int) -> tuple[list[int], float]:
+    """The microbatches in flight and the bubble of the schedule in a CSV file."""
+    table = csv_table(path, pp)
+    return in_flight(table), simulate(table).bubble
+
+
+def in_flight_of(schedule: str, pp: int, virtual: int, n: int, place: int) -> int:
+    """The most microbatches that a rank has in flight, counted over its stages, as `plan.in_flight` counts them.
+
+    For the schedules that split backward, and for those that fill the pipeline in rounds, the true number may be
+    smaller by a few.
+
+    Args:
+        schedule: name of the schedule.
+        pp: number of ranks in the pipeline.
+        virtual: stages per rank.
+        n: number of microbatches.
+        place: place of the rank in the pipeline.
+    """
+    if schedule in ("GPipe", "LoopedBFS"):
+        return n * virtual
+    if schedule == "1F1B":
+        return min(n, pp - place)
+    if schedule == "ZBVZeroBubble":
+        return min(2 * n, 2 * pp)
+    if schedule == "DualPipeV":
+        return min(2 * n, 2 * pp + 1)
+    per_round = n // max(1, n // pp)
+    warm_up = (virtual - 1) * per_round
+    if schedule == "Interleaved1F1B":
+        return min(n * virtual, warm_up + 2 * (pp - 1 - place) + 1)
+    return min(n * virtual, warm_up + pp)  # each rank postpones as many W as it has ranks before it

@@ -1,0 +1,275 @@
+"""The search itself: legal layouts are estimated, the fastest of those that may fit are planned, and plans are ranked.
+
+Training's own refusals leave the legal layouts (`layouts.py`). Closed forms estimate the memory and the time of each
+(`estimate.py`), and the fastest of those that may fit are planned: their real steps are counted (`plan.plan_job`) and
+simulated (`step_time`). Only plans are ranked.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+
+from dtmega import config
+from dtmega.planning.fabric import Fabric
+from dtmega.planning.plan import Plan
+from dtmega.planning.search.estimate import Estimate, Estimator
+from dtmega.planning.search.layout import SECTIONS, Layout, describe, with_layout
+from dtmega.planning.search.layouts import Layouts, Reason
+from dtmega.planning.search.planners import Planners, TooLarge
+from dtmega.planning.search.shortlist import Entry, Shortlist
+from dtmega.planning.step_time import StepTime, step_time
+from dtmega.training.parallelize import with_params_dtype
+
+AT_ONCE = 2  # plans at once
+
+
+class Progress(NamedTuple):
+    """The state of a search.
+
+    Attributes:
+        doing: what is done now.
+        done, all: numbers of layouts; `all` is 0 while it is unknown.
+        left_s: estimated time to the end of the search; None while it is unknown.
+        best: the best plan so far.
+    """
+
+    doing: str
+    done: int
+    all: int
+    left_s: float | None
+    best: Result | None
+
+    def __str__(self) -> str:
+        line = f"{self.doing}: {self.done:,}" + (f" of {self.all:,}" if self.all else "")
+        if self.left_s is not None:
+            line += f", about {self.left_s:.0f} s left"
+        if self.best is not None and self.best.fits:
+            line += f"; best so far {self.best.tokens_per_s:,.0f} tokens/s"
+        return line
+
+
+class Summary(NamedTuple):
+    """The memory of a plan's fullest rank.
+
+    Attributes:
+        place: place of the rank in the pipeline.
+        peak_bytes: its peak.
+        action: action of the schedule in which the peak is reached.
+        at_peak: bytes of each owner at that time.
+    """
+
+    place: int
+    peak_bytes: int
+    action: str
+    at_peak: dict[str, int]
+
+
+class Result(NamedTuple):
+    """A layout that was planned.
+
+    Attributes:
+        overrides: the layout's keys and values, as in `--section.key value`.
+        layout: the same as a record.
+        estimate: the estimate for which the layout was chosen.
+        summary: memory of the fullest rank.
+        time: predicted time of a step.
+        tokens_per_s: predicted tokens per second of all ranks.
+        fits: True if peak and reserve together fit into memory.
+    """
+
+    overrides: dict[str, Any]
+    layout: Layout
+    estimate: Estimate
+    summary: Summary
+    time: StepTime
+    tokens_per_s: float
+    fits: bool
+
+
+class Planned(NamedTuple):
+    """What has been planned so far.
+
+    Attributes:
+        results: the layouts that were planned.
+        failed: layouts whose plans were given up, with the reason: a rank does not fit, or cannot be planned.
+    """
+
+    results: list[Result]
+    failed: list[tuple[Entry, ValueError]]
+
+
+class Found(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        ranked: the planned layouts: those that fit by tokens per second, then the others by their peak. Layouts whose
+            plan was given up because one rank does not fit are among the fallen.
+        fallen: reasons for which the other layouts fell, with numbers of layouts.
+        estimated: the fastest layouts by estimate, if the search was interrupted before any was planned.
+        fixed: keys that were not varied, with their values.
+        world: number of ranks.
+        n_layouts, n_legal: numbers of all layouts, and of those that training accepts.
+        memory_bytes, reserve_bytes: memory of a device, and the part of it that tensors cannot use.
+        seconds: time of the search.
+        interrupted: True if the user ended the search early.
+    """
+
+    ranked: list[Result]
+    fallen: list[Reason]
+    estimated: list[Entry]
+    fixed: dict[str, Any]
+    world: int
+    n_layouts: int
+    n_legal: int
+    memory_bytes: int
+    reserve_bytes: int
+    seconds: float
+    interrupted: bool
+
+    @property
+    def best(self) -> Result | None:
+        """The layout with the most tokens per second among those that fit; None if none fits."""
+        return self.ranked[0] if self.ranked and self.ranked[0].fits else None
+
+
+def _ignore(progress: Progress) -> None:
+    """Report nothing: the default of `on_progress`."""
+
+
+def search(
+    cfg: config.Config,
+    fixed_keys: Collection[str],
+    world: int,
+    fabric: Fabric,
+    memory_bytes: int,
+    reserve_bytes: int,
+    top: int = 10,
+    device: torch.device | None = None,
+    on_progress: Callable[[Progress], object] = _ignore,
+) -> Found:
+    """Search for the fastest layout that fits.
+
+    A KeyboardInterrupt ends the search early; what is known by then is returned.
+
+    Args:
+        cfg: the configuration, completed by `families.resolve`. The global batch and all keys that are not varied stay
+            as they are.
+        fixed_keys: keys such as "mesh.tp" whose values stay as they are, too.
+        world: number of ranks.
+        fabric: the fabric.
+        memory_bytes: memory of a device.
+        reserve_bytes: the part of it that tensors cannot use.
+        top: number of layouts that are planned.
+        device: device that is pretended on every rank; None for a GPU.
+        on_progress: function that is called while the search runs.
+
+    Raises:
+        ValueError: a fixed key is none that is varied, the fixed sizes of the mesh do not divide the ranks, or the
+            fabric has no speed for the dtype.
+    """
+    started_s = time.monotonic()
+    device = device or torch.device("cuda", 0)
+    if cfg.precision.params == "auto":
+        cfg = with_params_dtype(cfg, "bfloat16" if device.type == "cuda" else "float32")
+    layouts = Layouts(cfg, fixed_keys, world, device)
+    shortlist = Shortlist(memory_bytes - reserve_bytes, top)
+    planned = Planned([], [])
+    interrupted = False
+    try:
+        estimator = Estimator(cfg, layouts.pieces, fabric)
+        shortlist.take(layouts, estimator, lambda n: on_progress(Progress("estimating layouts", n, 0, None, None)))
+        _plan_best(cfg, shortlist, fabric, device, planned, on_progress)
+    except KeyboardInterrupt:
+        interrupted = True
+    done = {result.layout: result.estimate.seconds for result in planned.results}
+    done |= {entry.layout: entry.estimate.seconds for entry, _ in planned.failed}
+    shortlist.count_others(done, min(done.values(), default=0.0))
+    for entry, error in planned.failed:
+        why = str(error)
+        if not isinstance(error, TooLarge):
+            why = f"cannot be planned: {error} ({describe(entry.layout)})"
+        shortlist.fallen.add(why)
+    return Found(
+        ranked=sorted(planned.results, key=_rank),
+        fallen=shortlist.fallen.reasons,
+        estimated=[] if planned.results else shortlist.chosen()[:top],
+        fixed={f"{SECTIONS[key]}.{key}": value for key, value in layouts.fixed.items()},
+        world=world,
+        n_layouts=shortlist.n_refused + shortlist.n_legal,
+        n_legal=shortlist.n_legal,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+        seconds=time.monotonic() - started_s,
+        interrupted=interrupted,
+    )
+
+
+def _rank(result: Result) -> tuple[bool, float]:
+    return not result.fits, -result.tokens_per_s if result.fits else result.summary.peak_bytes
+
+
+def _plan_best(
+    cfg: config.Config,
+    shortlist: Shortlist,
+    fabric: Fabric,
+    device: torch.device,
+    planned: Planned,
+    on_progress: Callable[[Progress], object],
+) -> None:
+    """Plan the first `top` layouts, and if none of them fits, further ones until one does.
+
+    Results are added to `planned` as they come, so that an interruption leaves what is known.
+    """
+    started_s = time.monotonic()
+    chosen = shortlist.chosen()
+    n_begun = n_done = 0
+    n_all = min(shortlist.top, len(chosen))
+    finish = functools.partial(result_of, fabric=fabric, room_bytes=shortlist.room_bytes)
+    with Planners[Entry, Result](AT_ONCE, shortlist.room_bytes) as planners:
+        while True:
+            if not any(result.fits for result in planned.results):
+                n_all = min(len(chosen), max(n_all, n_done + AT_ONCE))
+            while planners.n_running < AT_ONCE and n_begun < n_all:
+                entry = chosen[n_begun]
+                end = functools.partial(finish, layout=entry.layout, estimate=entry.estimate)
+                planners.begin(entry, with_layout(cfg, entry.layout), entry.layout.sizes, device, end)
+                n_begun += 1
+            if not planners.n_running:
+                return
+            left_s = (time.monotonic() - started_s) / n_done * (n_all - n_done) if n_done else None
+            best = min(planned.results, key=_rank, default=None)
+            on_progress(Progress("planning layouts", n_done, n_all, left_s, best))
+            for entry, result in planners.done():
+                n_done += 1
+                if isinstance(result, ValueError):
+                    planned.failed.append((entry, result))
+                else:
+                    planned.results.append(result)
+
+
+def result_of(plan: Plan, layout: Layout, estimate: Estimate, fabric: Fabric, room_bytes: int) -> Result:
+    """The result of a plan.
+
+    Args:
+        plan: the plan.
+        layout: its layout.
+        estimate: the layout's estimate.
+        fabric: the fabric.
+        room_bytes: memory for tensors.
+
+    Raises:
+        ValueError: the fabric has no speed for the dtype.
+    """
+    works = {place: role.works for place, role in plan.roles.items()}
+    seconds = step_time(works, plan.table, fabric, plan.sizes, plan.n_microbatches)
+    place = max(plan.roles, key=lambda number: plan.roles[number].peak.peak_bytes)
+    peak = plan.roles[place].peak
+    summary = Summary(place, peak.peak_bytes, peak.action, peak.at_peak)
+    tokens = plan.cfg.batch.global_batch_size * plan.cfg.data.seq_len
+    fits = peak.peak_bytes <= room_bytes
+    return Result(layout.overrides(plan.cfg), layout, estimate, summary, seconds, tokens / seconds.seconds, fits)

@@ -1,0 +1,120 @@
+"""planning/estimate.py and what it is made of: against tables of schedules, published formulas, and counted plans."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import torch
+
+from dtmega import config, families, mesh
+from dtmega.pipelining.schedule import broken_rule
+from dtmega.pipelining.table import SCHEDULES, make_table, simulate
+from dtmega.planning import fabric, formulas
+from dtmega.planning.plan import in_flight, plan_job
+from dtmega.planning.search.estimate import MARGIN, Estimator
+from dtmega.planning.search.layout import Layout
+from dtmega.planning.search.places import Places, in_flight_of
+from dtmega.planning.step_time import step_time
+from dtmega.training import parallelize
+
+A100 = fabric.load("a100-ib")
+PLAIN = Layout(1, 1, 1, 1, 1, 1, True, "auto", "whole", "1F1B", 0, "none", "auto")
+SCHEDULES_AND_STAGES = [
+    (name, virtual) for name, kind in SCHEDULES.items() for virtual in {"1": [1], "2": [2], "2+": [2, 3]}[kind.per_rank]
+]
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES_AND_STAGES)
+def test_microbatches_in_flight_and_the_bubble_are_those_of_the_schedules_table(schedule: str, virtual: int):
+    """A rank waits for what is left of the time of the others' actions: 1 F and 2 B, or I and W, on each stage."""
+    for pp in (2, 4):
+        for n in (pp, 2 * pp, 3 * pp, 4 * pp):
+            pipeline = config.Pipeline(schedule=schedule, virtual_stages=virtual)
+            if broken_rule(pipeline, pp, n):
+                continue
+            table = make_table(pipeline, pp, n)
+            numbers = [in_flight_of(schedule, pp, virtual, n, place) for place in range(pp)]
+            pairs = list(zip(numbers, in_flight(table), strict=True))
+            assert all(number >= counted for number, counted in pairs)
+            if n == pp:
+                continue  # too few microbatches for a steady state
+            assert all(number == counted for number, counted in pairs)
+            timeline = simulate(table)
+            waited = max(row[-1].end for row in timeline.rows) - 3 * n * virtual
+            layout = PLAIN._replace(pp=pp, schedule=schedule, virtual_stages=virtual)
+            assert waited == pytest.approx(3 * virtual * Places(bloom(), []).bubble(layout, n))
+
+
+def bloom(arguments: str = "") -> config.Config:
+    return families.resolve(config.load(["--config", "bloom-176b.toml", *shlex.split(arguments)]))
+
+
+def test_a_layer_keeps_what_korthikantis_table_says_without_the_masks_of_dropout():
+    """34 s b h, of which 2 are masks of dropout outside of attention; one of 10 undivided bytes is a mask, too."""
+    cfg = bloom("--model.attention_dropout 0 --batch.rampup []")
+    estimator = Estimator(cfg, families.pieces(cfg.model), A100)
+    s, h = cfg.data.seq_len, cfg.model.hidden_size
+    for tp, cut in ((1, True), (8, False), (8, True)):
+        layout = PLAIN._replace(dp_shard=384, tp=tp, micro_batch_size=2, sequence_parallel=cut)
+        kept = estimator.estimate(layout).kept_bytes / cfg.model.n_layers
+        published = formulas.activation_bytes_per_layer(s, 2, h, 0, tp, cut)
+        masks = 2 * s * 2 * h / (tp if cut else 1)
+        assert kept == pytest.approx(published - masks, rel=0.02)
+
+
+def test_full_recomputation_keeps_the_layers_inputs():
+    cfg = bloom("--batch.rampup []")
+    estimator = Estimator(cfg, families.pieces(cfg.model), A100)
+    layout = PLAIN._replace(pp=12, dp_shard=8, tp=4, micro_batch_size=2, mode="full")
+    per_layer = formulas.activation_bytes_per_layer(2048, 2, 14336, 112, 4, True, "full")
+    # The first rank has 12 microbatches in flight, each with the embedding's output and the inputs of 6 layers.
+    assert estimator.estimate(layout).kept_bytes == pytest.approx(12 * (6 + 1) * per_layer, rel=0.01)
+
+
+def test_states_are_those_of_zero():
+    """FSDP that keeps gathered weights and whole gradients in 32 bits is ZeRO-1 with 2 more bytes of gradients."""
+    cfg = bloom("--batch.rampup []")
+    pieces = families.pieces(cfg.model)
+    n = sum(piece.elements for piece in pieces)
+    states = Estimator(cfg, pieces, A100).estimate(PLAIN._replace(dp_shard=8, reshard_after_forward=False)).states_bytes
+    assert states == pytest.approx(formulas.zero_bytes(n, 8, 1) + 2 * n, rel=1e-3)
+
+
+def test_blooms_own_layout_takes_what_was_counted():
+    """41.88 GiB on the first of 12 pipeline ranks, counted by `plan_job` on 2026-11-26."""
+    cfg = bloom()
+    layout = PLAIN._replace(pp=12, dp_shard=8, tp=4, micro_batch_size=2, mode="full")
+    peak = Estimator(cfg, families.pieces(cfg.model), A100).estimate(layout).peak_bytes
+    assert peak / 2**30 == pytest.approx(41.88, rel=0.1)
+
+
+COUNTED = [
+    "--config llama-2-7b.toml --model.n_layers 2 --mesh.dp_shard 4",
+    "--config gpt2.toml --model.n_layers 2 --mesh.tp 2 --mesh.dp_replicate 2 --mesh.sequence_parallel false",
+    "--config bloom-560m.toml --model.n_layers 4 --mesh.pp 2 --mesh.tp 2 --recompute.mode full --batch.rampup []",
+    "--config llama-3.2-1b.toml --model.n_layers 4 --mesh.cp 2 --mesh.dp_shard 2 --recompute.mode selective",
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", COUNTED)
+def test_counts_stay_within_the_margin_of_the_estimate(arguments: str):
+    """A search throws away only what exceeds the margin, so it never throws away what its counts would keep."""
+    gpu = torch.device("cuda", 0)
+    words = [*shlex.split(arguments), "--batch.micro_batch_size", "2", "--batch.global_batch_size", "16"]
+    cfg = families.resolve(config.load(words))
+    sizes = mesh.resolve(cfg.mesh, 4)
+    parallelize.check(cfg, sizes, gpu)
+    values = {key: getattr(section, key) for section in (cfg.mesh, cfg.batch, cfg.pipeline, cfg.recompute, cfg.fsdp)
+              for key in type(section).model_fields if key in Layout._fields}  # fmt: skip
+    layout = PLAIN._replace(**(values | sizes))
+    estimate = Estimator(cfg, families.pieces(cfg.model), A100).estimate(layout)
+    plan = plan_job(cfg, sizes, gpu)
+    works = {place: role.works for place, role in plan.roles.items()}
+    seconds = step_time(works, plan.table, A100, sizes, plan.n_microbatches).seconds
+    print(
+        f"{estimate.peak_bytes / plan.fullest.peak.peak_bytes:.3f} of bytes, {estimate.seconds / seconds:.3f} of time"
+    )
+    assert 1 / MARGIN < estimate.peak_bytes / plan.fullest.peak.peak_bytes < MARGIN
+    assert 1 / 1.5 < estimate.seconds / seconds < 1.5
