@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from dtmega import config, families, mesh
+from dtmega.planning.counting.role import plan_role
 from dtmega.planning.extrapolation import enough_microbatches
-from dtmega.planning.role import plan_role
 from dtmega.training import parallelize
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -32,7 +32,7 @@ class Private(NamedTuple):
 
 TORCH = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": Private(
-        ("planning/recorder.py",), "whose buffers are FSDP's"
+        ("planning/counting/recorder.py",), "whose buffers are FSDP's"
     ),
     "torch._C.DisableTorchFunctionSubclass": Private(
         ("interop/hf/tp/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
@@ -77,7 +77,7 @@ TORCH = {
         "which groups this process has made: torch numbers the names of groups by it, and gloo's record lacks them",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group": Private(
-        ("fsdp/shard_sums.py", "planning/role.py"),
+        ("fsdp/shard_sums.py", "planning/counting/role.py"),
         "sum one block's gradients, which backward in two parts computes unseen by FSDP2",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": Private(
@@ -152,86 +152,103 @@ TORCH = {
         ("ops/optim.py",), "give torch's kernels local parts while the optimizer's state stays DTensors"
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": Private(
-        ("interop/hf/initial.py", "planning/autograd_sums.py", "planning/pretend.py"),
+        ("interop/hf/initial.py", "planning/counting/autograd_sums.py", "planning/counting/pretend.py"),
         "see every operator: by which ones transformers draws initial values, and what a plan's step does",
     ),
     "torch.utils._pytree.tree_leaves": Private(
-        ("planning/pretend.py", "planning/recorder.py"), "the tensors among an operator's arguments"
+        ("planning/counting/pretend.py", "planning/counting/recorder.py"), "the tensors among an operator's arguments"
     ),
     "torch.utils._pytree.tree_map_only": Private(
         ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
     ),
     "torch._C.DispatchKey.AutogradMeta": Private(
-        ("planning/pretend.py",), "give composite operators their gradient on the meta device"
+        ("planning/counting/pretend.py",), "give composite operators their gradient on the meta device"
     ),
-    "torch._C.DispatchKey.CompositeImplicitAutograd": Private(("planning/pretend.py",), "is an operator composite"),
-    "torch._C.DispatchKey.Meta": Private(("planning/pretend.py",), "has a composite operator a shape function"),
-    "torch._C._only_lift_cpu_tensors": Private(("planning/pretend.py",), "the state before the next"),
+    "torch._C.DispatchKey.CompositeImplicitAutograd": Private(
+        ("planning/counting/pretend.py",), "is an operator composite"
+    ),
+    "torch._C.DispatchKey.Meta": Private(
+        ("planning/counting/pretend.py",), "has a composite operator a shape function"
+    ),
+    "torch._C._only_lift_cpu_tensors": Private(("planning/counting/pretend.py",), "the state before the next"),
     "torch._C._set_only_lift_cpu_tensors": Private(
-        ("planning/pretend.py",), "torch.tensor(numbers, device=...) moves its numbers by an operator"
+        ("planning/counting/pretend.py",), "torch.tensor(numbers, device=...) moves its numbers by an operator"
     ),
-    "torch._C._storage_Use_Count": Private(("planning/autograd_sums.py",), "does only the engine hold a gradient"),
-    "torch._decomp": Private(("planning/pretend.py",), "the table of shape functions"),
+    "torch._C._storage_Use_Count": Private(
+        ("planning/counting/autograd_sums.py",), "does only the engine hold a gradient"
+    ),
+    "torch._decomp": Private(("planning/counting/pretend.py",), "the table of shape functions"),
     "torch._dynamo.backends.common.aot_autograd": Private(
-        ("planning/compiled.py",), "a backend that runs AOT's graphs as they are"
+        ("planning/counting/compiled.py",), "a backend that runs AOT's graphs as they are"
     ),
-    "torch._dynamo.decorators": Private(("planning/pretend.py",), "Dynamo reads `_make_subclass` when it is imported"),
-    "torch._dynamo.polyfills.loader": Private(("planning/pretend.py",), "the same"),
+    "torch._dynamo.decorators": Private(
+        ("planning/counting/pretend.py",), "Dynamo reads `_make_subclass` when it is imported"
+    ),
+    "torch._dynamo.polyfills.loader": Private(("planning/counting/pretend.py",), "the same"),
     "torch._dynamo.reset": Private(
-        ("planning/compiled.py",), "forget graphs of another backend; torch.compiler.reset also needs Inductor"
+        ("planning/counting/compiled.py",), "forget graphs of another backend; torch.compiler.reset also needs Inductor"
     ),
     "torch._functorch.partitioners.min_cut_rematerialization_partition": Private(
-        ("planning/compiled.py",), "what Inductor keeps for backward"
+        ("planning/counting/compiled.py",), "what Inductor keeps for backward"
     ),
-    "torch._guards.TracingContext": Private(("planning/recorder.py",), "is a graph being made, so that nothing runs"),
-    "torch._ops.OpOverload": Private(("planning/pretend.py",), "which entries of a table are operators"),
+    "torch._guards.TracingContext": Private(
+        ("planning/counting/recorder.py",), "is a graph being made, so that nothing runs"
+    ),
+    "torch._ops.OpOverload": Private(("planning/counting/pretend.py",), "which entries of a table are operators"),
     "torch._ops.OperatorBase._dispatch_cache": Private(
-        ("planning/pretend.py",), "forget the kernel that an operator had before"
+        ("planning/counting/pretend.py",), "forget the kernel that an operator had before"
     ),
     "torch._ops.OpOverload._overloadpacket": Private(
-        ("planning/recorder.py",), "an operator's name, by which torch counts FLOPs"
+        ("planning/counting/recorder.py",), "an operator's name, by which torch counts FLOPs"
     ),
     "torch._ops.OpOverload._schema": Private(
-        ("planning/recorder.py",), "names of arguments, and whether a result is an argument"
+        ("planning/counting/recorder.py",), "names of arguments, and whether a result is an argument"
     ),
-    "torch._subclasses.fake_tensor": Private(("planning/pretend.py",), "tensors without memory"),
+    "torch._subclasses.fake_tensor": Private(("planning/counting/pretend.py",), "tensors without memory"),
     "torch._subclasses.fake_tensor.FakeTensor": Private(
-        ("planning/autograd_sums.py", "planning/pretend.py"), "the same"
+        ("planning/counting/autograd_sums.py", "planning/counting/pretend.py"), "the same"
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": Private(
-        ("planning/autograd_sums.py", "planning/pretend.py"), "the same"
+        ("planning/counting/autograd_sums.py", "planning/counting/pretend.py"), "the same"
     ),
     "torch.autograd.graph._engine_run_backward": Private(
-        ("planning/autograd_sums.py",), "is an operator called by the engine"
+        ("planning/counting/autograd_sums.py",), "is an operator called by the engine"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_param_data": Private(
-        ("planning/role.py",), "the memory of a shard"
+        ("planning/counting/role.py",), "the memory of a shard"
     ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Private(
-        ("planning/role.py",), "holder of the gathered weights and whole gradients"
+        ("planning/counting/role.py",), "holder of the gathered weights and whole gradients"
     ),
     "torch.distributed.pipelining.schedules._PipelineSchedule": Private(
-        ("planning/pretend.py",), "holder of a vote that a plan leaves out"
+        ("planning/counting/pretend.py",), "holder of a vote that a plan leaves out"
     ),
     "torch.distributed.pipelining.PipelineStage._inference_mode": Private(
-        ("planning/pretend.py",), "the result of that vote"
+        ("planning/counting/pretend.py",), "the result of that vote"
     ),
     "torch.distributed.tensor.DTensor._local_tensor": Private(
-        ("planning/ledger.py", "planning/pretend.py"), "a part without an operator that a mode sees"
+        ("planning/counting/ledger.py", "planning/counting/pretend.py"), "a part without an operator that a mode sees"
     ),
     "torch.distributed.tensor.placement_types.Shard._split_tensor": Private(
         ("ops/shards.py",), "the parts of a dimension as DTensor cuts it"
     ),
-    "torch.nn.Module._call_impl": Private(("planning/recorder.py",), "call a block, noting that it computes"),
-    "torch.nn.Module._compiled_call_impl": Private(("planning/recorder.py",), "the same for compiled blocks"),
-    "torch.ops._c10d_functional.wait_tensor.default": Private(("planning/pretend.py",), "hand on the tensor itself"),
-    "torch.Tensor._make_subclass": Private(("planning/pretend.py",), "let C++ see the meta device"),
-    "torch.Tensor._use_count": Private(("planning/autograd_sums.py",), "does only the engine hold a gradient"),
+    "torch.nn.Module._call_impl": Private(("planning/counting/recorder.py",), "call a block, noting that it computes"),
+    "torch.nn.Module._compiled_call_impl": Private(("planning/counting/recorder.py",), "the same for compiled blocks"),
+    "torch.ops._c10d_functional.wait_tensor.default": Private(
+        ("planning/counting/pretend.py",), "hand on the tensor itself"
+    ),
+    "torch.Tensor._make_subclass": Private(("planning/counting/pretend.py",), "let C++ see the meta device"),
+    "torch.Tensor._use_count": Private(("planning/counting/autograd_sums.py",), "does only the engine hold a gradient"),
     "torch.testing._internal.distributed.fake_pg.FakeStore": Private(
-        ("planning/pretend.py",), "a process group of one process"
+        ("planning/counting/pretend.py",), "a process group of one process"
     ),
     "torch.UntypedStorage._cdata": Private(
-        ("ops/shards.py", "planning/autograd_sums.py", "planning/ledger.py", "planning/recorder.py"),
+        (
+            "ops/shards.py",
+            "planning/counting/autograd_sums.py",
+            "planning/counting/ledger.py",
+            "planning/counting/recorder.py",
+        ),
         "which memory a tensor has",
     ),
 }

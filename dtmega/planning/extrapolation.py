@@ -15,8 +15,8 @@ from typing import NamedTuple
 from dtmega import config
 from dtmega.pipelining import schedule
 from dtmega.pipelining.table import ACTION, Action, Table, make_table
-from dtmega.planning.ledger import Span
-from dtmega.planning.role import ROWS, Role
+from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.role import ROWS, Role
 from dtmega.training.phases import COMPUTING
 
 LEAST = 3  # microbatches of the shorter step: the first one, one in the middle, and the last one

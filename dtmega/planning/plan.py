@@ -21,8 +21,8 @@ from dtmega.distributed import own_process
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table
+from dtmega.planning.counting.role import Role, plan_role
 from dtmega.planning.extrapolation import enough_microbatches, extrapolated, in_flight
-from dtmega.planning.role import Role, plan_role
 from dtmega.planning.work import Work
 
 __all__ = ["Plan", "Totals", "in_flight", "plan_job", "times_repeated", "totals"]

@@ -98,7 +98,7 @@ class StepResult(NamedTuple):
 
 
 class Stepping(Protocol):
-    """The attributes of a `Run` that `train_step` uses. A plan has only these attributes (`planning/role.py`)."""
+    """The attributes of a `Run` that `train_step` uses. A plan has only these (`planning/counting/role.py`)."""
 
     @property
     def cfg(self) -> Config: ...

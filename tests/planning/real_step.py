@@ -23,8 +23,8 @@ from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.planning.counting.role import Role, plan_role
 from dtmega.planning.extrapolation import enough_microbatches, extrapolated
-from dtmega.planning.role import Role, plan_role
 from dtmega.training import parallelize
 from dtmega.training.step import train_step
 

@@ -1,4 +1,4 @@
-"""planning/autograd_sums.py against the sums of autograd's engine on real tensors, which torch's profiler records."""
+"""planning/counting/autograd_sums.py against what autograd's engine does on real tensors, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dtmega.planning.pretend import pretending
+from dtmega.planning.counting.pretend import pretending
 
 CPU = torch.device("cpu")
 GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,11 +1,11 @@
-"""planning/budget.py: against BLOOM's own account of its run."""
+"""planning/prices/budget.py: against BLOOM's own account of its run."""
 
 from __future__ import annotations
 
 import pytest
 
-from dtmega.planning import fabric
-from dtmega.planning.budget import budget
+from dtmega.planning.prices import fabric
+from dtmega.planning.prices.budget import budget
 
 JEAN_ZAY = fabric.load("a100-opa")
 

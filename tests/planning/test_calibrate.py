@@ -1,4 +1,4 @@
-"""planning/calibrate.py: what this machine measures can be written, read, and priced with."""
+"""planning/prices/calibrate.py: what this machine measures can be written, read, and priced with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dtmega.planning import calibrate, fabric, pricing
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.prices import calibrate, fabric, pricing
+from dtmega.planning.prices.fabric import Fabric
 from tests import ranks
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dtmega.planning.counting.role import Role
 from dtmega.planning.plan import totals
-from dtmega.planning.role import Role
 from tests import ranks
 from tests.planning import real_step
 

@@ -19,9 +19,9 @@ from dtmega.__main__ import main as command
 from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.distributed import exit_codes, process
 from dtmega.planning.answers import dry_run, job
-from dtmega.planning.ledger import Span
+from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.role import Role
 from dtmega.planning.plan import Plan
-from dtmega.planning.role import Role
 from tests.planning.small import KEYS, LAYOUT, ROOT
 from tests.planning.test_plan_command import stand_in
 

@@ -1,4 +1,4 @@
-"""planning/fabric.py: the shipped fabrics and what a wrong file is told."""
+"""planning/prices/fabric.py: the shipped fabrics and what a wrong file is told."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtmega.planning import fabric
+from dtmega.planning.prices import fabric
 
 
 def values() -> dict[str, dict[str, object]]:

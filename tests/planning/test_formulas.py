@@ -1,11 +1,11 @@
-"""planning/formulas.py: against the figures that the papers print."""
+"""planning/prices/formulas.py: against the figures that the papers print."""
 
 from __future__ import annotations
 
 import pytest
 
 from dtmega.pipelining.table import named_table, simulate
-from dtmega.planning import formulas
+from dtmega.planning.prices import formulas
 
 GIB = 2**30
 # Figure 1 of arXiv:2205.05198: activations of the first rank in GiB, as github.com/calculon-ai/calculon transcribes

@@ -129,7 +129,7 @@ def test_the_fullest_role_decides_whether_the_run_fits(small_plan: Plan):
 
 
 def test_without_memory_a_run_that_does_not_fit_ends_with_0(small_plan: Plan, tmp_path: Path, monkeypatch):
-    shipped = (ROOT / "dtmega/planning/fabrics/h100-ib.toml").read_text()
+    shipped = (ROOT / "dtmega/planning/prices/fabrics/h100-ib.toml").read_text()
     (tmp_path / "tiny.toml").write_text(re.sub(r"memory_bytes = .*", "memory_bytes = 1000", shipped, count=1))
     told = run(monkeypatch, tmp_path, small_plan, "--fabric", str(tmp_path / "tiny.toml"))
     assert (told.code, told.json["fits"]) == (exit_codes.DONE, False)

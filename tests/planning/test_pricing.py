@@ -1,4 +1,4 @@
-"""planning/pricing.py: kernels and collectives against closed forms written again."""
+"""planning/prices/pricing.py: kernels and collectives against closed forms written again."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from dtmega.planning import fabric as fabrics
-from dtmega.planning import pricing
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.prices import fabric as fabrics
+from dtmega.planning.prices import pricing
+from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.work import Message, Work
 
 INSIDE, BETWEEN = 4e9, 1e9  # bytes/s of a rank

@@ -1,4 +1,4 @@
-"""planning/step_time.py: steps whose time can be written down, with and without a pipeline."""
+"""planning/prices/step_time.py: steps whose time can be written down, with and without a pipeline."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 from dtmega.mesh import group_lists
 from dtmega.pipelining.table import SCHEDULES, Action, named_table, simulate
-from dtmega.planning import fabric as fabrics
-from dtmega.planning.rank_time import groups_of
-from dtmega.planning.step_time import step_time
+from dtmega.planning.prices import fabric as fabrics
+from dtmega.planning.prices.rank_time import groups_of
+from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.work import COMPUTE, Message, Work
 
 SECOND = 10**9  # moved bytes that take one second

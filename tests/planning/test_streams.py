@@ -1,4 +1,4 @@
-"""planning/streams.py: overlap and exposure against closed forms, and random lists against a plain recursion."""
+"""planning/prices/streams.py: overlap and exposure against closed forms, and random lists against a plain recursion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dtmega.planning import streams
+from dtmega.planning.prices import streams
 from dtmega.planning.work import COMPUTE, Message, Work
 
 GATHER = Message("all-gather", "fsdp", 8, 1)

@@ -14,10 +14,10 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import make_table
-from dtmega.planning import budget, fabric
+from dtmega.planning.counting.role import plan_role
 from dtmega.planning.plan import Plan
-from dtmega.planning.role import plan_role
-from dtmega.planning.step_time import StepTime, step_time
+from dtmega.planning.prices import budget, fabric
+from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.report.units import binary, seconds
 from dtmega.training import parallelize
 from tests.report.test_page import HOSTILE, Tags

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 from dtmega import families
 from dtmega.ops import cost
 from dtmega.pipelining.table import sent_after
-from dtmega.planning import step_time
 from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
 from dtmega.planning.answers.job import Job
-from dtmega.planning.budget import Budget, budget
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.counting.role import Role
 from dtmega.planning.plan import Plan, plan_job, times_repeated, totals
-from dtmega.planning.rank_time import POINT_TO_POINT, groups_of, time_rank
-from dtmega.planning.role import Role
-from dtmega.planning.step_time import StepTime
+from dtmega.planning.prices import step_time
+from dtmega.planning.prices.budget import Budget, budget
+from dtmega.planning.prices.fabric import Fabric
+from dtmega.planning.prices.rank_time import POINT_TO_POINT, groups_of, time_rank
+from dtmega.planning.prices.step_time import StepTime
 
 Report = Callable[[int, int], object]  # called before each role, with the numbers of roles done and in all
 

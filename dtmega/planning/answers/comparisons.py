@@ -8,11 +8,11 @@ from typing import NamedTuple
 from dtmega.config import DropoutModel
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import simulate, stages_per_rank
-from dtmega.planning import formulas
 from dtmega.planning.answers.job import Job
-from dtmega.planning.ledger import Span
+from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.role import GRADIENTS, MOMENTS, PARAMETERS
 from dtmega.planning.plan import Plan, in_flight
-from dtmega.planning.role import GRADIENTS, MOMENTS, PARAMETERS
+from dtmega.planning.prices import formulas
 
 BLOCKS = "activations of "  # beginning of the owners that are blocks
 GPT_LIKE = ("bloom", "gpt")  # families with the layer of Korthikanti et al.: two norms, two biased products, dropout

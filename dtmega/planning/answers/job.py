@@ -14,8 +14,8 @@ import torch
 from dtmega import families, mesh
 from dtmega.config import Config
 from dtmega.data.loader import check_sizes
-from dtmega.planning import fabric as fabrics
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.prices import fabric as fabrics
+from dtmega.planning.prices.fabric import Fabric
 from dtmega.training.accumulation import with_accumulation
 from dtmega.training.parallelize import check, with_micro_batch_size, with_params_dtype
 

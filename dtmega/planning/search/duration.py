@@ -10,8 +10,8 @@ import torch
 
 from dtmega import config
 from dtmega.mesh import AXES, DERIVED, rank_groups
-from dtmega.planning import pricing
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.prices import pricing
+from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.memory import NOT_IN_STATES, WHOLE, cut_of, score_bytes, tokens_of
 from dtmega.planning.search.places import Place, Places

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dtmega import config
 from dtmega.ops.cost import Piece
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.search.duration import TimeEstimator
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.memory import MemoryEstimator

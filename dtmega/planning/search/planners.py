@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dtmega import config
+from dtmega.planning.counting.role import Role, plan_role
 from dtmega.planning.plan import Plan, plan_job
-from dtmega.planning.role import Role, plan_role
 
 Name = TypeVar("Name")
 Value = TypeVar("Value")
@@ -109,7 +109,7 @@ class Planners(Generic[Name, Value]):
     def _run_role(self, *arguments: Any) -> Role:
         """Run `plan_role` in a process of its own."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dtmega.planning.role"])
+        context.set_forkserver_preload(["dtmega.planning.counting.role"])
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_send_role, args=(sender, *arguments), daemon=True)
         process.start()

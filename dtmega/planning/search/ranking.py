@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import config
-from dtmega.planning.fabric import Fabric
 from dtmega.planning.plan import Plan
+from dtmega.planning.prices.fabric import Fabric
+from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.planning.search.estimate import Estimate, Estimator
 from dtmega.planning.search.layout import SECTIONS, Layout, describe, with_layout
 from dtmega.planning.search.layouts import Layouts, Reason
 from dtmega.planning.search.planners import Planners, TooLarge
 from dtmega.planning.search.shortlist import Entry, Shortlist
-from dtmega.planning.step_time import StepTime, step_time
 from dtmega.training.parallelize import with_params_dtype
 
 AT_ONCE = 2  # plans at once

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtmega.files.console import counted
 from dtmega.pipelining import draw
 from dtmega.planning.plan import Plan
-from dtmega.planning.step_time import StepTime
+from dtmega.planning.prices.step_time import StepTime
 from dtmega.report.colours import ACTION_COLOURS, BUBBLE, EXPOSED, phase_colour
 from dtmega.report.markup import swatch, table, text, unbroken
 from dtmega.report.plan_page.wire import in_words

@@ -10,8 +10,8 @@ from plotly.io.json import to_json_plotly  # pyright: ignore[reportMissingImport
 from plotly.subplots import make_subplots  # pyright: ignore[reportMissingImports]  # an extra
 
 from dtmega.pipelining.table import ACTION
-from dtmega.planning.ledger import Span
-from dtmega.planning.role import Role
+from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.role import Role
 from dtmega.report.colours import MEMORY_COLOURS
 from dtmega.report.plan_page.owners import Places, by_class
 from dtmega.report.plots import INK, style, written

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dtmega.pipelining.table import stages_in
+from dtmega.planning.counting.recorder import BETWEEN_STAGES, ROOM
+from dtmega.planning.counting.role import COPIES, GRADIENTS, MOMENTS, PARAMETERS, WHOLE_GRADIENTS, Role
 from dtmega.planning.plan import Plan
-from dtmega.planning.recorder import BETWEEN_STAGES, ROOM
-from dtmega.planning.role import COPIES, GRADIENTS, MOMENTS, PARAMETERS, WHOLE_GRADIENTS, Role
 from dtmega.report.colours import MEMORY_COLOURS
 
 NAMES = {

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dtmega.files.console import counted
-from dtmega.planning.budget import Budget
+from dtmega.planning.counting.role import Role
 from dtmega.planning.plan import Plan, totals
-from dtmega.planning.role import Role
-from dtmega.planning.step_time import StepTime
+from dtmega.planning.prices.budget import Budget
+from dtmega.planning.prices.step_time import StepTime
 from dtmega.report import document
 from dtmega.report.colours import MEMORY_COLOURS
 from dtmega.report.markup import breakable, keys_in_toml, swatch, table, text, unbroken

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dtmega.planning.plan import Plan, totals
-from dtmega.planning.step_time import StepTime
-from dtmega.planning.streams import OTHER
+from dtmega.planning.prices.step_time import StepTime
+from dtmega.planning.prices.streams import OTHER
 from dtmega.report.colours import COVERED, EXPOSED
 from dtmega.report.markup import swatch, table, text, unbroken
 from dtmega.report.plan_page.owners import Places

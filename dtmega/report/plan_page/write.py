@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from dtmega.files import atomic, optional_imports
-from dtmega.planning.budget import Budget
 from dtmega.planning.plan import Plan
-from dtmega.planning.step_time import StepTime
+from dtmega.planning.prices.budget import Budget
+from dtmega.planning.prices.step_time import StepTime
 
 
 def check_page(path: str | Path) -> None:

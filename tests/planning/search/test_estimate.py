@@ -10,12 +10,12 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.pipelining.schedule import broken_rule
 from dtmega.pipelining.table import SCHEDULES, make_table, simulate
-from dtmega.planning import fabric, formulas
 from dtmega.planning.plan import in_flight, plan_job
+from dtmega.planning.prices import fabric, formulas
+from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import MARGIN, Estimator
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.places import Places, in_flight_of
-from dtmega.planning.step_time import step_time
 from dtmega.training import parallelize
 
 A100 = fabric.load("a100-ib")

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from dtmega import config, families, mesh
-from dtmega.planning import fabric
+from dtmega.planning.prices import fabric
+from dtmega.planning.prices.step_time import StepTime
 from dtmega.planning.search import ranking, search, table
 from dtmega.planning.search.estimate import MARGIN, Estimate, Estimator
 from dtmega.planning.search.layout import Layout, with_layout
@@ -24,7 +25,6 @@ from dtmega.planning.search.layouts import Fallen, Layouts
 from dtmega.planning.search.planners import Planners, TooLarge
 from dtmega.planning.search.ranking import Found, Progress, Result, Summary
 from dtmega.planning.search.shortlist import Entry
-from dtmega.planning.step_time import StepTime
 from dtmega.training import parallelize
 
 A100 = fabric.load("a100-ib")

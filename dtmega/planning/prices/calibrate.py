@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dtmega.mesh import synchronize
-from dtmega.planning.fabric import Fabric, parse
+from dtmega.planning.prices.fabric import Fabric, parse
 from dtmega.training import device_peaks
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -55,7 +55,7 @@ def calibrate(device: torch.device, dtypes: tuple[str, ...] = ("float32", "bfloa
             small.add_(1)
 
     launch_s = _shortest_s(launch_many, device) / n_launches
-    here = "measured by dtmega.planning.calibrate"
+    here = "measured by dtmega.planning.prices.calibrate"
     gpu: dict[str, Any] = {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU of {socket.gethostname()}",
         "memory_bytes": _memory_bytes(device),

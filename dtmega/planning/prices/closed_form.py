@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from dtmega.planning import pricing
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.prices import pricing
+from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.work import Message
 
 # Bytes per token and hidden unit that a layer's operators between products keep for backward, and of these the part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dtmega.planning.fabric import Fabric
+from dtmega.planning.prices.fabric import Fabric
 
 JOULES_PER_KWH = 3.6e6
 

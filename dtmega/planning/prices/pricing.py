@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dtmega.planning.fabric import Fabric, Gpu
+from dtmega.planning.prices.fabric import Fabric, Gpu
 from dtmega.planning.work import Message, Work
 
 Groups = Callable[[str], Sequence[int]]  # name of a process group -> its ranks, for one rank

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from dtmega.mesh import AXES, DERIVED, rank_groups
 from dtmega.pipelining.table import ACTION, Action, parse
-from dtmega.planning import pricing, streams
-from dtmega.planning.fabric import Fabric
-from dtmega.planning.streams import Span, StreamTimes
+from dtmega.planning.prices import pricing, streams
+from dtmega.planning.prices.fabric import Fabric
+from dtmega.planning.prices.streams import Span, StreamTimes
 from dtmega.planning.work import COMPUTE, Message, Work
 
 POINT_TO_POINT = ("send", "receive")

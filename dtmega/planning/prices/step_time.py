@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from dtmega.mesh import rank_groups
 from dtmega.pipelining.table import ACTION, NOTHING_LATER, Action, Table, Timeline, simulate
-from dtmega.planning import pricing
-from dtmega.planning.fabric import Fabric
-from dtmega.planning.rank_time import RankTimes, groups_of, time_rank
+from dtmega.planning.prices import pricing
+from dtmega.planning.prices.fabric import Fabric
+from dtmega.planning.prices.rank_time import RankTimes, groups_of, time_rank
 from dtmega.planning.work import Work
 
 

@@ -24,10 +24,10 @@ from dtmega.ops import ranges
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.ops.shards import local
-from dtmega.planning import compiled, flex
-from dtmega.planning.ledger import Span
-from dtmega.planning.pretend import Pretended, pretending
-from dtmega.planning.recorder import Recorder
+from dtmega.planning.counting import compiled, flex
+from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.pretend import Pretended, pretending
+from dtmega.planning.counting.recorder import Recorder
 from dtmega.planning.work import Work
 from dtmega.training.parallelize import ShardedModel, parallelize
 from dtmega.training.step import train_step

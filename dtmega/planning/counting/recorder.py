@@ -16,8 +16,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dtmega.planning.ledger import Ledger
-from dtmega.planning.queues import Streams
+from dtmega.planning.counting.ledger import Ledger
+from dtmega.planning.counting.queues import Streams
 from dtmega.planning.work import Message, Work
 from dtmega.training.phases import COMPUTING
 

@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtmega.ops import host
-from dtmega.planning import sent
-from dtmega.planning.autograd_sums import EngineSums
-from dtmega.planning.queues import Event, Stream, Streams
+from dtmega.planning.counting import sent
+from dtmega.planning.counting.autograd_sums import EngineSums
+from dtmega.planning.counting.queues import Event, Stream, Streams
 
 MEMORY_BYTES = 80 * 2**30
 

@@ -1,0 +1,1 @@
+"""Count what one rank does: its real step on a pretended device, watched operator by operator (`role.py`)."""
