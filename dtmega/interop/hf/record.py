@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class Transformers:
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
         if world.sizes["cp"] > 1:
             ranks = ContextParallel(world.groups["cp"], self.attends_by_heads(cfg, world.sizes))
-            kind = stage.hf.config.model_type
+            kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
                 context_proof.prove(stage.hf, ranks, world.device)
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
