@@ -183,6 +183,9 @@ TORCH = {
     "torch._functorch.partitioners.min_cut_rematerialization_partition": Private(
         ("planning/compiled.py",), "what Inductor keeps for backward"
     ),
+    "torch._inductor.decomposition.select_decomp_table": Private(
+        ("planning/compiled.py",), "the operators of which Inductor's graphs consist"
+    ),
     "torch._guards.TracingContext": Private(("planning/recorder.py",), "is a graph being made, so that nothing runs"),
     "torch._ops.OpOverload": Private(("planning/pretend.py",), "which entries of a table are operators"),
     "torch._ops.OperatorBase._dispatch_cache": Private(
