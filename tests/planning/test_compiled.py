@@ -55,7 +55,8 @@ def test_a_block_keeps_for_backward_what_it_keeps_with_inductor():
     assert here == kept(torch.compile(block))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("keys", [DROPOUT, pytest.param(LLAMA, marks=pytest.mark.full)], ids=["bloom", "llama"])
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [DROPOUT, LLAMA], ids=["bloom", "llama"])
 def test_compiled_blocks_have_the_flops_and_gradients_of_eager_ones_and_keep_less(keys: dict):
     few = SMALL | keys | {"model.n_layers": 2, "batch.global_batch_size": 2}
     eager, fused = (
