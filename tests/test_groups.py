@@ -75,7 +75,8 @@ def test_a_step_on_replicas_of_shards_of_parts_is_what_the_formula_says(monkeypa
     for name in ("CHUNK_TOKENS", "CHUNK_LOGITS"):
         monkeypatch.setattr(cross_entropy, name, getattr(cross_entropy, name))  # which `counted_and_expected` changes
     pretend(7, 24)
-    keys = {"mesh": {"dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 2}, "model": {"vocab_size": 32}}
+    mesh = {"dp_replicate": 3, "dp_shard": 2, "cp": 2, "cp_form": "gather", "tp": 2}
+    keys = {"mesh": mesh, "model": {"vocab_size": 32}}
     ((counted, expected),) = test_wire.counted_and_expected([settings(keys, n_layers=3, sequences=2 * 6)])
     assert counted == expected
 

@@ -191,6 +191,9 @@ TORCH = {
     "torch._functorch.partitioners.min_cut_rematerialization_partition": Private(
         ("planning/counting/compiled.py",), "what Inductor keeps for backward"
     ),
+    "torch._inductor.decomposition.select_decomp_table": Private(
+        ("planning/counting/compiled.py",), "the operators of which Inductor's graphs consist"
+    ),
     "torch._guards.TracingContext": Private(
         ("planning/counting/recorder.py",), "is a graph being made, so that nothing runs"
     ),

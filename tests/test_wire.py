@@ -107,7 +107,11 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "cp 2 x pp 2": (4, 2, {"mesh": {"cp": 2, "cp_form": "gather", "pp": 2}, **V32}),
     "dp_shard 2, sharded gradients": (2, 2, {"mesh": {"dp_shard": 2}, **SHARDED}),
     "dp_replicate 2, sharded gradients": (2, 2, {"mesh": {"dp_replicate": 2}, **SHARDED}),
-    "dp_replicate 2 x cp 2, sharded gradients": (4, 2, {"mesh": {"dp_replicate": 2, "cp": 2}, **SHARDED}),
+    "dp_replicate 2 x cp 2, sharded gradients": (
+        4,
+        2,
+        {"mesh": {"dp_replicate": 2, "cp": 2, "cp_form": "gather"}, **SHARDED},
+    ),
     "pp 2 x dp_shard 2, sharded gradients": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32, **SHARDED}),
     "pp 2 x dp_shard 2, ZBV, sharded gradients": (
         4,

@@ -1,8 +1,9 @@
 """A real step on CPU ranks, measured without touching it: every allocation and free, and every message.
 
 A Python mode would change what it measures: autograd adds gradients out of place where Python holds them. So memory is
-read from torch's allocator, by torch's profiler, and messages are counted in another step. gloo's threads let go of a
-tensor some time after its message; the profiler sees only this thread's allocations, but the allocator's total.
+read from torch's allocator, by torch's profiler, and messages are counted in another step. The profiler sees what
+this thread allocates and frees. A tensor that a thread of gloo lets go of, some time after its message, counts until
+its memory is used again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,7 +30,7 @@ from dtmega.planning.extrapolation import enough_microbatches, extrapolated
 from dtmega.training import parallelize
 from dtmega.training.step import train_step
 
-STEP, BETWEEN = "a later step", "between steps"
+STEP = "a later step"
 SETTLED_S = 0.1  # in which gloo's threads let go of tensors
 STEPS = 3  # whose lowest peak counts, because of gloo's threads
 # torch's operations, in place and functional. One that is not here ends the test with a KeyError.
@@ -131,6 +133,7 @@ def n_microbatches(cfg: config.Config, sizes: dict[str, int]) -> int:
 
 def measured(values: dict[str, Any]) -> Measured:
     """Train for some steps on this rank. The first sets up, later ones count memory, the last one messages."""
+    before = living_storages()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         cfg, sizes = settled(values, dist.get_world_size())
         world = mesh.start(torch.device("cpu"), sizes)
@@ -152,12 +155,11 @@ def measured(values: dict[str, Any]) -> Measured:
                 step()
         gc.collect()
         time.sleep(SETTLED_S)
-        with record_function(BETWEEN):
-            torch.empty(1)
+        held_bytes = sum(n_bytes for key, n_bytes in living_storages().items() if key not in before)
     wire = Wire()
     with wire:
         step()
-    return _read(profiled, wire.messages)
+    return _read(profiled, wire.messages, held_bytes)
 
 
 def batch_of(cfg: config.Config, sizes: dict[str, int]) -> StepBatch:
@@ -167,30 +169,46 @@ def batch_of(cfg: config.Config, sizes: dict[str, int]) -> StepBatch:
     return StepBatch(0, cfg.batch.global_batch_size, microbatches)
 
 
-def _read(profiled: Any, messages: Messages) -> Measured:
-    """Read the allocator's total at each allocation and free."""
-    totals: list[tuple[int, int, int]] = []  # (time, bytes of the allocation, total after it)
+def _read(profiled: Any, messages: Messages, held_bytes: int) -> Measured:
+    """Add up the allocations and frees in their order."""
+    events: list[tuple[int, int, int]] = []  # (time, address, bytes)
     windows: list[tuple[int, int]] = []
-    end_ns = 0
 
     def walk(nodes: Any) -> None:
-        nonlocal end_ns
         for node in nodes:
             if node.name == STEP:
                 windows.append((node.start_time_ns, node.end_time_ns))
-            elif node.name == BETWEEN:
-                end_ns = node.start_time_ns
             elif node.name == "[memory]":
-                fields = node.extra_fields
-                totals.append((node.start_time_ns, fields.alloc_size, fields.total_allocated))
+                events.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
             walk(node.children)
 
     walk(profiled.profiler.kineto_results.experimental_event_tree())
-    peaks = []
-    for begin, end in windows:
-        peaks.append(max(total for time_ns, _, total in totals if begin <= time_ns <= end))
-    _, first_bytes, first_total = min(event for event in totals if event[0] >= end_ns)
-    return Measured(first_total - first_bytes, min(peaks), messages)
+    living: dict[int, int] = {}
+    peaks = [0] * len(windows)
+    now = 0
+    for time_ns, pointer, n_bytes in sorted(events, key=lambda event: event[0]):
+        # Memory that is allocated again was freed, if not seen by the profiler, then by a thread of gloo.
+        now -= living.pop(pointer, 0)
+        if n_bytes > 0:
+            living[pointer] = n_bytes
+            now += n_bytes
+        for i, (begin, end) in enumerate(windows):
+            if begin <= time_ns <= end:
+                peaks[i] = max(peaks[i], now)
+    return Measured(held_bytes, min(peaks), messages)
+
+
+def living_storages() -> dict[int, int]:
+    """The bytes of all storages whose tensors Python knows, by address."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor):
+            gradient = each.grad if each.is_leaf else None
+            for tensor in (each, gradient):
+                part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                if part is not None and part.device.type == "cpu":
+                    found[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
+    return found
 
 
 def planned(values: dict[str, Any], device: torch.device, shorter: bool = False) -> Role:

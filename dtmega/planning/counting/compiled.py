@@ -2,8 +2,7 @@
 
 Dynamo captures a block, and AOT's partition decides what forward keeps for backward, as in a real run. Inside of a
 block the peak is an upper bound: Inductor fuses chains of elementwise operators, whose results are never in memory,
-while here each result counts until its last use. Inductor also partitions after its own decompositions, which are left
-out here.
+while here each result counts until its last use.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 
 @contextlib.contextmanager
@@ -27,6 +27,7 @@ def counted() -> Iterator[None]:
         fw_compiler=_run_as_it_is,
         bw_compiler=_run_as_it_is,
         partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),  # the partition depends on them
     )
     torch._dynamo.reset()
     with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
