@@ -84,34 +84,23 @@ class Origin(NamedTuple):
     damage: list[str]
 
 
-class Elsewhere(NamedTuple):
-    """The processes of another job, for a dry run.
-
-    Attributes:
-        world: number of processes.
-        device: device of every process.
-        memory_bytes: memory of the device; None for CPUs.
-    """
-
-    world: int
-    device: torch.device
-    memory_bytes: int | None
-
-
-def read_configuration(argv: list[str], startup: Startup, elsewhere: Elsewhere | None = None) -> Settings:
+def read_configuration(
+    argv: list[str], startup: Startup, elsewhere: tuple[int, torch.device, int | None] | None = None
+) -> Settings:
     """Read the configuration, and refuse a configuration that cannot run on this mesh and device.
 
     Args:
         argv: arguments of the command line.
         startup: meeting point of the ranks.
-        elsewhere: processes that the configuration is for; None for the processes of this job.
+        elsewhere: number of processes, their device and its memory (`mesh.memory_bytes`), for a dry run of another job;
+            None for this job.
     """
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))
         if elsewhere is None:
             device = mesh.pick_device(saved_cfg.run.device)
-            elsewhere = Elsewhere(startup.size, device, mesh.memory_bytes(device))
-        world, device, _ = elsewhere
+            elsewhere = startup.size, device, mesh.memory_bytes(device)
+        world, device, device_bytes = elsewhere
         sizes = mesh.resolve(saved_cfg.mesh, world)
         cfg = with_micro_batch_size(saved_cfg, sizes)
         check(cfg, sizes, device)
@@ -123,7 +112,7 @@ def read_configuration(argv: list[str], startup: Startup, elsewhere: Elsewhere |
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
         # All ranks use rank 0's value, because devices may differ but all ranks must sum gradients at the same time.
-        step.send = elsewhere.memory_bytes
+        step.send = device_bytes
     memory_bytes = step.received
     cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
     auto_dtype = cfg.precision.params == "auto"

@@ -16,6 +16,7 @@ import torch
 from dtmega import config
 from dtmega.__main__ import main as command
 from dtmega.distributed import exit_codes
+from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import Action
 from dtmega.planning.answers import answer, comparisons, job
 from dtmega.planning.plan import Plan, plan_job, times_repeated
@@ -189,6 +190,15 @@ def test_weights_gradients_and_moments_are_16_bytes_a_parameter_over_the_ranks(s
     (states,) = [one for one in role["formulas"] if one["what"].startswith("weights")]
     assert states["formula"] == 16 * planned.json["parameters"] / 2
     assert abs(states["difference"]) < 0.01
+
+
+def test_a_weight_that_two_stages_share_counts_on_both_and_once_where_one_stage_has_both_pieces(small_plan: Plan):
+    embed, head = Piece("embed", 100, 0, 0), Piece("head", 10, 0, 0, shared=100)
+    decoder = Piece("decoder.embed", 0, 0, 0, shared=100)
+    stages = [["embed", "decoder.embed"], ["head"]]
+    cut = small_plan._replace(table=[[Action(0, "F", 0)], [Action(1, "F", 0)]], stages=stages)
+    assert comparisons._copies(cut, 0, [embed, decoder]) == 0
+    assert comparisons._copies(cut, 1, [head]) == 100
 
 
 def test_the_bubble_of_equal_stages_is_that_of_the_formula(small_plan: Plan):

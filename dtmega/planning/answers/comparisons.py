@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dtmega.config import DropoutModel
+from dtmega.files import console
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import simulate, stages_per_rank
 from dtmega.planning.answers.job import Job
@@ -77,17 +78,27 @@ def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparis
     """Weights, gradients and moments, at the moment at which most of them stand."""
     elements = sum(piece.elements for piece in mine)
     if plan.table is not None:
-        # Another stage that shares a weight holds a copy.
-        elements += sum(piece.shared for piece in mine)
+        elements += _copies(plan, place, mine)
     n = job.sizes["dp_shard"] * job.sizes["cp"]
     stage = 3 if n > 1 else 0
     formula = formulas.zero_bytes(elements / job.sizes["tp"], n, stage)
     counted = max(map(_bytes_of_states, plan.roles[place].spans))
     source = (
-        f"ZeRO stage {stage}, 16 bytes a parameter over {n} ranks (arXiv:1910.02054); it divides evenly, and leaves "
-        f"out norms and biases that every tp rank holds"
+        f"ZeRO stage {stage}, 16 bytes a parameter over {console.counted(n, 'rank')} (arXiv:1910.02054); it divides "
+        f"evenly, and leaves out norms and biases that every tp rank holds"
     )
     return Comparison("weights, gradients and moments", "bytes", counted, formula, source)
+
+
+def _copies(plan: Plan, place: int, mine: Sequence[Piece]) -> int:
+    """Elements of weights that the model's first piece shares with a stage that does not hold this piece itself."""
+    assert plan.table is not None
+    first = plan.stages[0][0]
+    elements = 0
+    for number in {action.stage for action in plan.table[place]}:
+        if first not in plan.stages[number]:
+            elements += sum(piece.shared for piece in mine if piece.name in plan.stages[number])
+    return elements
 
 
 def _bytes_of_states(span: Span) -> int:

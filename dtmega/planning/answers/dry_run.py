@@ -20,10 +20,10 @@ from dtmega.planning.answers import text
 from dtmega.planning.answers.job import Job, Machine, machine_of, priced, with_dtype
 from dtmega.planning.plan import plan_job
 from dtmega.training import accumulation, start
-from dtmega.training.start import Elsewhere
 
 FLAG = "--dry-run"
 OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve")
+Elsewhere = tuple[int, torch.device, int | None] | None  # as in `start.read_configuration`
 INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
 FIRST = "dry run: nothing was started or written"
 
@@ -96,7 +96,7 @@ def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return given, rest
 
 
-def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tuple[Elsewhere | None, Machine]:
+def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tuple[Elsewhere, Machine]:
     """Find out which processes a dry run is for: those of this job, or those that its options describe.
 
     Args:
@@ -129,7 +129,7 @@ def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tu
         kind = "cpu" if config.load(argv).run.device == "cpu" else "cuda"
     machine = machine_of(kind, given.get("--fabric", ""), given.get("--memory"), given.get("--reserve"))
     if device is None:
-        return Elsewhere(int(world or n_processes), machine.device, machine.gpu_bytes), machine
+        return (int(world or n_processes), machine.device, machine.gpu_bytes), machine
     if kind == "cuda" and not machine.memory.is_given and "--fabric" not in given:
         properties = torch.cuda.get_device_properties(device)
         own = machine.memory._replace(n_bytes=properties.total_memory, source=properties.name)
