@@ -137,7 +137,7 @@ class Shortlist:
         others = [entry for entry in (*self._certain, *self._likely, *self._doubtful) if entry.layout not in planned]
         if planned and others:
             times = -max(others).speed / fastest_s
-            message = f"not planned: a step takes {times:.2f} times as long as the fastest by estimate, or longer"
+            message = f"not planned: a step takes {times:.3g} times as long as the fastest by estimate, or longer"
         self.fallen.add(message, n)
 
 

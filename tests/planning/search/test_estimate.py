@@ -29,8 +29,8 @@ SCHEDULES_AND_STAGES = [
 def test_microbatches_in_flight_and_the_bubble_are_those_of_the_schedules_table(schedule: str, virtual: int):
     """A rank waits for what is left of the time of the others' actions: 1 F and 2 B, or I and W, on each stage."""
     for pp in (2, 4):
-        for n in (pp, 2 * pp, 3 * pp, 4 * pp):
-            pipeline = config.Pipeline(schedule=schedule, virtual_stages=virtual)
+        for n in (pp, 2 * pp, 2 * pp + 2, 3 * pp, 4 * pp):
+            pipeline = config.Pipeline.model_validate({"schedule": schedule, "virtual_stages": virtual})
             if broken_rule(pipeline, pp, n):
                 continue
             table = make_table(pipeline, pp, n)
@@ -40,6 +40,8 @@ def test_microbatches_in_flight_and_the_bubble_are_those_of_the_schedules_table(
             if n == pp:
                 continue  # too few microbatches for a steady state
             assert all(number == counted for number, counted in pairs)
+            if n % pp and "Interleaved" in schedule:
+                continue  # rounds of more microbatches than ranks wait for a little less
             timeline = simulate(table)
             waited = max(row[-1].end for row in timeline.rows) - 3 * n * virtual
             layout = PLAIN._replace(pp=pp, schedule=schedule, virtual_stages=virtual)
