@@ -10,11 +10,11 @@ from __future__ import annotations
 import shlex
 
 import torch
-from dtmega.planning.step_time import step_time
 
 from dtmega import config, families, mesh
-from dtmega.planning import fabric
 from dtmega.planning.plan import plan_job
+from dtmega.planning.prices import fabric
+from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import Estimator
 from dtmega.planning.search.layout import SECTIONS, Layout, describe
 from dtmega.training import parallelize

@@ -1,4 +1,4 @@
-"""planning/compiled.py against Inductor, and compiled blocks of a plan against eager ones."""
+"""planning/counting/compiled.py against Inductor, and compiled blocks of a plan against eager ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtmega.planning import compiled
+from dtmega.planning.counting import compiled
 from dtmega.planning.plan import totals
 from tests import ranks
 from tests.planning import real_step
