@@ -3,21 +3,25 @@
 dtmega plan --config bloom-7b1.toml --world 64 --mesh.tp 2 --memory 80GiB
 dtmega plan --config bloom-176b.toml --world 384 --mesh.tp 4 --mesh.pp 12 --fabric a100-ib --json plan.json
 dtmega plan --config bloom.toml --world 2 --mesh.tp 2 --device cpu
+dtmega plan --config bloom-7b1.toml --world 64 --search --write best.toml
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtmega.cli.commands.arguments import integer, number
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic, console
 
 if TYPE_CHECKING:
-    from dtmega.planning.answers.job import Job
+    from dtmega.config import Config
+    from dtmega.planning.answers.answer import Answer
+    from dtmega.planning.answers.job import Job, Machine
 
 TAKES_KEYS = True  # any key of a run as --section.key value
 
@@ -56,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--json", metavar="FILE", help="also write everything as JSON")
+    answer.add_argument("--page", metavar="FILE", help="also write a page of the report (extra `report`)")
+    search = parser.add_argument_group("search", "Compare all layouts of --world ranks; keys given here stay as they are.")
+    search.add_argument("--search", action="store_true", help="search for the layout with the most tokens per second")
+    search.add_argument(
+        "--top", type=integer(1), default=10, metavar="N", help="number of layouts to plan (default %(default)s)"
+    )
+    search.add_argument("--write", metavar="FILE", help="write the best layout as a TOML that `train` accepts")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -63,11 +74,69 @@ def command(args: argparse.Namespace) -> int:
     from dtmega.planning.answers.job import lay_out, machine_of
 
     machine = machine_of(args.device, args.fabric, args.memory, args.reserve)
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: expected a file in a folder that is there")
+    check_files(args)
     asked = config.load(["--config", args.config, *args.keys])
-    # A search over layouts (`planning.search`) begins here: it needs `asked`, the world and the machine.
+    if args.search:
+        return search_layouts(asked, machine, args)
     return plan_one(lay_out(asked, args.world, machine), args)
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Check the files to write before anything is planned, which may take minutes.
+
+    Raises:
+        ValueError: a file cannot be written, or needs `--search` or its absence.
+    """
+    for option in ("json", "write"):
+        path = getattr(args, option)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{option} {path}: expected a file in a folder that is there")
+    if args.write and not args.search:
+        raise ValueError("--write needs --search: without a search there is no best layout")
+    if args.page and args.search:
+        raise ValueError("--page shows one layout, but --search compares many: plan the best one with --page")
+    if args.search and args.world is None:
+        raise ValueError("--search needs --world N, the number of ranks to lay out")
+    if args.page:
+        from dtmega.report.plan_page import check_page
+
+        check_page(args.page)
+
+
+def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) -> int:
+    """Search for the fastest layout that fits, and print what was found.
+
+    Returns:
+        The exit code.
+    """
+    from dtmega import families
+    from dtmega.planning import search
+
+    cfg = families.resolve(asked)
+    names = {flag.removeprefix("--").partition("=")[0] for flag in args.keys if flag.startswith("--")}
+    fixed = names.intersection(search.KEYS)
+    memory = machine.memory
+    found = search.search(
+        cfg,
+        fixed,
+        args.world,
+        machine.fabric,
+        memory.n_bytes,
+        memory.reserve_bytes,
+        args.top,
+        machine.device,
+        lambda progress: console.say(f"dtmega plan: {progress}"),
+    )
+    print(search.text(found))
+    if args.json:
+        _write_json(args.json, search.as_dict(found))
+    if args.write and found.best is not None:
+        with atomic.replaced(Path(args.write)) as file:
+            file.write(search.best_toml(cfg, found))
+        print(f"written: {args.write}")
+    if found.best is None and memory.is_given:
+        return exit_codes.DOES_NOT_FIT
+    return exit_codes.DONE
 
 
 def plan_one(job: Job, args: argparse.Namespace) -> int:
@@ -82,12 +151,37 @@ def plan_one(job: Job, args: argparse.Namespace) -> int:
     answer = answer_job(job, args.tokens, _say_progress)
     print(text.write(answer))
     if args.json:
-        with atomic.replaced(Path(args.json)) as file:
-            json.dump(as_dict(answer), file, indent=1)
-            file.write("\n")
+        _write_json(args.json, as_dict(answer))
+    if args.page:
+        _write_page(args, answer)
     if job.machine.memory.is_given and not answer.fits:
         return exit_codes.DOES_NOT_FIT
     return exit_codes.DONE
+
+
+def _write_json(path: str, values: dict[str, Any]) -> None:
+    with atomic.replaced(Path(path)) as file:
+        json.dump(values, file, indent=1)
+        file.write("\n")
+
+
+def _write_page(args: argparse.Namespace, answer: Answer) -> None:
+    from dtmega.report.plan_page import write_plan_page
+
+    machine = answer.job.machine
+    words = ["dtmega", "plan", "--config", args.config, *args.keys]
+    if args.world is not None:
+        words += ["--world", str(args.world)]
+    write_plan_page(
+        answer.plan,
+        answer.step,
+        args.page,
+        command=shlex.join(words),
+        memory_bytes=machine.memory.n_bytes,
+        reserve_bytes=machine.memory.reserve_bytes,
+        fabric=machine.fabric_name,
+        budget=answer.budget,
+    )
 
 
 def _say_progress(done: int, all_roles: int) -> None:

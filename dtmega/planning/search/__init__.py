@@ -12,6 +12,7 @@ ranking.py      the search itself
 table.py        its result for people, as JSON, and as a configuration
 """
 
+from dtmega.planning.search.layout import KEYS as KEYS
 from dtmega.planning.search.ranking import Found as Found
 from dtmega.planning.search.ranking import Progress as Progress
 from dtmega.planning.search.ranking import Result as Result
