@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dtmega import config
+from dtmega import config, families, mesh
 from dtmega.__main__ import main as command
 from dtmega.distributed import exit_codes
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import Action
 from dtmega.planning.answers import answer, comparisons, job
 from dtmega.planning.plan import Plan, plan_job, times_repeated
+from dtmega.report.units import binary
+from dtmega.training import parallelize
 from tests.planning.small import KEYS, LAYOUT, ROOT
 
 PLAN = ["plan", *KEYS, *LAYOUT]
@@ -217,3 +219,33 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(small_plan: Plan):
     assert compared is not None
     # One forward and one backward of 4 microbatches each are waited for: 1 of 5 parts of the step.
     assert (compared.counted, compared.formula) == (pytest.approx(0.2), pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--write", "best.toml"], "--write needs --search"),
+        (["--search", "--world", "2", "--page", "plan.html"], "--page shows one layout"),
+        (["--search"], "--search needs --world"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_before_anything_is_planned(options: list[str], words: str, capsys):
+    assert command(["plan", *KEYS, *options]) == exit_codes.REFUSED
+    assert words in capsys.readouterr().err
+
+
+def test_a_search_writes_a_configuration_that_training_accepts_and_keeps_given_keys(tmp_path: Path, capsys):
+    best = tmp_path / "best.toml"
+    options = ["--world", "2", "--mesh.pp", "2", "--search", "--top", "1", "--write", str(best)]
+    assert command(["plan", *KEYS, *options]) == exit_codes.DONE
+    written = config.load(["--config", str(best)])
+    parallelize.check(families.resolve(written), mesh.resolve(written.mesh, 2), torch.device("cuda", 0))
+    assert written.mesh.pp == 2
+    assert "accepts" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_peak_that_the_answer_names(small_plan: Plan, tmp_path: Path, monkeypatch):
+    pytest.importorskip("plotly")
+    page = tmp_path / "plan.html"
+    run(monkeypatch, tmp_path, small_plan, "--page", str(page))
+    assert binary(small_plan.fullest.peak.peak_bytes) in page.read_text(encoding="utf-8")

@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--json", metavar="FILE", help="also write everything as JSON")
     answer.add_argument("--page", metavar="FILE", help="also write a page of the report (extra `report`)")
-    search = parser.add_argument_group("search", "Compare all layouts of --world ranks; keys given here stay as they are.")
+    search = parser.add_argument_group(
+        "search", "Compare all layouts of --world ranks; keys given here stay as they are."
+    )
     search.add_argument("--search", action="store_true", help="search for the layout with the most tokens per second")
     search.add_argument(
         "--top", type=integer(1), default=10, metavar="N", help="number of layouts to plan (default %(default)s)"
