@@ -51,7 +51,8 @@ def _from_engine() -> bool:
 
 def _uses(tensor: Tensor) -> tuple[int, int]:
     """Number of references in C++ to a tensor and to its storage."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    n_uses: int = tensor._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    return n_uses, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _is_dense(tensor: Tensor) -> bool:

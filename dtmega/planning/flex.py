@@ -49,7 +49,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, *_ = ctx.saved_tensors
+    q, k, v = ctx.saved_tensors[:3]
     return *flex_backward(gradient, q, k, v, ctx.share), None
 
 

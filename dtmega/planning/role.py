@@ -201,7 +201,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
 
 def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
     """Name the weights that FSDP2 has gathered, and the gradients that it has not summed yet."""
-    state: Any = module._get_fsdp_state()  # pyright: ignore[reportAttributeAccessIssue]
+    state: Any = module._get_fsdp_state()  # pyright: ignore
     group = state._fsdp_param_group
     if group is None:
         return
