@@ -106,9 +106,10 @@ class Wire(TorchDispatchMode):
             named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
             group = named.get("process_group", named.get("group_name"))
             if isinstance(group, str):
-                group = dist.distributed_c10d._resolve_process_group(group)
+                group = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
             elif isinstance(group, torch.ScriptObject):
                 group = dist.ProcessGroup.unbox(group)
+            assert group is not None
             sizes = [sum(t.nbytes for t in tree_leaves(x) if isinstance(t, Tensor)) for x in (*args, out)]
             kind = KINDS[func.name()]
             n_ranks = 2 if kind in ("send", "receive") else group.size()
@@ -204,9 +205,9 @@ def living_storages() -> dict[int, int]:
     for each in gc.get_objects():
         if issubclass(type(each), Tensor):
             gradient = each.grad if each.is_leaf else None
-            for tensor in (each, gradient):
+            for tensor in (each,) if gradient is None else (each, gradient):
                 part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                if part is not None and part.device.type == "cpu":
+                if part.device.type == "cpu":
                     found[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
     return found
 

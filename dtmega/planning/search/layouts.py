@@ -179,8 +179,7 @@ class Layouts:
     def _sums(self, layout: Layout) -> list[str]:
         """The values of accumulate."""
         n_microbatches = self.cfg.batch.global_batch_size // (layout.data_size * layout.micro_batch_size)
-        known = "accumulate" in type(self.cfg.fsdp).model_fields
-        differs = known and layout.n_shards > 1 and n_microbatches > 1
+        differs = layout.n_shards > 1 and n_microbatches > 1
         return self._choose("accumulate", ["whole", "sharded"] if differs else ["whole"])
 
     def _pipelines(self, sizes: Mapping[str, int]) -> list[tuple[str, int, str, str | bool]]:

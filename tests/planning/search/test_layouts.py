@@ -112,12 +112,12 @@ def test_exactly_what_training_accepts_is_listed(world: int, n: int):
 def all_of(world: int) -> tuple[int, int, int]:
     """Numbers of all layouts, of legal ones, and of those that fell."""
     fallen = Fallen()
-    legal = sum(1 for _ in Layouts(config_of(), (), world, CPU).legal(fallen))
+    legal = sum(1 for _ in Layouts(config_of(), ("fsdp.accumulate",), world, CPU).legal(fallen))
     return legal + fallen.n, legal, fallen.n
 
 
 def test_each_layout_is_legal_or_has_fallen_for_a_reason_of_training():
-    """On 2 ranks there are 5 meshes, 6 microbatch sizes and 3 modes.
+    """On 2 ranks, with whole gradients, there are 5 meshes, 6 microbatch sizes and 3 modes.
 
     pp 2 has 1F1B, GPipe, ZBVZeroBubble, DualPipeV and 3 schedules with 2 stages per rank, no further with 3 layers. tp
     and cp have 2 shapes, and dp_shard and cp free gathered weights or keep them.
