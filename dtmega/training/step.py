@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from dtmega.training.pace import Pace
 from dtmega.training.parallelize import ShardedModel
 from dtmega.training.phases import Phases
 from dtmega.training.rank_log import RankLog
+from dtmega.training.stepping import Stepping
 
 
 class Run(NamedTuple):
@@ -95,37 +96,6 @@ class StepResult(NamedTuple):
     means: dict[str, float]
     loss_scale: float | None = None
     overflowed: bool = False
-
-
-class Stepping(Protocol):
-    """The attributes of a `Run` that `train_step` uses. A plan has only these (`planning/counting/role.py`)."""
-
-    @property
-    def cfg(self) -> Config: ...
-
-    @property
-    def world(self) -> World: ...
-
-    @property
-    def model(self) -> ShardedModel: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def spikes(self) -> Spikes: ...
-
-    @property
-    def phases(self) -> EnterPhase: ...
-
-    @property
-    def loss_scale(self) -> LossScale | None: ...
-
-
-class EnterPhase(Protocol):
-    """A receiver of the names of a step's phases."""
-
-    def enter(self, name: str) -> None: ...
 
 
 def train_step(run: Stepping, batch: StepBatch) -> StepResult:
