@@ -46,11 +46,17 @@ class Ledger:
         self._device_type = device.type
         # Storages by address: their bytes, their owner, and a reference that tells when the storage is freed.
         self._entries: dict[int, tuple[int, str, weakref.ref[torch.UntypedStorage]]] = {}
+        self._hidden: set[int] = set()
         self._peak_bytes = 0
         self._at_peak: dict[str, int] = {}
 
-    def see(self, tensor: Tensor, owner: str) -> bool:
+    def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> bool:
         """Enter the storage of a tensor, unless it is known already.
+
+        Args:
+            tensor: the tensor.
+            owner: owner of the storage.
+            hidden: whether the storage takes no memory.
 
         Returns:
             True if the storage is new.
@@ -63,8 +69,14 @@ class Ledger:
         if key in self._entries:
             return False
         self._entries[key] = 0, owner, weakref.ref(storage, lambda _: self._forget(key))
-        self._set_bytes(key, storage.nbytes())
+        if hidden:
+            self._hidden.add(key)
+        self._set_bytes(key, 0 if hidden else storage.nbytes())
         return True
+
+    def hides(self, tensor: Tensor) -> bool:
+        """True if the tensor was entered as hidden."""
+        return _local(tensor).untyped_storage()._cdata in self._hidden
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Take note that the memory of a storage was freed or allocated again."""
@@ -101,6 +113,7 @@ class Ledger:
             self._at_peak = self._snapshot()
 
     def _forget(self, key: int) -> None:
+        self._hidden.discard(key)
         n_bytes, owner, _ = self._entries.pop(key)
         self.owners[owner] -= n_bytes
         self.now_bytes -= n_bytes

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._guards import TracingContext
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._pytree import tree_leaves
@@ -77,8 +78,10 @@ class Recorder:
         self._phase = "build"
         self._block = ""
         self._named_owner = ""
+        self._hidden = False  # True for results that a compiled block never writes to memory
         self._exchanging = False  # True while FSDP gathers weights or sums gradients
         self._outstanding: set[int] = set()  # asynchronous messages that nobody has waited for
+        self._waits_for_itself = False  # True from a synchronous message until its own wait
         self.name_storages: Callable[[], None] = _nothing
         self._results: dict[int, int] = {}  # storage of a functional collective's result -> number of the message
 
@@ -118,6 +121,15 @@ class Recorder:
     def _end_action(self) -> None:
         self.name_storages()
         self.ledger.end_span(self.action)
+
+    @contextlib.contextmanager
+    def hiding(self) -> Iterator[None]:
+        """Count no memory for new tensors, inside the `with` block only."""
+        self._hidden = True
+        try:
+            yield
+        finally:
+            self._hidden = False
 
     @contextlib.contextmanager
     def owning(self, owner: str) -> Iterator[None]:
@@ -173,7 +185,7 @@ class Recorder:
         if not _returns_argument(operator):
             owner = self._owner(namespace, name)
             for tensor in outputs:
-                self.ledger.see(tensor, owner)
+                self.ledger.see(tensor, owner, hidden=self._hidden)
         if self._phase == "build":
             return
         if name == "wait_tensor":
@@ -219,7 +231,10 @@ class Recorder:
             first, second = PRODUCTS[packet]
             a, b = args[first], args[second]
             product = a.numel() // a.shape[-1], a.shape[-1], b.shape[-1]
-        moved_bytes = sum(t.nbytes for t in (*inputs, *outputs))
+        # A fused kernel neither reads nor writes the results that are never in memory.
+        moved_bytes = sum(t.nbytes for t in (*inputs, *outputs) if not self.ledger.hides(t))
+        if self._hidden and not moved_bytes:
+            return
         dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
         stream = self.streams.current
         waits = stream.queue(len(self.works))
@@ -256,16 +271,29 @@ class Recorder:
             self._outstanding.add(number)
         else:
             current.awaited.add(number)
+            self._waits_for_itself = True
 
     def _wait_for(self, tensor: Tensor) -> None:
         number = self._results.pop(tensor.untyped_storage()._cdata, None)
         if number is not None:
             self.streams.current.awaited.add(number)
 
-    def waited(self) -> None:
-        """Let the current stream wait for all asynchronous messages (`dist.Work.wait`)."""
-        self.streams.current.awaited |= self._outstanding
-        self._outstanding = set()
+    @contextlib.contextmanager
+    def waits_for_messages(self) -> Iterator[None]:
+        """Take note of waits for asynchronous messages, inside the `with` block only."""
+        wait = FakeWork.wait
+
+        def noted(work: FakeWork, *args: Any, **kwargs: Any) -> bool:
+            result = wait(work, *args, **kwargs)
+            # A synchronous message waits only for itself, before any other message is sent.
+            if not self._waits_for_itself:
+                self.streams.current.awaited |= self._outstanding
+                self._outstanding = set()
+            self._waits_for_itself = False
+            return result
+
+        with patch.object(FakeWork, "wait", noted):
+            yield
 
 
 @functools.cache

@@ -110,10 +110,11 @@ def plan_role(
     share = float((rows["labels"] != IGNORED).float().mean())
     with (
         pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
-        compiled.counted(),
+        compiled.counted(recorder.hiding),
         flex.without_values(),
         ranges.told_to(recorder.range),
         recorder.exchanges_of_fsdp(),
+        recorder.waits_for_messages(),
     ):
         recorder.streams = pretended.streams
         world = mesh.start(device, dict(sizes))

@@ -166,7 +166,29 @@ def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
     one_more_s = sum(statistics.median(values) for values in seen.values())
     own_s = sum(rank.actions.values())
     scale = (own_s + further * one_more_s) / own_s if own_s else 1.0
-    return _mean(rank.streams.seconds + further * one_more_s, [rank], [scale], None)
+    seconds = rank.streams.seconds + further * one_more_s
+    return _adding_up(_mean(seconds, [rank], [scale], None))
+
+
+def _adding_up(step: StepTime) -> StepTime:
+    """Scale the parts of a step without a pipeline so that they add up to its time.
+
+    Medians of further microbatches and sums over those that have run do not add up exactly.
+    """
+    parts_s = step.compute_s + step.exposed_communication_s
+    factor = step.seconds / parts_s if parts_s else 1.0
+
+    def scaled(seconds: Mapping[str, float]) -> dict[str, float]:
+        return {name: value * factor for name, value in seconds.items()}
+
+    return step._replace(
+        compute_s=step.compute_s * factor,
+        exposed_communication_s=step.exposed_communication_s * factor,
+        bubble_fraction=0.0,
+        exposed_by_axis=scaled(step.exposed_by_axis),
+        compute_by_action=scaled(step.compute_by_action),
+        exposed_by_action=scaled(step.exposed_by_action),
+    )
 
 
 def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], timeline: Timeline | None) -> StepTime:
