@@ -21,10 +21,25 @@ ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "bac
 def write(answer: Answer) -> str:
     """The whole answer."""
     lines = headline(answer.job, answer.parameters, answer.plan.n_microbatches)
-    lines += [extrapolation(answer.plan), "", *fit(answer.plan, answer.job.machine.memory), "", *prediction(answer)]
+    lines += [
+        extrapolation(answer.plan),
+        *skipped_checks(answer.plan),
+        "",
+        *fit(answer.plan, answer.job.machine.memory),
+        "",
+        *prediction(answer),
+    ]
     for role in answer.roles:
         lines += ["", *_role(role, answer)]
     return "\n".join(lines)
+
+
+def skipped_checks(plan: Plan) -> list[str]:
+    """The checks that need values, which a plan does not have: one sentence each."""
+    sentences: set[str] = set()
+    for role in plan.roles.values():
+        sentences.update(role.skipped)
+    return sorted(sentences)
 
 
 def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
