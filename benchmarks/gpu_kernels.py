@@ -241,7 +241,7 @@ def compile_loss(n_tokens: int, hidden_size: int, vocab_size: int) -> Made:
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend=made.backend, fullgraph=True, dynamic=True)
 
-    with compiling_for_it(made), FakeTensorMode(), patch.object(softmax, "_compiled", compiled):
+    with compiling_for_it(made), FakeTensorMode(), patch.object(softmax, "compiled_pass", compiled):
         on_it = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "requires_grad": True}
         h, weight = torch.empty(n_tokens, hidden_size, **on_it), torch.empty(vocab_size, hidden_size, **on_it)
         labels = torch.zeros(n_tokens, dtype=torch.int64, device=h.device)

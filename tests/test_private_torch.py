@@ -177,6 +177,10 @@ TORCH = {
     "torch._C._storage_Use_Count": Private(
         ("planning/counting/autograd_sums.py",), "does only the engine hold a gradient"
     ),
+    "torch._C._distributed_c10d.FakeWork": Private(
+        ("planning/counting/recorder.py",), 'a message of the "fake" process group, whose wait is noted'
+    ),
+    "torch.ops.aten._to_copy.default": Private(("planning/counting/compiled.py",), "Inductor fuses it"),
     "torch._decomp": Private(("planning/counting/pretend.py",), "the table of shape functions"),
     "torch._dynamo.backends.common.aot_autograd": Private(
         ("planning/counting/compiled.py",), "a backend that runs AOT's graphs as they are"

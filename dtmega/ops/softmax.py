@@ -77,7 +77,7 @@ class CompiledPasses(Passes):
         self.rows = slices(n_tokens, n_tokens if logits.is_cuda else SLICE_LOGITS["cpu"] // n_columns)
 
     def peak_and_total(self, x: Tensor, peak: Tensor, total: Tensor) -> None:
-        row_peak, row_total = _compiled(_peak_and_total)(_without_base(x))
+        row_peak, row_total = compiled_pass(_peak_and_total)(_without_base(x))
         peak.copy_(row_peak)
         total.copy_(row_total)
 
@@ -89,7 +89,7 @@ class CompiledPasses(Passes):
         if not begin_at_same_place(dx, x):
             dx.copy_(x)
         smooth = None if smooth is None else _without_base(smooth)
-        _compiled(_derivatives_)(_without_base(dx), _without_base(peak), _without_base(slope), smooth)
+        compiled_pass(_derivatives_)(_without_base(dx), _without_base(peak), _without_base(slope), smooth)
 
 
 def slices(n_tokens: int, n_rows: int) -> list[slice]:
@@ -109,7 +109,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 

@@ -122,7 +122,7 @@ def test_chunks_of_any_length_share_the_two_compiled_passes(monkeypatch):
     monkeypatch.setattr(softmax, "SLICE_LOGITS", {"cpu": 131 * 15})
     traced = CompileCounter()
     compiled = functools.cache(lambda function: torch.compile(function, backend=traced, dynamic=True))
-    monkeypatch.setattr(softmax, "_compiled", compiled)
+    monkeypatch.setattr(softmax, "compiled_pass", compiled)
     for n in (64, 59):
         h, w, labels = case(n, 131, labels_below=100)
         linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, compiled=True)

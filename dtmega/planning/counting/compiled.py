@@ -19,6 +19,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from dtmega.ops.softmax import compiled_pass
+
 # Operators that Inductor fuses as elementwise ones, although torch does not tag them so.
 FUSED_TOO = {
     torch.ops.aten.full.default,
@@ -46,9 +48,12 @@ def counted(hiding: Hiding = contextlib.nullcontext) -> Iterator[None]:
         keep_inference_input_mutations=True,  # as Inductor does: a changed argument needs no copy
         decompositions=select_decomp_table(),  # the partition depends on them
     )
+    # Functions that the process has compiled before would still run as Inductor's kernels.
+    compiled_pass.cache_clear()
     torch._dynamo.reset()
     with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
         yield
+    compiled_pass.cache_clear()
     torch._dynamo.reset()
 
 
