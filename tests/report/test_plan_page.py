@@ -149,11 +149,12 @@ def test_a_line_stands_at_the_memory_of_the_device_without_the_reserve(planned, 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("missing_bytes", "verdict"), [(0, "Fits"), (1, "Does not fit")])
 def test_a_job_fits_if_its_highest_peak_is_at_most_the_usable_memory(planned, missing_bytes, verdict, tmp_path: Path):
-    memory_bytes = planned[0].fullest.peak.peak_bytes + 1000 - missing_bytes
+    fullest = planned[0].fullest
+    memory_bytes = fullest.peak.peak_bytes + 1000 - missing_bytes
     path = tmp_path / "plan.html"
     write_plan_page(planned[0], planned[1], path, memory_bytes=memory_bytes, reserve_bytes=1000)
     (said,) = re.findall(r'<p class="verdict">(.*?)</p>', path.read_text())
-    assert Tags(said).text.startswith(f"{verdict} the fullest rank, 1, holds")
+    assert Tags(said).text.startswith(f"{verdict} the fullest rank, {fullest.rank}, holds")
 
 
 @pytest.mark.usefixtures("short")
