@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from dtmega.distributed import exit_codes
@@ -21,12 +22,13 @@ PATIENCE_S = 5.0  # for the end of a process that is interrupted
 T = TypeVar("T")
 
 
-def run(function: Callable[..., T], *args: Any) -> T:
+def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess], object] = lambda process: None) -> T:
     """Call a function in a process of its own.
 
     Args:
         function: function of a module, which is imported before the first call.
         args: arguments, which are pickled, as is the result.
+        on_start: function that receives the process, which another thread may then kill.
 
     Raises:
         ValueError: the function has raised a ValueError.
@@ -41,6 +43,7 @@ def run(function: Callable[..., T], *args: Any) -> T:
         with _ctrl_c_blocked():
             process.start()
         theirs.close()
+        on_start(process)
         result = ours.recv()
         process.join()
     except EOFError:

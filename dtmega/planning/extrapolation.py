@@ -29,8 +29,8 @@ class Runs(NamedTuple):
     Attributes:
         shorter: number of microbatches of the first step.
         longer: number of microbatches of the second step; equal to `shorter` if nothing is extrapolated.
-        pairs: for each place in the pipeline, each action of the second step with the action of the first step that
-            does alike.
+        pairs: one dict per place in the pipeline: action of the second step -> action of the first step that does the
+            same work.
     """
 
     shorter: int

@@ -20,12 +20,13 @@ from dtmega import config, families
 from dtmega.distributed import own_process
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
-from dtmega.pipelining.table import Table, make_table
+from dtmega.pipelining.table import Table, make_table, sent_after
 from dtmega.planning.counting.role import Role, plan_role
-from dtmega.planning.extrapolation import enough_microbatches, extrapolated, in_flight
+from dtmega.planning.extrapolation import enough_microbatches, extrapolated
+from dtmega.planning.prices.fabric import Fabric
+from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.planning.work import Work
 
-__all__ = ["Plan", "Totals", "in_flight", "plan_job", "times_repeated", "totals"]
 RunRole = Callable[..., Role]  # runs `plan_role` with its arguments
 
 
@@ -58,6 +59,14 @@ class Plan(NamedTuple):
     def fullest(self) -> Role:
         """The role with the highest peak."""
         return max(self.roles.values(), key=lambda role: role.peak.peak_bytes)
+
+    @property
+    def places_by_role(self) -> list[list[int]]:
+        """The places in the pipeline that share a role, in the order of the role's first place."""
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, role in self.roles.items():
+            places[id(role)].append(place)
+        return list(places.values())
 
 
 def plan_job(
@@ -99,6 +108,17 @@ def plan_job(
             planned[kind] = extrapolated(role, n, runs.pairs[place])
     roles = {place: planned[kind] for place, kind in enumerate(kinds)}
     return Plan(cfg, sizes, device, n, table, stages, roles, runs.longer)
+
+
+def time_step(plan: Plan, fabric: Fabric) -> StepTime:
+    """Predict the time of a plan's step on a fabric.
+
+    Raises:
+        ValueError: the fabric has no speed for the dtype.
+    """
+    works = {place: role.works for place, role in plan.roles.items()}
+    later = sent_after(plan.cfg.pipeline, plan.sizes["pp"], plan.n_microbatches) if plan.table else {}
+    return step_time(works, plan.table, fabric, plan.sizes, plan.n_microbatches, later)
 
 
 def in_own_process(*arguments: Any) -> Role:
@@ -151,7 +171,7 @@ def totals(role: Role) -> Totals:
 
 
 def times_repeated(work: Work, n_run: int, n: int) -> float:
-    """How often a work of the shorter step happens in the whole step.
+    """The number of times that a work of the shorter step happens in the whole step.
 
     Args:
         work: the work.

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from dtmega import config
 from dtmega.mesh import group_lists
-from dtmega.pipelining.table import SCHEDULES, Action, named_table, simulate
+from dtmega.pipelining.table import SCHEDULES, Action, named_table, sent_after, simulate
+from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.role import Role
+from dtmega.planning.plan import Plan, time_step
 from dtmega.planning.prices import fabric as fabrics
 from dtmega.planning.prices.rank_time import groups_of
 from dtmega.planning.prices.step_time import step_time
@@ -82,6 +87,40 @@ def test_microbatches_that_were_not_run_take_the_median_time():
         works += [busy(f"0F{m}", seconds), busy(f"0B{m}", 4)]
     time = step_time({0: works}, None, TOY, ONE, n_microbatches=10)
     assert time.seconds == pytest.approx(1 + 9 + 9 * 2 + 10 * 4)
+
+
+def test_the_parts_of_a_step_with_microbatches_that_were_not_run_add_up_to_it():
+    works = [busy("counts", 1)]
+    for m, seconds in enumerate((9, 2, 2)):
+        works.append(busy(f"0F{m}", seconds))
+        works.append(collective(f"0F{m}", "dp_shard", 2, 500, waits=(len(works) - 1,)))
+        works.append(busy(f"0B{m}", 4, waits=(len(works) - 1,)))
+    # Only the last backward sums gradients over ranks, which does not happen again in further microbatches.
+    works.append(collective("0B2", "dp_shard", 2, 4000, waits=(len(works) - 1,)))
+    works.append(busy("optimizer", 1, waits=(len(works) - 1,)))
+    time = step_time({0: works}, None, TOY, ONE, n_microbatches=10)
+    assert time.exposed_communication_s > 0
+    assert time.bubble_fraction == 0
+    assert time.compute_s + time.exposed_communication_s == pytest.approx(time.seconds)
+    assert sum(time.compute_by_action.values()) == pytest.approx(time.compute_s)
+    assert sum(time.exposed_by_axis.values()) == pytest.approx(time.exposed_communication_s)
+
+
+def test_the_time_of_a_plan_knows_which_outputs_a_schedule_sends_later():
+    pp, n = 2, 8
+    cfg = config.validate({"train": {"steps": 1}, "mesh": {"pp": pp}, "pipeline": {"schedule": "DualPipeV"}}, "test")
+    table = named_table("DualPipeV", pp, 2, n)
+    held = {"parameters": 1}
+    span = Span("0F0", 1, held, 1)
+    roles = {}
+    for place, row in enumerate(table):
+        works = [busy(str(action), 1) for action in row]
+        roles[place] = Role(place, n, held, [span], works, n, held, [span])
+    plan = Plan(cfg, mesh(pp), torch.device("cuda", 0), n, table, [["embed"]], roles, n)
+    works_of = {place: role.works for place, role in roles.items()}
+    at_once = step_time(works_of, table, TOY, mesh(pp))
+    with_waits = step_time(works_of, table, TOY, mesh(pp), later=sent_after(cfg.pipeline, pp, n))
+    assert time_step(plan, TOY).seconds == with_waits.seconds > at_once.seconds
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,4 +1,4 @@
-"""What users ask a plan, and what they get: `dtmega plan` and `train.py --dry-run`.
+"""Questions that users ask a plan, and the answers: `dtmega plan` and `train.py --dry-run`.
 
 job.py           the question: a configuration on a layout, a device, its memory
 answer.py        the answer as data, and as JSON

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 from dtmega import families
 from dtmega.ops import cost
-from dtmega.pipelining.table import sent_after
 from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
 from dtmega.planning.answers.job import Job
 from dtmega.planning.counting.role import Role
-from dtmega.planning.plan import Plan, plan_job, times_repeated, totals
-from dtmega.planning.prices import step_time
+from dtmega.planning.plan import Plan, plan_job, time_step, times_repeated, totals
 from dtmega.planning.prices.budget import Budget, budget
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.rank_time import POINT_TO_POINT, groups_of, time_rank
@@ -116,21 +114,14 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
     fabric = job.machine.fabric
     cfg = job.cfg
     pieces = families.pieces(cfg.model)
-    places = _places_by_role(plan)
-    works = {numbers[0]: plan.roles[numbers[0]].works for numbers in places}
-    # `step_time` lets a place that is left out repeat the one before it, so each change of role is named.
-    for place, role in plan.roles.items():
-        if place and role is not plan.roles[place - 1]:
-            works[place] = role.works
-    later = sent_after(cfg.pipeline, job.sizes["pp"], plan.n_microbatches) if plan.table else {}
-    step = step_time.step_time(works, plan.table, fabric, job.sizes, plan.n_microbatches, later)
+    step = time_step(plan, fabric)
     per_token = cost.flops_per_token(pieces, cfg.data.seq_len, cfg.data.mask_prob, cfg.data.decoder_length)
     if tokens is None:
         tokens = float(cfg.end(0, 0).samples * cfg.data.seq_len)
     tokens_per_step = cfg.batch.global_batch_size * cfg.data.seq_len
     spent = budget(step.seconds, tokens_per_step, per_token, job.world, fabric, cfg.precision.params, tokens)
     roles = []
-    for numbers in places:
+    for numbers in plan.places_by_role:
         role = plan.roles[numbers[0]]
         per_place = job.world // job.sizes["pp"]
         ranks = [(place * per_place, (place + 1) * per_place - 1) for place in numbers]
@@ -148,14 +139,6 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
         tokens=tokens,
         budget=spent,
     )
-
-
-def _places_by_role(plan: Plan) -> list[list[int]]:
-    """The places of each role, in the order of their first place."""
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, role in plan.roles.items():
-        places[id(role)].append(place)
-    return list(places.values())
 
 
 def traffic(role: Role, fabric: Fabric, sizes: dict[str, int]) -> list[Traffic]:

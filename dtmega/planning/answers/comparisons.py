@@ -1,22 +1,22 @@
-"""Counts beside the formulas of the literature (`formulas.py`), where a formula exists for the case."""
+"""Comparisons of counts with formulas from the literature (`prices/formulas.py`), if there is one for the case."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dtmega.config import DropoutModel
+from dtmega.config import Config, DropoutModel
 from dtmega.files import console
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import simulate, stages_per_rank
 from dtmega.planning.answers.job import Job
 from dtmega.planning.counting.ledger import Span
 from dtmega.planning.counting.role import GRADIENTS, MOMENTS, PARAMETERS
-from dtmega.planning.plan import Plan, in_flight
+from dtmega.planning.extrapolation import in_flight
+from dtmega.planning.plan import Plan
 from dtmega.planning.prices import formulas
 
 BLOCKS = "activations of "  # beginning of the owners that are blocks
-GPT_LIKE = ("bloom", "gpt")  # families with the layer of Korthikanti et al.: two norms, two biased products, dropout
 WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules that Narayanan et al. have a formula for
 HALF = ("bfloat16", "float16")
 
@@ -29,7 +29,7 @@ class Comparison(NamedTuple):
         unit: "bytes", or "share" for a fraction of the step.
         counted: the count.
         formula: the formula's value.
-        source: where the formula stands, and what it leaves out.
+        source: paper that states the formula, and the parts that the formula leaves out.
     """
 
     what: str
@@ -58,11 +58,21 @@ def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece]) -> l
     mine = _pieces_of(plan, place, pieces)
     found = [_states(job, plan, place, mine)]
     cfg = job.cfg
-    is_like_gpt = cfg.model.name in GPT_LIKE and cfg.precision.params in HALF
-    has_layers = any(piece.is_layer for piece in mine)
-    if is_like_gpt and has_layers and cfg.recompute.method == "uniform" and cfg.recompute.layers == 1:
+    one_by_one = cfg.recompute.method == "uniform" and cfg.recompute.layers == 1
+    if cfg.precision.params in HALF and one_by_one and _has_layers_of_megatron(cfg, mine):
         found.append(_activations(job, plan, place, mine))
     return found
+
+
+def _has_layers_of_megatron(cfg: Config, pieces: Sequence[Piece]) -> bool:
+    """True if there are layers, and they have the weights of those in Korthikanti et al., with dropout.
+
+    Such a layer has two norms with biases, four biased products, and 4 h channels in the feed-forward.
+    """
+    h = cfg.model.hidden_size
+    weights = 4 * h + (3 * h * h + 3 * h) + (h * h + h) + (8 * h * h + 5 * h)
+    layers = [piece for piece in pieces if piece.is_layer]
+    return isinstance(cfg.model, DropoutModel) and bool(layers) and all(one.elements == weights for one in layers)
 
 
 def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
@@ -75,7 +85,7 @@ def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Weights, gradients and moments, at the moment at which most of them stand."""
+    """The bytes of weights, gradients and moments, at the time when these take the most memory."""
     elements = sum(piece.elements for piece in mine)
     if plan.table is not None:
         elements += _copies(plan, place, mine)
@@ -111,7 +121,7 @@ def activation_bytes(at_peak: dict[str, int]) -> int:
 
 
 def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """The activations of all layers in flight, where most of them stand."""
+    """The bytes of the activations of all layers in flight, at the time when these take the most memory."""
     cfg, sizes = job.cfg, job.sizes
     layers = sum(piece.is_layer for piece in mine)
     flight = 1.0

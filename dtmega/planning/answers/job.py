@@ -1,4 +1,4 @@
-"""The question that a plan answers: which configuration, on how many ranks, of which device, with how much memory.
+"""The question that a plan answers: a configuration, a number of ranks, their device and its memory.
 
 A layout that cannot run is refused by the functions that refuse it in training, with the same words.
 """
@@ -30,10 +30,10 @@ class Memory(NamedTuple):
 
     Attributes:
         n_bytes: bytes of the whole device.
-        source: where this number comes from.
+        source: origin of `n_bytes`, in words.
         is_given: True if the user has given it; then a job that does not fit ends with exit code 4.
         reserve_bytes: bytes that tensors cannot use.
-        reserve_source: where this number comes from.
+        reserve_source: origin of `reserve_bytes`, in words.
     """
 
     n_bytes: int
@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What every rank of a job runs on.
+    """The hardware of every rank in a job.
 
     Attributes:
         device: the device, which need not exist.
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     Attributes:
         cfg: the configuration, with all open values filled in for this layout.
         sizes: size of each axis of the mesh.
-        machine: what every rank runs on.
+        machine: hardware of every rank.
     """
 
     cfg: Config
@@ -143,7 +143,7 @@ def lay_out(asked: Config, world: int | None, machine: Machine) -> Job:
     Args:
         asked: the configuration as the user has written it (`config.load`).
         world: number of ranks; None for the product of the mesh.
-        machine: what every rank runs on. Its memory decides what [fsdp] accumulate = "auto" means.
+        machine: hardware of every rank. The memory of the device decides the meaning of [fsdp] accumulate = "auto".
 
     Raises:
         ValueError: training would refuse this configuration on this layout, the number of ranks is open, or the fabric
@@ -170,7 +170,7 @@ def priced(job: Job) -> Job:
     """Check that the fabric has the speed of the job's matrix products, and return the job.
 
     Raises:
-        ValueError: it has not.
+        ValueError: the fabric lacks this speed.
     """
     gpu, dtype = job.machine.fabric.gpu, job.cfg.precision.params
     if dtype not in gpu.peak_flops:

@@ -59,7 +59,7 @@ def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
 
 
 def extrapolation(plan: Plan) -> str:
-    """How much of the step was run."""
+    """The line that says how many of the step's microbatches were run."""
     if plan.run_microbatches == plan.n_microbatches:
         return "counted: the real step, all microbatches, without values"
     return (
@@ -69,7 +69,7 @@ def extrapolation(plan: Plan) -> str:
 
 
 def fit(plan: Plan, memory: Memory) -> list[str]:
-    """Whether the fullest rank fits, and how much each role holds."""
+    """The lines that say whether the fullest rank fits, and how much each role holds."""
     peak = plan.fullest.peak.peak_bytes
     holds = memory.holds(peak)
     sign = "<=" if holds else ">"
@@ -79,10 +79,7 @@ def fit(plan: Plan, memory: Memory) -> list[str]:
         f"  memory: {memory.source}",
         f"  reserve for what no tensor can use: {memory.reserve_source}",
     ]
-    roles: dict[int, list[int]] = defaultdict(list)
-    for place, role in plan.roles.items():
-        roles[id(role)].append(place)
-    for places in roles.values():
+    for places in plan.places_by_role:
         role = plan.roles[places[0]]
         lines.append(
             f"  {_where(places, plan)}: peak {size(role.peak.peak_bytes)} in {action(role.peak.action, plan)}, "
@@ -105,7 +102,7 @@ def prediction(answer: Answer) -> list[str]:
     lines = [
         f"predicted, not measured (fabric {machine.fabric_name}: {gpu.name}; {how_far}):",
         f"  step {duration(step.seconds)}: computing {compute:.1%}, uncovered communication {exposed:.1%}, "
-        f"waiting in the pipeline {abs(step.bubble_fraction):.1%}",
+        f"waiting in the pipeline {step.bubble_fraction:.1%}",
         f"  computing: {', '.join(kinds)}",
         f"  {spent.tokens_per_s:,.0f} tokens/s, {spent.tokens_per_s_per_gpu:,.0f} for each rank; MFU {spent.mfu:.1%}",
         f"  {answer.tokens:.4g} tokens: {', '.join(_cost(answer))}, without restarts and evaluations",

@@ -241,7 +241,11 @@ class Recorder:
         self.works.append(Work(self.action, stream.name, str(packet), flops, moved_bytes, product, dtype, None, waits))
 
     def _send(self, operator: Any, name: str, args: tuple[Any, ...], kwargs: Any, outputs: list[Tensor]) -> None:
-        named = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+        # torch leaves out arguments at the end that have their default values.
+        parameters = operator._schema.arguments
+        defaults = {parameter.name: parameter.default_value for parameter in parameters}
+        given = dict(zip(defaults, args, strict=False))
+        named = defaults | given | kwargs
         group = named.get("process_group", named.get("group_name"))
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
@@ -267,7 +271,7 @@ class Recorder:
             return  # the simulator of schedules decides when a stage waits for its neighbours
         if outputs and "functional" in str(operator):
             self._results[outputs[0].untyped_storage()._cdata] = number
-        elif named.get("asyncOp", named.get("async_op", False)):
+        elif named.get("async_op", named.get("asyncOp")):  # the second name is that of older torch
             self._outstanding.add(number)
         else:
             current.awaited.add(number)

@@ -1,4 +1,4 @@
-"""What a run costs: tokens per second, MFU, days, GPU-hours, energy and money for a number of tokens."""
+"""The cost of a run: tokens per second, MFU, days, GPU-hours, energy and money for a number of tokens."""
 
 from __future__ import annotations
 

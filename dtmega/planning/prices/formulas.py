@@ -25,7 +25,7 @@ def activation_bytes_per_layer(
         s, b, h, a: sequence length, microbatch size, hidden size, number of attention heads.
         t: tensor-parallel size.
         sequence_parallel: True if the norms' and dropouts' inputs are divided over the sequence.
-        recompute: what backward computes again.
+        recompute: the recomputed part of a layer, as in [recompute] mode: "none", "selective" or "full".
     """
     inputs = s * b * h
     if recompute == "full":

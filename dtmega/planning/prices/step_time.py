@@ -197,7 +197,7 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
     Args:
         seconds: time of the step.
         ranks: times of each place.
-        scales: for each place, the time of all its actions in the schedule, divided by the time of those it has run.
+        scales: one factor per place: time of all its actions in the schedule / time of the actions that were run.
         timeline: the simulated schedule.
     """
     compute: dict[str, float] = defaultdict(float)

@@ -154,7 +154,7 @@ def _waits(
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all works.
-        causes: for each work, the work whose end let it start.
+        causes: one number per work: the work whose end let it start.
 
     Returns:
         (number of a work, seconds) for each part of the wait.

@@ -57,19 +57,16 @@ class Layout(NamedTuple):
         """Number of ranks that parameters are sharded over."""
         return self.dp_shard * self.cp
 
-    def overrides(self, cfg: config.Config) -> dict[str, Any]:
-        """The keys and values of the layout, as in `--section.key value`; keys that `cfg` lacks are left out."""
-        values = {}
-        for key, section in SECTIONS.items():
-            if key in type(getattr(cfg, section)).model_fields:
-                values[f"{section}.{key}"] = getattr(self, key)
-        return values
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The keys and values of the layout, as in `--section.key value`."""
+        return {f"{section}.{key}": getattr(self, key) for key, section in SECTIONS.items()}
 
 
 def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
     """Copy a configuration with the keys of a layout."""
     changes: dict[str, dict[str, Any]] = {}
-    for name, value in layout.overrides(cfg).items():
+    for name, value in layout.overrides.items():
         section, _, key = name.partition(".")
         changes.setdefault(section, {})[key] = value
     if layout.mode == "none":

@@ -82,7 +82,7 @@ class Layouts:
         self.fixed: dict[str, Any] = {}
         for name in fixed:
             section, _, key = name.partition(".")
-            if SECTIONS.get(key) != section or key not in type(getattr(cfg, section)).model_fields:
+            if SECTIONS.get(key) != section:
                 raise ValueError(f"{name} is not varied: expected some of {', '.join(KEYS)}")
             self.fixed[key] = getattr(getattr(cfg, section), key)
         for key in (*mesh.AXES, "micro_batch_size"):
@@ -131,19 +131,15 @@ class Layouts:
         cut, cp_form = shape
         schedule, virtual, mode, reshard = pipeline
         return Layout(
-            sizes["pp"],
-            sizes["dp_replicate"],
-            sizes["dp_shard"],
-            sizes["cp"],
-            sizes["tp"],
-            micro_batch_size,
-            cut,
-            cp_form,
-            accumulate,
-            schedule,
-            virtual,
-            mode,
-            reshard,
+            **sizes,
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=cut,
+            cp_form=cp_form,
+            accumulate=accumulate,
+            schedule=schedule,
+            virtual_stages=virtual,
+            mode=mode,
+            reshard_after_forward=reshard,
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:

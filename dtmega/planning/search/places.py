@@ -10,7 +10,7 @@ from dtmega import config
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import SCHEDULES, csv_table, simulate
-from dtmega.planning.plan import in_flight
+from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.search.layout import Layout, with_layout
 
 # The share of a pipeline's bubble that is left if backward runs in two parts, if F, I and W take equally long.
@@ -159,7 +159,7 @@ def _of_table(path: str, pp: int) -> tuple[list[int], float]:
 
 
 def in_flight_of(schedule: str, pp: int, virtual: int, n: int, place: int) -> int:
-    """The most microbatches that a rank has in flight, counted over its stages, as `plan.in_flight` counts them.
+    """The most microbatches that a rank has in flight, counted over its stages as by `extrapolation.in_flight`.
 
     For the schedules that split backward, and for those that fill the pipeline in rounds, the true number may be
     smaller by a few.

@@ -9,16 +9,15 @@ with Planners(2, 70 * 2**30) as planners:
 from __future__ import annotations
 
 import concurrent.futures
-import multiprocessing
-import signal
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from dtmega import config
+from dtmega.distributed import own_process
 from dtmega.planning.counting.role import Role, plan_role
 from dtmega.planning.plan import Plan, plan_job
 
@@ -51,7 +50,7 @@ class Planners(Generic[Name, Value]):
         self.at_once, self._room_bytes = at_once, room_bytes
         self._threads = concurrent.futures.ThreadPoolExecutor(at_once)
         self._running: dict[concurrent.futures.Future[Value], Name] = {}
-        self._processes: set[Any] = set()
+        self._processes: list[BaseProcess] = []
         self._stopped = False
 
     def __enter__(self) -> Planners[Name, Value]:
@@ -61,7 +60,8 @@ class Planners(Generic[Name, Value]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped = True
-        for process in list(self._processes):
+        # Processes that have ended are still in the list; to kill one of them does nothing.
+        for process in [*self._processes]:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
 
@@ -108,38 +108,16 @@ class Planners(Generic[Name, Value]):
 
     def _run_role(self, *arguments: Any) -> Role:
         """Run `plan_role` in a process of its own."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dtmega.planning.counting.role"])
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_send_role, args=(sender, *arguments), daemon=True)
-        process.start()
-        self._processes.add(process)
-        sender.close()
+        try:
+            role = own_process.run(plan_role, *arguments, on_start=self._has_started)
+        except ChildProcessError as error:
+            raise ValueError(str(error)) from None
+        if role.peak.peak_bytes > self._room_bytes:
+            raise TooLarge(role.peak.peak_bytes, self._room_bytes)
+        return role
+
+    def _has_started(self, process: BaseProcess) -> None:
+        """Take note of a process, which `__exit__` may have to kill."""
+        self._processes.append(process)
         if self._stopped:
             process.kill()
-        try:
-            outcome = receiver.recv()
-        except EOFError:
-            raise ValueError(
-                "the process that plans a rank ended without an answer: was it killed for lack of memory?"
-            ) from None
-        finally:
-            self._processes.discard(process)
-            receiver.close()
-        process.join()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        if outcome.peak.peak_bytes > self._room_bytes:
-            raise TooLarge(outcome.peak.peak_bytes, self._room_bytes)
-        return outcome
-
-
-def _send_role(sender: Connection, *arguments: Any) -> None:
-    """Plan a rank, and send the plan or the error."""
-    # The process that searches ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        outcome: Any = plan_role(*arguments)
-    except Exception as error:
-        outcome = error
-    sender.send(outcome)

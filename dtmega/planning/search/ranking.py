@@ -2,7 +2,7 @@
 
 Training's own refusals leave the legal layouts (`layouts.py`). Closed forms estimate the memory and the time of each
 (`estimate.py`), and the fastest of those that may fit are planned: their real steps are counted (`plan.plan_job`) and
-simulated (`step_time`). Only plans are ranked.
+simulated (`plan.time_step`). Only plans are ranked.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import config
-from dtmega.planning.plan import Plan
+from dtmega.planning.answers.job import with_dtype
+from dtmega.planning.plan import Plan, time_step
 from dtmega.planning.prices.fabric import Fabric
-from dtmega.planning.prices.step_time import StepTime, step_time
+from dtmega.planning.prices.step_time import StepTime
 from dtmega.planning.search.estimate import Estimate, Estimator
 from dtmega.planning.search.layout import SECTIONS, Layout, describe, with_layout
 from dtmega.planning.search.layouts import Layouts, Reason
 from dtmega.planning.search.planners import Planners, TooLarge
 from dtmega.planning.search.shortlist import Entry, Shortlist
-from dtmega.training.parallelize import with_params_dtype
 
 AT_ONCE = 2  # plans at once
 
@@ -32,7 +32,7 @@ class Progress(NamedTuple):
     """The state of a search.
 
     Attributes:
-        doing: what is done now.
+        doing: current phase of the search.
         done, all: numbers of layouts; `all` is 0 while it is unknown.
         left_s: estimated time to the end of the search; None while it is unknown.
         best: the best plan so far.
@@ -92,7 +92,7 @@ class Result(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What has been planned so far.
+    """The plans made so far.
 
     Attributes:
         results: the layouts that were planned.
@@ -174,8 +174,7 @@ def search(
     """
     started_s = time.monotonic()
     device = device or torch.device("cuda", 0)
-    if cfg.precision.params == "auto":
-        cfg = with_params_dtype(cfg, "bfloat16" if device.type == "cuda" else "float32")
+    cfg = with_dtype(cfg, device)
     layouts = Layouts(cfg, fixed_keys, world, device)
     shortlist = Shortlist(memory_bytes - reserve_bytes, top)
     planned = Planned([], [])
@@ -265,11 +264,11 @@ def result_of(plan: Plan, layout: Layout, estimate: Estimate, fabric: Fabric, ro
     Raises:
         ValueError: the fabric has no speed for the dtype.
     """
-    works = {place: role.works for place, role in plan.roles.items()}
-    seconds = step_time(works, plan.table, fabric, plan.sizes, plan.n_microbatches)
+    time_of_step = time_step(plan, fabric)
     place = max(plan.roles, key=lambda number: plan.roles[number].peak.peak_bytes)
     peak = plan.roles[place].peak
     summary = Summary(place, peak.peak_bytes, peak.action, peak.at_peak)
     tokens = plan.cfg.batch.global_batch_size * plan.cfg.data.seq_len
     fits = peak.peak_bytes <= room_bytes
-    return Result(layout.overrides(plan.cfg), layout, estimate, summary, seconds, tokens / seconds.seconds, fits)
+    tokens_per_s = tokens / time_of_step.seconds
+    return Result(layout.overrides, layout, estimate, summary, time_of_step, tokens_per_s, fits)

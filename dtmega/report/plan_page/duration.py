@@ -22,7 +22,7 @@ SCHEDULE_NOTE = (
 def parts(time: StepTime) -> dict[str, tuple[float, str]]:
     """The parts of a step, means over the places of the pipeline: name -> (seconds, colour). They add up to the step.
 
-    The names are those of `StepTime`: kind of action or phase for computing time, "exposed: AXIS", and `bubble_name`.
+    The names are those of `StepTime`: kind of action or phase for computing time, "exposed: AXIS", and "bubble".
     """
     out: dict[str, tuple[float, str]] = {}
     for place, (kind, compute_s) in enumerate(time.compute_by_action.items()):
@@ -33,16 +33,8 @@ def parts(time: StepTime) -> dict[str, tuple[float, str]]:
             out[name] = compute_s, phase_colour("other" if kind == COMPUTING else kind, place)
     for axis, exposed_s in time.exposed_by_axis.items():
         out[f"exposed: {in_words(axis)}"] = exposed_s, EXPOSED
-    out[bubble_name(time)] = time.bubble_fraction * time.seconds, BUBBLE
+    out["bubble"] = time.bubble_fraction * time.seconds, BUBBLE
     return {name: part for name, part in out.items() if part[0]}
-
-
-def bubble_name(time: StepTime) -> str:
-    """The name of the time that is neither computing nor exposed communication.
-
-    Without a pipeline nothing remains but a small difference, because times of further microbatches are medians.
-    """
-    return "bubble" if time.timeline is not None else "rounding of further microbatches"
 
 
 def section(plan: Plan, time: StepTime | None, fabric: str) -> list[str]:

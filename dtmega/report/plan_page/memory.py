@@ -89,7 +89,7 @@ def _add_panel(
         role: the role.
         row: number of the panel, from 1.
         unit_bytes: bytes of one unit on the vertical axis.
-        limit_bytes: where to draw the line of the device's memory; None for no line.
+        limit_bytes: height of the line that shows the device's memory; None for no line.
         shown: names that the legend has already; the function adds the names that it shows.
     """
     spans = role.spans

@@ -82,13 +82,12 @@ class Places(NamedTuple):
 def distinct_places(plan: Plan) -> list[Places]:
     """The places of the pipeline, in groups that share a role."""
     stages_of_places = [[0]] if plan.table is None else stages_in(plan.table)
-    groups: dict[int, Places] = {}
-    for number, role in plan.roles.items():
-        if id(role) not in groups:
-            pieces = "; ".join(_in_words(plan.stages[stage]) for stage in stages_of_places[number])
-            groups[id(role)] = Places([], role, pieces, plan.table is not None)
-        groups[id(role)].numbers.append(number)
-    return [*groups.values()]
+    groups = []
+    for numbers in plan.places_by_role:
+        first = numbers[0]
+        pieces = "; ".join(_in_words(plan.stages[stage]) for stage in stages_of_places[first])
+        groups.append(Places(numbers, plan.roles[first], pieces, plan.table is not None))
+    return groups
 
 
 def _in_words(pieces: list[str]) -> str:

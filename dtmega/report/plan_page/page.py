@@ -67,7 +67,7 @@ def page(answer: Answer, plotly: str) -> str:
     """The HTML of the whole page.
 
     Args:
-        answer: what the page shows.
+        answer: answer to show on the page.
         plotly: plotly's JavaScript.
     """
     plan = answer.plan
@@ -125,7 +125,7 @@ def _head(answer: Answer, title: str) -> list[str]:
 
 
 def _verdict(answer: Answer) -> str:
-    """Whether the fullest rank fits into its device, as one line of HTML."""
+    """One line of HTML that says whether the fullest rank fits into its device."""
     peak = answer.plan.fullest.peak
     at = f"the fullest rank, {answer.plan.fullest.rank}, holds {binary(peak.peak_bytes)} at {peak.action}"
     usable = answer.limits.usable_bytes

@@ -10,7 +10,8 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.pipelining.schedule import broken_rule
 from dtmega.pipelining.table import SCHEDULES, make_table, simulate
-from dtmega.planning.plan import in_flight, plan_job
+from dtmega.planning.extrapolation import in_flight
+from dtmega.planning.plan import plan_job
 from dtmega.planning.prices import fabric, formulas
 from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import MARGIN, Estimator

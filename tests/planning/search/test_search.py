@@ -92,7 +92,7 @@ class Counting:
         summary = Summary(0, round(peak_bytes), "0B0", {})
         time = StepTime(seconds, seconds, 0.0, 0.0, {}, {}, {}, {}, None)
         fits = peak_bytes <= self.room_bytes
-        return [(entry, Result(entry.layout.overrides(small()), *entry[3:], summary, time, 1024 / seconds, fits))]
+        return [(entry, Result(entry.layout.overrides, *entry[3:], summary, time, 1024 / seconds, fits))]
 
 
 def run(monkeypatch, cfg: config.Config, counting: Counting, *fixed: str, top: int = 10, **options: Any) -> Found:

@@ -1,0 +1,115 @@
+"""planning/counting/recorder.py: what waits for a message, and which tensors take memory, on a pretended GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtmega.planning.counting import compiled
+from dtmega.planning.counting.pretend import pretending
+from dtmega.planning.counting.recorder import Recorder
+
+GPU = torch.device("cuda", 0)
+N = 1024  # elements of fp32, so 4 KiB
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """A recorder in a phase of a step, on the first of two ranks."""
+    recorder = Recorder(GPU)
+    with (
+        pretending(GPU, 0, 2, recorder) as pretended,
+        compiled.counted(recorder.hiding),
+        recorder.waits_for_messages(),
+    ):
+        recorder.streams = pretended.streams
+        recorder.name_groups({})
+        pretended.stepping = True
+        recorder.enter("test")
+        yield recorder
+
+
+def waits_of_kernels(is_async: bool) -> list[bool]:
+    """For a kernel right after a sum over ranks, and one after the wait for it: does the kernel wait for the sum?"""
+    with recording() as recorder:
+        x = torch.empty(N, device=GPU)
+        recorder.begin()
+        work = dist.all_reduce(x, async_op=is_async)
+        x.mul(2)
+        if work is not None:
+            work.wait()
+        x.mul(3)
+        (message,) = (number for number, one in enumerate(recorder.works) if one.message)
+        kernels = [one for one in recorder.works if one.operator == "aten.mul"]
+        return [message in one.waits for one in kernels]
+
+
+@pytest.mark.parametrize(("is_async", "waits"), [(True, [False, True]), (False, [True, False])])
+def test_a_kernel_waits_for_a_message_that_the_program_has_waited_for(is_async: bool, waits: list[bool]):
+    assert waits_of_kernels(is_async) == waits
+
+
+def bytes_after_a_functional_sum() -> tuple[int, bool]:
+    with recording() as recorder:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        x = torch.empty(N, device=GPU)
+        before = recorder.ledger.now_bytes
+        on_its_way = torch.ops._c10d_functional.all_reduce(x, "sum", everyone.group_name)
+        total = torch.ops._c10d_functional.wait_tensor(on_its_way)
+        recorder.begin()
+        total.mul(2)
+        return recorder.ledger.now_bytes - before, total.device == GPU
+
+
+def test_a_wait_hands_on_the_tensor_of_its_message_and_takes_no_memory():
+    assert bytes_after_a_functional_sum() == (4 * N, True)
+
+
+def sum_of_a_chain(x: Tensor) -> Tensor:
+    return (x * 2 + 1).exp().sum()
+
+
+def product_of_a_chain(x: Tensor) -> Tensor:
+    return (x * 2 + 1).exp().view(2, -1) @ x.view(-1, 2)
+
+
+def added_bytes(chain: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    """The most memory that a compiled function adds, and the bytes that its kernels move."""
+    with recording() as recorder:
+        x = torch.empty(N, device=GPU)
+        function = torch.compile(chain)
+        function(x)
+        recorder.begin()
+        before = recorder.ledger.now_bytes
+        function(x)
+        recorder.enter("after")
+        return recorder.ledger.spans[0].peak_bytes - before, sum(one.moved_bytes for one in recorder.works)
+
+
+def test_a_chain_that_a_sum_reads_is_never_in_memory():
+    # The chain's first operator reads x. The sum reads nothing from memory and writes one number.
+    assert added_bytes(sum_of_a_chain) == (4, 4 * N + 4)
+
+
+def test_of_a_chain_that_a_product_reads_only_the_last_result_is_in_memory():
+    # x is read once by the chain and once by the product, which also reads the chain's result and writes 2 x 2 numbers.
+    assert added_bytes(product_of_a_chain) == (4 * N + 16, 4 * 4 * N + 16)
+
+
+def test_a_synchronous_message_waits_for_no_other_message():
+    with recording() as recorder:
+        x, y = torch.empty(N, device=GPU), torch.empty(N, device=GPU)
+        recorder.begin()
+        dist.all_reduce(x, async_op=True)
+        dist.all_reduce(y)
+        y.mul(2)
+        first, second = (number for number, one in enumerate(recorder.works) if one.message)
+        (kernel,) = (one for one in recorder.works if one.operator == "aten.mul")
+        assert first not in kernel.waits
+        assert second in kernel.waits
