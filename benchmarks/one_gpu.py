@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
 H100 = SimpleNamespace(
@@ -60,58 +59,14 @@ def load() -> None:
         ctypes.CDLL(str(library))
 
 
-class Stream:
-    """The only stream, or an event in the stream. Nothing runs, so nothing waits."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, *_: Any) -> None: ...
-
-    def wait_event(self, *_: Any) -> None: ...
-
-    def record_event(self, *_: Any) -> Stream:
-        return self
-
-    def record(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 def answer() -> None:
-    """Make torch.cuda report an H100, for the rest of this process."""
+    """Let torch.cuda speak of an H100, for the rest of this process."""
     import torch
 
-    stream = Stream()
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
-        "get_device_capability": lambda device=None: (H100.major, H100.minor),
-        "get_device_properties": lambda device=None: H100,
-        "get_device_name": lambda device=None: H100.name,
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device=None: None,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "synchronize": lambda device=None: None,
-        "Stream": Stream,
-        "Event": Stream,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
-        "stream": lambda each: stream,
-    }
-    for name, said in answers.items():
+    from dtmega.planning.counting.pretend import answers_of_cuda
+    from dtmega.planning.counting.queues import Streams
+
+    for name, said in answers_of_cuda(Streams(), H100).items():
         setattr(torch.cuda, name, said)
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         # Set the function by name, because the type stubs of torch for CPUs lack it.

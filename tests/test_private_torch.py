@@ -224,9 +224,6 @@ TORCH = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_param_data": Private(
         ("planning/counting/role.py",), "the memory of a shard"
     ),
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Private(
-        ("planning/counting/role.py",), "holder of the gathered weights and whole gradients"
-    ),
     "torch.distributed.pipelining.schedules._PipelineSchedule": Private(
         ("planning/counting/pretend.py",), "holder of a vote that a plan leaves out"
     ),

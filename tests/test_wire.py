@@ -35,22 +35,8 @@ from dtmega.training.pace import Pace
 from dtmega.training.parallelize import parallelize
 from dtmega.training.phases import StepTimes
 from tests import ranks
-from tests.traffic import Traffic, attention_over_ranks, sent_bytes, traffic_of_a_step
+from tests.traffic import KINDS, Traffic, attention_over_ranks, sent_bytes, traffic_of_a_step
 
-# torch's operations, in place and functional. One that is not here ends the test with a KeyError.
-KINDS = {
-    "c10d::allreduce_": "all-reduce",
-    "c10d::allgather_": "all-gather",
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-    "c10d::alltoall_base_": "all-to-all",
-    "c10d::send": "send",
-    "c10d::recv_": "receive",
-    "_c10d_functional::all_reduce": "all-reduce",
-    "_c10d_functional::all_gather_into_tensor": "all-gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    "_c10d_functional::all_to_all_single": "all-to-all",
-}
 CHUNK_TOKENS = 16  # of the loss; a microbatch has 3 x 8 tokens, so a full chunk and a smaller one
 MODEL = {"vocab_size": 31, "hidden_size": 16, "n_heads": 4}
 ONLY_STEPS = {

@@ -11,6 +11,20 @@ from typing import NamedTuple
 from dtmega.config import Config
 from dtmega.ops.cost import Piece, n_parameters
 
+# torch's operations, in place and functional. One that is not here ends the test with a KeyError.
+KINDS = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::allgather_": "all-gather",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::alltoall_base_": "all-to-all",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+    "_c10d_functional::all_reduce": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional::all_to_all_single": "all-to-all",
+}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

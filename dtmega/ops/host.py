@@ -28,7 +28,7 @@ class Host:
         return mask.nonzero().squeeze(1)
 
 
-_hosts = [Host()]  # `read` and `true_indices` ask the last host
+_hosts = [Host()]  # the functions below ask the last host
 
 
 def read(tensor: Tensor) -> Tensor:
@@ -45,14 +45,14 @@ def must_skip(check: str) -> bool:
     """True in a plan, which cannot compare values.
 
     Args:
-        check: what is not checked, as a sentence for the user.
+        check: sentence for the user that names the check.
     """
     return _hosts[-1].must_skip(check)
 
 
 @contextlib.contextmanager
 def answering(other: Host) -> Iterator[None]:
-    """Make `read` and `true_indices` ask the host `other`, inside the `with` block only."""
+    """Make the functions of this module ask the host `other`, inside the `with` block only."""
     _hosts.append(other)
     try:
         yield

@@ -29,24 +29,11 @@ from dtmega.planning.counting.role import Role, plan_role
 from dtmega.planning.extrapolation import enough_microbatches, extrapolated
 from dtmega.training import parallelize
 from dtmega.training.step import train_step
+from tests.traffic import KINDS
 
 STEP = "a later step"
 SETTLED_S = 0.1  # in which gloo's threads let go of tensors
 STEPS = 3  # whose lowest peak counts, because of gloo's threads
-# torch's operations, in place and functional. One that is not here ends the test with a KeyError.
-KINDS = {
-    "c10d::allreduce_": "all-reduce",
-    "c10d::allgather_": "all-gather",
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-    "c10d::alltoall_base_": "all-to-all",
-    "c10d::send": "send",
-    "c10d::recv_": "receive",
-    "_c10d_functional::all_reduce": "all-reduce",
-    "_c10d_functional::all_gather_into_tensor": "all-gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    "_c10d_functional::all_to_all_single": "all-to-all",
-}
 Messages = Counter[tuple[str, int, int]]  # (kind, ranks of the group, bytes of the largest buffer) -> number
 
 

@@ -50,29 +50,25 @@ class Ledger:
         self._peak_bytes = 0
         self._at_peak: dict[str, int] = {}
 
-    def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> bool:
+    def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> None:
         """Enter the storage of a tensor, unless it is known already.
 
         Args:
             tensor: the tensor.
             owner: owner of the storage.
             hidden: whether the storage takes no memory.
-
-        Returns:
-            True if the storage is new.
         """
         part = _local(tensor)
         if part.device.type != self._device_type:
-            return False
+            return
         storage = part.untyped_storage()
         key = storage._cdata
         if key in self._entries:
-            return False
+            return
         self._entries[key] = 0, owner, weakref.ref(storage, lambda _: self._forget(key))
         if hidden:
             self._hidden.add(key)
         self._set_bytes(key, 0 if hidden else storage.nbytes())
-        return True
 
     def hides(self, tensor: Tensor) -> bool:
         """True if the tensor was entered as hidden."""
@@ -123,4 +119,5 @@ class Ledger:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor. `to_local` would run an operator, which the ledger would see."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -37,7 +37,18 @@ from dtmega.planning.counting import sent
 from dtmega.planning.counting.autograd_sums import EngineSums
 from dtmega.planning.counting.queues import Event, Stream, Streams
 
-MEMORY_BYTES = 80 * 2**30
+# A GPU of Hopper's generation, as far as the trainer and torch ask for its properties.
+PROPERTIES = SimpleNamespace(
+    name="pretended GPU",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    gcnArchName="",
+)
 
 
 class Observer(Protocol):
@@ -138,18 +149,15 @@ class PlannedHost(host.Host):
     Args:
         pretended: the device.
         true_share: share of the elements that are true in a mask whose true elements are asked for.
-
-        skipped: list that receives the checks that are skipped, as sentences.
     """
 
-    def __init__(self, pretended: Pretended, true_share: float, skipped: list[str]) -> None:
+    def __init__(self, pretended: Pretended, true_share: float) -> None:
         self._pretended = pretended
         self._true_share = true_share
-        self.skipped = skipped
 
     def must_skip(self, check: str) -> bool:
-        if check not in self.skipped:
-            self.skipped.append(check)
+        if check not in self._pretended.skipped:
+            self._pretended.skipped.append(check)
         return True
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -172,7 +180,6 @@ def pretending(
     observer: Observer,
     *,
     true_share: float = 1.0,
-    memory_bytes: int = MEMORY_BYTES,
 ) -> Iterator[Pretended]:
     """Pretend to be one rank of a job on a device that need not exist, inside the `with` block only.
 
@@ -182,7 +189,6 @@ def pretending(
         world_size: number of ranks in the job.
         observer: receiver of all operators.
         true_share: see `PlannedHost`.
-        memory_bytes: memory of the device, where the program asks for it.
     """
     pretended = Pretended(device, observer)
     resize = torch.UntypedStorage.resize_
@@ -200,11 +206,11 @@ def pretending(
         stack.enter_context(_fixed_messages_at_start())
         stack.enter_context(sent.holding_tensors(device))
         if device.type == "cuda":
-            for name, answer in _answers_of_cuda(pretended.streams, memory_bytes).items():
+            for name, answer in answers_of_cuda(pretended.streams, PROPERTIES).items():
                 stack.enter_context(patch.object(torch.cuda, name, answer))
             stack.enter_context(_meta_in_autograd(pretended))
             stack.enter_context(_gradients_of_composites())
-        stack.enter_context(host.answering(PlannedHost(pretended, true_share, pretended.skipped)))
+        stack.enter_context(host.answering(PlannedHost(pretended, true_share)))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(_Watching(pretended))
@@ -307,19 +313,13 @@ def _fixed_messages_at_start() -> Any:
     return patch.object(schedules._PipelineSchedule, "_warmup_p2p", vote)
 
 
-def _answers_of_cuda(streams: Streams, memory_bytes: int) -> dict[str, Callable[..., Any] | type]:
-    """The functions of torch.cuda that the trainer and torch call, answered for a device of Hopper's generation."""
-    properties = SimpleNamespace(
-        name="pretended GPU",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=memory_bytes,
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        gcnArchName="",
-    )
+def answers_of_cuda(streams: Streams, properties: SimpleNamespace) -> dict[str, Callable[..., Any] | type]:
+    """The functions of torch.cuda that the trainer and torch call, answered for one device in name only.
+
+    Args:
+        streams: streams of the device.
+        properties: properties of the device, as `torch.cuda.get_device_properties` returns them.
+    """
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

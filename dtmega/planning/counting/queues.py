@@ -99,7 +99,9 @@ class Streams:
 
     def of_group(self, name: str) -> Stream:
         """The stream on which a process group sends its messages."""
-        return self._of_groups.setdefault(name, Stream(name=f"messages over {name}"))
+        if name not in self._of_groups:
+            self._of_groups[name] = Stream(name=f"messages over {name}")
+        return self._of_groups[name]
 
     def restart(self) -> None:
         """Forget all work, because the indices of works begin again at 0."""

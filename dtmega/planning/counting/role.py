@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
@@ -49,10 +49,9 @@ class Role(NamedTuple):
         held: bytes of each owner between two steps.
         spans: memory during each action of the step, in order.
         works: kernels and messages of the step, in the order of the host.
-        repeated: number of further microbatches that were not run, because they do like one in the middle
-            (`extrapolation.extrapolated`).
-        n_shorter: number of microbatches of the step before, from which `extrapolated` knows what grows.
+        n_shorter: number of microbatches of the step before, which shows `extrapolation.extrapolated` what grows.
         held_shorter, shorter: `held` and `spans` of the step before.
+        repeated: number of further microbatches that were not run, because they do like one in the middle.
         skipped: checks of a run that the plan has skipped, because they compare values; as sentences for the user.
     """
 
@@ -61,10 +60,10 @@ class Role(NamedTuple):
     held: dict[str, int]
     spans: list[Span]
     works: list[Work]
+    n_shorter: int
+    held_shorter: dict[str, int]
+    shorter: list[Span]
     repeated: int = 0
-    n_shorter: int = 0
-    held_shorter: dict[str, int] = {}  # noqa: RUF012  # a NamedTuple's default, which nobody changes
-    shorter: Sequence[Span] = ()
     skipped: tuple[str, ...] = ()
 
     @property
@@ -144,8 +143,17 @@ def plan_role(
                 ends.append((held, recorder.ledger.spans))
         (held_shorter, shorter), (held, spans) = ends
         skipped = tuple(pretended.skipped)
-        role = Role(rank, n_microbatches, held, spans, recorder.works, 0, numbers[0], held_shorter, shorter, skipped)
-    return role
+    return Role(
+        rank=rank,
+        n_microbatches=n_microbatches,
+        held=held,
+        spans=spans,
+        works=recorder.works,
+        n_shorter=numbers[0],
+        held_shorter=held_shorter,
+        shorter=shorter,
+        skipped=skipped,
+    )
 
 
 def make_moments(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -203,7 +211,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
 
 def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
     """Name the weights that FSDP2 has gathered, and the gradients that it has not summed yet."""
-    state: Any = cast("Any", module)._get_fsdp_state()
+    state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
     group = state._fsdp_param_group
     if group is None:
         return
