@@ -7,14 +7,16 @@
 
 The script times the trainer's own `train_step`, after three steps that compile and warm up. Times are medians of
 wall-clock time, and each step ends with a synchronisation. MFU is the model FLOP/s (`dtmega/ops/cost.py`) divided by
-989 TFLOP/s, the datasheet's value for an H100 or H200. The last output is a table of all results, and a list of the
-cases that did not fit into the time. Without a GPU, all sizes are tiny, and the script only shows that the code runs.
+989 TFLOP/s, the datasheet's value for an H100 or H200. With `--plan`, beside the memory that torch's allocator gave to
+tensors, at the peak and between steps, stand the bytes that `dtmega plan` counts for the same arguments, and the time
+that it predicts.
+The last output is a table of all results, and a list of the cases that did not fit into the time. Without a GPU, all
+sizes are tiny, and the script only shows that the code runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import subprocess
@@ -40,10 +42,12 @@ from dtmega.training import device_peaks
 from dtmega.training.step import train_step
 
 ROOT = Path(__file__).resolve().parent.parent
+FABRIC = "h100-ib"
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 WARM_UP, STEPS = (3, 12) if GPU else (1, 2)
 RESULT = "result: "
+TOO_LARGE = 3  # exit code of a case that ran out of memory
 SHOWN_KERNELS = 20
 DROPOUT = ["--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1"]
 NO_DROPOUT = ["--model.hidden_dropout", "0", "--model.attention_dropout", "0"]
@@ -132,12 +136,14 @@ def right() -> int:
 
 
 def timed(step: Callable[[], object]) -> tuple[float, float]:
-    """The seconds of the first step, and the median seconds of later steps."""
+    """The seconds of the first step, and the median seconds of later steps, whose peak of memory is kept."""
     started_s = time.perf_counter()
     step()
     first_s = time.perf_counter() - started_s
     for _ in range(WARM_UP - 1):
         step()
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
     times_s = []
     for _ in range(STEPS):
         started_s = time.perf_counter()
@@ -146,7 +152,7 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
     return first_s, statistics.median(times_s)
 
 
-def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: float) -> None:
+def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: float, **more: Any) -> None:
     tokens = size * cfg.data.seq_len
     flops_per_token = cost.flops_per_token(families.pieces(cfg.model), cfg.data.seq_len, cfg.data.mask_prob)
     mfu = flops_per_token * tokens / step_s / device_peaks.reference_flops(DEVICE, cfg.precision.params)
@@ -156,44 +162,75 @@ def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: flo
         ms_per_step=round(1e3 * step_s, 1),
         tokens_per_s=round(tokens / step_s),
         mfu=round(mfu, 3),
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if GPU else None,
+        peak_bytes=torch.cuda.max_memory_allocated() if GPU else None,
+        held_bytes=torch.cuda.memory_allocated() if GPU else None,
         first_step_s=round(first_s, 1),
+        **more,
     )
 
 
-def step(name: str, ladder: list[int], keys: Keys, show_kernels: bool) -> int:
-    """Time each micro-batch size of the ladder, until memory runs out.
+class Plan:
+    """A plan of one rank's step, counted by a process of its own."""
 
-    With `show_kernels`, print the kernels at the first size of the ladder, which is the smallest.
+    def __init__(self, arguments: list[str]) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "plan.json"
+        command = [sys.executable, "-m", "dtmega", "plan", *arguments, "--world", "1", "--json", str(self.path)]
+        command += ["--fabric", FABRIC if GPU else "cpu-gloo", "--device", DEVICE.type]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+    def answer(self) -> Keys:
+        """The planned peak, the bytes between steps and the predicted time, as keys of a result."""
+        _, errors = self.process.communicate()
+        if self.process.returncode != 0:
+            return {"plan_failed": errors[-2000:]}
+        plan = json.loads(self.path.read_text())
+        (role,) = plan["roles"]
+        return {
+            "planned_peak_bytes": role["peak_bytes"],
+            "planned_held_bytes": sum(role["held"].values()),
+            "predicted_ms": round(1e3 * plan["prediction"]["step"]["seconds"], 1),
+        }
+
+
+def step(name: str, size: int, keys: Keys, *, show_kernels: bool, compare_plan: bool) -> int:
+    """Time a micro-batch size, and print the kernels of a step or what a plan says of it, if asked for.
+
+    Returns:
+        0, or `TOO_LARGE` if memory ran out.
     """
     case = " ".join([name, *(f"{key}={value}" for key, value in keys.items())])
-    for size in ladder:
+    settings = micro_batches(size) | tiny(name) | keys
+    with ExitStack() as closing:
+        plan = None
+        if compare_plan:
+            plan = closing.enter_context(Plan(ours.arguments(f"{name}.toml", ours.ALONE | settings)))
+        run = ours.begin(f"{name}.toml", settings, closing)
         try:
-            with ExitStack() as closing:
-                run = ours.begin(f"{name}.toml", micro_batches(size) | tiny(name) | keys, closing)
-                first_s, step_s = timed(lambda run=run: train_step(run, next(run.batches)))
-                report(case, run.cfg, size, first_s, step_s)
-                if show_kernels and size == ladder[0]:
-                    kernels(lambda run=run: train_step(run, next(run.batches)))
-                del run
+            first_s, step_s = timed(lambda: train_step(run, next(run.batches)))
         except torch.OutOfMemoryError:
             say(case=case, micro_batch=size, out_of_memory=True)
-            break
-        dist.destroy_process_group()
-        forget()
+            return TOO_LARGE
+        report(case, run.cfg, size, first_s, step_s, **(plan.answer() if plan else {}))
+        if show_kernels:
+            kernels(lambda: train_step(run, next(run.batches)))
     return 0
 
 
-def forget() -> None:
-    gc.collect()
-    torch._dynamo.reset()
-    if GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def hf(name: str, size: int, compiled: bool) -> int:
+    """Time transformers' model with the sizes of this configuration: fp32 weights, autocast, fused AdamW.
 
-
-def hf(name: str, ladder: list[int], compiled: bool) -> int:
-    """Time transformers' model with the sizes of this configuration: fp32 weights, autocast, fused AdamW."""
+    Returns:
+        0, or `TOO_LARGE` if memory ran out.
+    """
     settings = {key: str(value) for key, value in tiny(name).items()}
     cfg = config.load(ours.arguments(f"{name}.toml", settings | {"run.dir": tempfile.gettempdir()}))
     model: Any = cfg.model
@@ -207,18 +244,15 @@ def hf(name: str, ladder: list[int], compiled: bool) -> int:
         use_cache=False,
     )
     case = f"transformers' {name}, {'compiled' if compiled else 'eager'}"
-    for size in ladder:
-        try:
-            with DEVICE:
-                network = transformers.BloomForCausalLM(theirs).train()
-                tokens = torch.randint(model.vocab_size, (size, cfg.data.seq_len))
-            inputs = {"input_ids": tokens, "labels": tokens}
-            report(case, cfg, size, *timed(peers.HfStep(network, inputs, autocast=True, compiled=compiled)))
-            del network
-        except torch.OutOfMemoryError:
-            say(case=case, micro_batch=size, out_of_memory=True)
-            break
-        forget()
+    try:
+        with DEVICE:
+            network = transformers.BloomForCausalLM(theirs).train()
+            tokens = torch.randint(model.vocab_size, (size, cfg.data.seq_len))
+        inputs = {"input_ids": tokens, "labels": tokens}
+        report(case, cfg, size, *timed(peers.HfStep(network, inputs, autocast=True, compiled=compiled)))
+    except torch.OutOfMemoryError:
+        say(case=case, micro_batch=size, out_of_memory=True)
+        return TOO_LARGE
     return 0
 
 
@@ -275,6 +309,21 @@ def one_case(case: list[str], limit_s: float) -> tuple[list[str], int]:
     return [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)], code
 
 
+def climb(argv: list[str], ladder: list[int]) -> int:
+    """Run a case once for each micro-batch size, in a process of its own, until memory runs out.
+
+    Kernels are shown for the smallest size only.
+    """
+    flags = [word for word in argv if word not in ("--ladder", ",".join(map(str, ladder)))]
+    for size in ladder:
+        rung = [word for word in flags if word != "--profile" or size == ladder[0]]
+        command = [sys.executable, str(Path(__file__).resolve()), *rung, "--ladder", str(size)]
+        code = subprocess.run(command, check=False).returncode
+        if code != 0:
+            return 0 if code == TOO_LARGE else code
+    return 0
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?", choices=["tests", "right", "step", "hf"])
@@ -282,7 +331,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--set", choices=SETS, default="first")
     parser.add_argument("--deadline", type=float, default=570.0 if GPU else 3600.0, help="seconds")
     parser.add_argument("--ladder", default="4", help="micro-batches to try, smallest first")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="show the kernels of a step")
+    parser.add_argument("--plan", action="store_true", help="compare with `dtmega plan`")
     parser.add_argument("--compiled", action="store_true")
     args, rest = parser.parse_known_args(argv)
     ladder = [int(size) for size in args.ladder.split(",")]
@@ -292,10 +342,13 @@ def main(argv: list[str]) -> int:
         return tests()
     if args.case == "right":
         return right()
+    if len(ladder) > 1:
+        return climb(argv, ladder)
+    (size,) = ladder
     if args.case == "hf":
-        return hf(args.name, ladder, args.compiled)
+        return hf(args.name, size, args.compiled)
     keys = {flag.removeprefix("--"): value for flag, value in zip(rest[::2], rest[1::2], strict=True)}
-    return step(args.name, ladder, keys, args.profile)
+    return step(args.name, size, keys, show_kernels=args.profile, compare_plan=args.plan)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from dtmega.distributed.process import PR_SET_PDEATHSIG
 # other projects only.
 start_method = "spawn"
 FROM_INSIDE_COMPILE = (
-    "`torch.jit.script_method` is deprecated",
+    "`torch.jit.script(_method)?` is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     "<class 'torch.autograd.function.Function'> should not be instantiated",
 )

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,17 +164,36 @@ def test_staged_values_are_those_of_the_moment_while_the_device_goes_on(device: 
 # ---- a process
 
 
+def first(device: str) -> torch.device:
+    """The first device of a kind."""
+    return torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+
+def in_a_process(device: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """fn(*args) in a process of its own.
+
+    torch's compiler opens the GPU's driver when it is imported, in the server of forked ranks, too, and no fork can use
+    a driver that is open already.
+    """
+    if device == "cpu":
+        (result,) = ranks.run(1, fn, *args, timeout_s=300.0)
+        return result
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *args).result(timeout=300.0)
+
+
 @contextlib.contextmanager
 def group_of_one():
     """The trainer makes its own process group, by its device."""
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     yield
     dist.destroy_process_group()
 
 
 def world_of_one(device: str) -> tuple[str, list[float]]:
     with group_of_one():
-        world = mesh.start(torch.device(device), mesh.resolve(config.Mesh(), 1))
+        world = mesh.start(first(device), mesh.resolve(config.Mesh(), 1))
         sums = []
         for group in world.groups.values():
             x = torch.full((3,), 2.0, device=device)
@@ -182,7 +204,7 @@ def world_of_one(device: str) -> tuple[str, list[float]]:
 
 @on_each_device
 def test_a_world_of_one_sums_to_itself_in_every_group(device: str):
-    ((backend, sums),) = ranks.run(1, world_of_one, device)
+    backend, sums = in_a_process(device, world_of_one, device)
     assert backend == {"cpu": "gloo", "cuda": "nccl"}[device]
     assert sums == [6.0] * len(sums)
 
@@ -193,14 +215,14 @@ def losses(device: str) -> dict[str, list[float]]:
     with counts.traced_only() if device == "cpu" else contextlib.nullcontext(), group_of_one():
         for name, where, compiled in (("truth", "cpu", False), ("eager", device, False), ("compiled", device, True)):
             cfg = counts.settings(model=counts.MODEL | {"hidden_size": 64}, compile={"enable": compiled})
-            run = counts.begin(cfg, torch.device(where))
+            run = counts.begin(cfg, first(where))
             found[name] = [train_step(run, counts.batch(cfg, number)).loss for number in range(4)]
     return found
 
 
 @on_each_device
 def test_compiled_and_eager_steps_on_a_device_have_the_losses_of_a_cpu(device: str):
-    (found,) = ranks.run(1, losses, device, timeout_s=300.0)
+    found = in_a_process(device, losses, device)
     assert found["eager"] == pytest.approx(found["truth"], rel=1e-5)
     assert found["compiled"] == pytest.approx(found["truth"], rel=1e-5)
 
@@ -228,7 +250,7 @@ def losses_in(run: Path) -> dict[int, float]:
 @on_each_device
 def test_a_stopped_run_goes_on_to_the_bit(device: str, corpus: str, tmp_path: Path):
     for name, exit_interval in (("whole", 0), ("halves", 3), ("halves", 0)):
-        ranks.run(1, trained, device, corpus, tmp_path / name, exit_interval)
+        in_a_process(device, trained, device, corpus, tmp_path / name, exit_interval)
     whole, halves = (losses_in(tmp_path / name) for name in ("whole", "halves"))
     assert halves == whole
     assert len(whole) == 6

@@ -185,6 +185,9 @@ TORCH = {
     "torch._dynamo.backends.common.aot_autograd": Private(
         ("planning/counting/compiled.py",), "a backend that runs AOT's graphs as they are"
     ),
+    "torch._dynamo.config": Private(
+        ("ops/attention.py",), "no number of kernels after which a function would run uncompiled"
+    ),
     "torch._dynamo.decorators": Private(
         ("planning/counting/pretend.py",), "Dynamo reads `_make_subclass` when it is imported"
     ),

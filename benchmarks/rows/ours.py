@@ -27,6 +27,7 @@ ALONE: dict[str, Any] = {
     "log.tensorboard": "false",
     "data.path": "stdlib",
     "data.tokenizer": "stdlib-8k",
+    "data.split": "90,5,5",  # some Pythons come with too few files for the shares of published runs
     "data.num_workers": 0,
 }
 

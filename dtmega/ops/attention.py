@@ -38,6 +38,7 @@ from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
 from dtmega.ops.keyed import Dropout
 
+MAX_KERNELS = 256  # of FlexAttention outside of compiled blocks, in one process
 FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
 
 
@@ -265,4 +266,9 @@ def _flex_kernel(device_type: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+    # Each shape, dtype and rule needs a kernel of its own. After eight of them, torch's default, Dynamo would run the
+    # uncompiled function.
+    from torch._dynamo import config  # takes seconds to import, and only GPUs need it
+
+    allow_kernels = config.patch(recompile_limit=MAX_KERNELS)
+    return allow_kernels(torch.compile(flex_attention, dynamic=False))

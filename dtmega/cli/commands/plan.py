@@ -4,6 +4,7 @@ dtmega plan --config bloom-7b1.toml --world 64 --mesh.tp 2 --memory 80GiB
 dtmega plan --config bloom-176b.toml --world 384 --mesh.tp 4 --mesh.pp 12 --fabric a100-ib --json plan.json
 dtmega plan --config bloom.toml --world 2 --mesh.tp 2 --device cpu
 dtmega plan --config bloom-7b1.toml --world 64 --search --write best.toml
+dtmega plan --calibrate here.toml
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group(
         "the run", "Any key of a run as --section.key value; `dtmega train --help SECTION` lists a section's keys."
     )
-    job.add_argument("--config", required=True, metavar="NAME", help="path of a TOML file, or a name under configs/")
+    job.add_argument("--config", metavar="NAME", help="path of a TOML file, or a name under configs/")
     job.add_argument(
         "--world", type=integer(1), metavar="N", help="number of ranks (default: the product of the mesh's sizes)"
     )
@@ -39,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        default="cuda",
-        help="device of every rank; no GPU is needed (default %(default)s)",
+        help="device of every rank; a plan needs no GPU (default: cuda; for --calibrate the GPU if there is one)",
     )
     machine.add_argument(
         "--fabric",
@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory that tensors cannot use: context, communication library, fragmentation (default: the fabric's)",
     )
+    machine.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="plan nothing: measure this machine, with all processes of torchrun, and write the file for --fabric",
+    )
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--json", metavar="FILE", help="also write everything as JSON")
     answer.add_argument("--page", metavar="FILE", help="also write a page of the report (extra `report`)")
@@ -72,15 +77,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        return measure_machine(args)
+    if not args.config:
+        raise ValueError("expected --config NAME, the run to plan (or --calibrate FILE, to measure this machine)")
     from dtmega import config
     from dtmega.planning.answers.job import lay_out, machine_of
 
-    machine = machine_of(args.device, args.fabric, args.memory, args.reserve)
+    machine = machine_of(args.device or "cuda", args.fabric, args.memory, args.reserve)
     check_files(args)
     asked = config.load(["--config", args.config, *args.keys])
     if args.search:
         return search_layouts(asked, machine, args)
     return plan_one(lay_out(asked, args.world, machine), args)
+
+
+def measure_machine(args: argparse.Namespace) -> int:
+    """Measure this machine, with all ranks together, and write it as a fabric.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: an option of a plan was given, too, or the file cannot be written.
+    """
+    from dtmega import config, mesh
+    from dtmega.planning.prices import calibrate
+
+    taken = ("config", "world", "tokens", "fabric", "memory", "reserve", "json", "page", "search", "write")
+    given = [f"--{name}" for name in taken if getattr(args, name)] + list(args.keys)
+    if given:
+        raise ValueError(f"--calibrate measures this machine and plans nothing: expected no {given[0]}")
+    check_folder("calibrate", args.calibrate)
+    device = mesh.pick_device(args.device or "auto")
+    n_ranks = mesh.world_size()
+    world = mesh.start(device, mesh.resolve(config.Mesh(), n_ranks)) if n_ranks > 1 else None
+    fabric = calibrate.calibrate(device)
+    if world is None or world.rank == 0:
+        calibrate.write(fabric, args.calibrate)
+        print(f"measured: {fabric.gpu.name}, {n_ranks} processes\nwritten: {args.calibrate}")
+    if world is not None:
+        mesh.stop()
+    return exit_codes.DONE
 
 
 def check_files(args: argparse.Namespace) -> None:
@@ -91,8 +129,8 @@ def check_files(args: argparse.Namespace) -> None:
     """
     for option in ("json", "write"):
         path = getattr(args, option)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{option} {path}: expected a file in a folder that is there")
+        if path:
+            check_folder(option, path)
     if args.write and not args.search:
         raise ValueError("--write needs --search: without a search there is no best layout")
     if args.page and args.search:
@@ -103,6 +141,16 @@ def check_files(args: argparse.Namespace) -> None:
         from dtmega.report.plan_page import check_page
 
         check_page(args.page)
+
+
+def check_folder(option: str, path: str) -> None:
+    """Check that the folder of a file to write exists.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--{option} {path}: expected a file in a folder that is there")
 
 
 def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) -> int:
