@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from dtmega.__main__ import main
 from dtmega.planning.prices import calibrate, fabric, pricing
 from dtmega.planning.prices.fabric import Fabric
 from tests import ranks
@@ -15,13 +18,20 @@ from tests import ranks
 CPU = torch.device("cpu")
 
 
-def quick() -> Fabric:
+@contextlib.contextmanager
+def quickly() -> Iterator[None]:
     with (
         patch.object(calibrate, "SIDES", (32, 64)),
+        patch.object(calibrate, "LONG_SIDE", {"cpu": 64}),
         patch.object(calibrate, "COPY_BYTES", 2**16),
         patch.object(calibrate, "LEAST_S", 0.0),
         patch.object(calibrate, "GATHERS", 3),
     ):
+        yield
+
+
+def quick() -> Fabric:
+    with quickly():
         return calibrate.calibrate(CPU)
 
 
@@ -50,3 +60,16 @@ def test_products_of_measured_sides_reach_what_was_measured():
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"cannot write the fabric to .*none/x\.toml: No such file"):
         calibrate.write(quick(), str(tmp_path / "none" / "x.toml"))
+
+
+def test_the_command_writes_a_file_that_a_plan_takes_as_its_fabric(tmp_path: Path):
+    path = tmp_path / "here.toml"
+    with quickly():
+        assert main(["plan", "--calibrate", str(path), "--device", "cpu"]) == 0
+    assert fabric.load(str(path)).gpu.measured.keys() == {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("more", [["--world", "2"], ["--config", "bloom.toml"], ["--mesh.tp", "2"]])
+def test_a_calibration_with_what_only_a_plan_reads_is_refused(more: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--calibrate", "here.toml", *more]) == 2
+    assert f"plans nothing: expected no {more[0]}" in capsys.readouterr().err

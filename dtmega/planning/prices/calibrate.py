@@ -22,6 +22,8 @@ from dtmega.planning.prices.fabric import Fabric, parse
 from dtmega.training import device_peaks
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # of products whose smallest side is measured
+LAUNCHES = 100
 ENOUGH_S = 0.05  # products that take longer end the series
 LEAST_REPEATS = 5
 LEAST_S = 0.2  # each work is repeated for at least this time
@@ -47,14 +49,7 @@ def calibrate(device: torch.device, dtypes: tuple[str, ...] = ("float32", "bfloa
         peaks[dtype] = max(known, *(flops for _, flops in points))
     copied = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device=device)
     copy_s = _shortest_s(copied.clone, device)
-    small = torch.zeros(1, device=device)
-    n_launches = 100
-
-    def launch_many() -> None:
-        for _ in range(n_launches):
-            small.add_(1)
-
-    launch_s = _shortest_s(launch_many, device) / n_launches
+    launch_s = _shortest_s(_many_launches(device), device) / LAUNCHES
     here = "measured by dtmega.planning.prices.calibrate"
     gpu: dict[str, Any] = {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU of {socket.gethostname()}",
@@ -91,15 +86,40 @@ def write(fabric: Fabric, path: str) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float]]:
-    """FLOP/s of square products by side, up to the first that takes long."""
+    """FLOP/s of products by their smallest side, up to the first that takes long.
+
+    The other two sides are long, as they are in a model: a small square product would mostly wait for its launch.
+    """
     points = []
     for side in SIDES:
-        matrix = torch.linspace(-1, 1, side * side, device=device).view(side, side).to(dtype)
-        seconds = _shortest_s(lambda matrix=matrix: matrix @ matrix, device)
-        points.append((side, 2 * side**3 / seconds))
+        long = max(side, LONG_SIDE[device.type])
+        matrix = torch.linspace(-1, 1, long * side, device=device).view(long, side).to(dtype)
+        seconds = _shortest_s(lambda matrix=matrix: matrix @ matrix.T, device)
+        points.append((side, 2 * long * side * long / seconds))
         if seconds > ENOUGH_S:
             break
     return points
+
+
+def _many_launches(device: torch.device) -> Callable[[], object]:
+    """Launch many small kernels one after the other.
+
+    On a GPU they are captured in a graph, because the host, which runs ahead in a training step, launches them more
+    slowly than the GPU begins them.
+    """
+    small = torch.zeros(1, device=device)
+
+    def launch_many() -> None:
+        for _ in range(LAUNCHES):
+            small.add_(1)
+
+    if device.type != "cuda":
+        return launch_many
+    launch_many()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch_many()
+    return graph.replay
 
 
 def _shortest_s(work: Callable[[], object], device: torch.device) -> float:
