@@ -54,6 +54,14 @@ def test_attention_keeps_for_backward_what_a_fused_kernel_keeps(masked: bool):
     assert here == kept_bytes(CPU, masked)
 
 
+def test_a_compiled_block_attends_by_the_fused_kernel():
+    with on_gpu() as recorder:
+        attend = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        attend(*(queries(GPU) for _ in range(3)))
+        names = [work.operator for work in recorder.works if work.flops]
+    assert names == ["dtmega_planning.attention"]
+
+
 def test_causal_attention_computes_two_products_of_the_visible_pairs_and_backward_five():
     with on_gpu() as recorder:
         q, k, v = (queries(GPU, torch.bfloat16) for _ in range(3))

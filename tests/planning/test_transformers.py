@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from dtmega.planning.counting.role import Role
+from dtmega.planning.plan import totals
 from tests import hf_models, ranks
 from tests.hf_models import Case
 from tests.planning import real_step
@@ -15,7 +17,8 @@ from tests.planning.test_counts import CPU, SMALL, TIMEOUT_S, assert_alike, mess
 GPU = torch.device("cuda", 0)
 HOST_BYTES = 16  # what a run on CPUs holds in the same memory as its tensors: a few numbers of the host
 OF_TRAINER = ("data.", "batch.", "train.", "precision.", "compile.")
-TRAINED = {key: value for key, value in SMALL.items() if key.startswith(OF_TRAINER)} | {"data.tokenizer": "bytes"}
+TRAINED = {key: value for key, value in SMALL.items() if key.startswith(OF_TRAINER)}
+TRAINED |= {"data.tokenizer": "bytes", "batch.global_batch_size": 4}
 
 # Name -> processes, model, keys.
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -31,21 +34,22 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 ALWAYS = ("llama, tp 2",)
 
 
-def run(name: str, device: torch.device) -> tuple[list[real_step.Measured], list[Any]]:
-    """The ranks of a layout that run, and their plans."""
+def run(name: str, device: torch.device, compiled: bool = False) -> tuple[list[real_step.Measured], list[Role]]:
+    """The ranks of a layout that run, and their plans, whose blocks may be compiled."""
     n, model, keys = LAYOUTS[name]
-    case = Case(model, vocab=256)
+    case = Case(model, vocab=512)
     directory = hf_models.saved([case])[case]
-    values = real_step.nested(TRAINED | {"model.name": "hf", "model.path": directory} | keys)
-    roles = ranks.run(n, real_step.planned, values, device, timeout_s=TIMEOUT_S)
-    return ranks.run(n, real_step.measured, values, timeout_s=TIMEOUT_S), roles
+    eager = TRAINED | {"model.name": "hf", "model.path": directory} | keys
+    planned = real_step.nested(eager | {"compile.enable": compiled})
+    roles = ranks.run(n, real_step.planned, planned, device, timeout_s=TIMEOUT_S)
+    return ranks.run(n, real_step.measured, real_step.nested(eager), timeout_s=TIMEOUT_S), roles
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in LAYOUTS]
 )
 def test_a_pretended_gpu_holds_and_sends_what_a_real_rank_does(name: str):
-    reals, roles = run(name, GPU)
+    reals, roles = run(name, GPU, compiled=name not in ALWAYS)
     _, _, keys = LAYOUTS[name]
     for rank, (real, role) in enumerate(zip(reals, roles, strict=True)):
         assert 0 <= real.held_bytes - sum(role.held.values()) <= HOST_BYTES, f"rank {rank}"
@@ -60,3 +64,16 @@ def test_a_pretended_cpu_holds_sends_and_peaks_as_a_real_rank(name: str):
     reals, roles = run(name, CPU)
     _, _, keys = LAYOUTS[name]
     assert_alike(reals, roles, keys)
+
+
+@pytest.mark.full
+def test_ranks_share_the_products_of_experts():
+    case = Case("mixtral", vocab=512)
+    keys = TRAINED | {"model.name": "hf", "model.path": hf_models.saved([case])[case]}
+    of_grouped: list[int] = []
+    for n in (1, 2):
+        values = real_step.nested(keys | {"mesh.tp": n})
+        first, *_ = ranks.run(n, real_step.planned, values, GPU, timeout_s=TIMEOUT_S)
+        of_grouped.append(totals(first).flops["aten._grouped_mm"])
+    one, two = of_grouped
+    assert one == 2 * two

@@ -174,7 +174,12 @@ def without_values(tp: int = 1) -> Iterator[None]:
             known, so each rank counts as computing an equal share.
     """
     grouped = torch.ops.aten._grouped_mm
-    scaled_dot_product = functools.partial(_scaled_dot_product_attention, F.scaled_dot_product_attention)
+    original = F.scaled_dot_product_attention
+
+    # Dynamo asks this function for its name, which a partial function does not have.
+    def scaled_dot_product(*args: Any, **kwargs: Any) -> Tensor:
+        return _scaled_dot_product_attention(original, *args, **kwargs)
+
     # Selective recomputation keeps the results of kernels.
     kernel = torch.ops.dtmega_planning.attention.default
     with (
