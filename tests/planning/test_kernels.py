@@ -86,7 +86,7 @@ def test_a_rank_computes_the_rows_of_its_share_of_the_experts(dtype: torch.dtype
         rows = torch.empty(48, 32, device=GPU, dtype=dtype)
         matrices = torch.empty(3, 32, 16, device=GPU, dtype=dtype)
         ends = torch.empty(3, device=GPU, dtype=torch.int32)
-        out = torch._grouped_mm(rows, matrices, ends)
+        out = torch.ops.aten._grouped_mm(rows, matrices, ends)
         (flops,) = (work.flops for work in recorder.works if work.flops)
     assert (out.shape, out.dtype) == ((48, 16), dtype)
     assert flops == 2 * 48 * 32 * 16 // 2
