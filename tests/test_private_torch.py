@@ -214,12 +214,19 @@ TORCH = {
     "torch._ops.OpOverload._schema": Private(
         ("planning/counting/recorder.py",), "names of arguments, and whether a result is an argument"
     ),
+    "torch._subclasses.fake_impls": Private(
+        ("planning/counting/kernels.py",), "shapes of an operator's results, in its table `op_implementations_dict`"
+    ),
+    "torch.ops.aten._grouped_mm": Private(
+        ("planning/counting/kernels.py",), "the operator behind `torch.nn.functional.grouped_mm`"
+    ),
     "torch._subclasses.fake_tensor": Private(("planning/counting/pretend.py",), "tensors without memory"),
     "torch._subclasses.fake_tensor.FakeTensor": Private(
         ("planning/counting/autograd_sums.py", "planning/counting/pretend.py"), "the same"
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": Private(
-        ("planning/counting/autograd_sums.py", "planning/counting/pretend.py"), "the same"
+        ("planning/counting/autograd_sums.py", "planning/counting/kernels.py", "planning/counting/pretend.py"),
+        "the same",
     ),
     "torch.autograd.graph._engine_run_backward": Private(
         ("planning/counting/autograd_sums.py",), "is an operator called by the engine"

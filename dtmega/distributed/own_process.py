@@ -32,8 +32,8 @@ def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess]
 
     Raises:
         ValueError: the function has raised a ValueError.
-        RuntimeError: the function has raised another error; the message is its traceback.
-        ChildProcessError: the process was killed.
+        ChildProcessError: the process was killed, or the function has raised another error, whose traceback the process
+            has printed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
@@ -97,6 +97,8 @@ def _send_result(to: Connection, function: Callable[..., object], *args: Any) ->
         result = function(*args)
     except ValueError as error:
         result = ValueError(str(error))
-    except Exception:
-        result = RuntimeError(f"in a process of its own:\n{traceback.format_exc()}")
+    except Exception as error:
+        traceback.print_exc()
+        summary = exit_codes.error_summary(error)
+        result = ChildProcessError(f"{function.__name__} has failed, with the traceback above: {summary}")
     to.send(result)

@@ -126,7 +126,7 @@ def in_own_process(*arguments: Any) -> Role:
 
     Raises:
         ValueError: the role cannot be planned, for the same reason as in training.
-        ChildProcessError: the role's process was killed.
+        ChildProcessError: the role's process was killed, or has ended with an error of the planner.
     """
     return own_process.run(plan_role, *arguments)
 

@@ -80,6 +80,11 @@ def test_a_plan_holds_sends_and_peaks_as_the_real_step(name: str):
     values = real_step.nested(SMALL | keys)
     roles = ranks.run(n, real_step.planned, values, CPU, timeout_s=TIMEOUT_S)
     reals = ranks.run(n, real_step.measured, values, timeout_s=TIMEOUT_S)
+    assert_alike(reals, roles, keys)
+
+
+def assert_alike(reals: list[real_step.Measured], roles: list[Role], keys: dict[str, Any]) -> None:
+    """Compare the plans of CPU ranks with the same ranks."""
     for rank, (real, role) in enumerate(zip(reals, roles, strict=True)):
         assert messages(role) == real.messages, f"rank {rank}"
         assert sum(role.held.values()) == real.held_bytes, f"rank {rank}"

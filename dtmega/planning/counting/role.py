@@ -24,7 +24,7 @@ from dtmega.ops import ranges
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.ops.shards import local
-from dtmega.planning.counting import compiled, flex
+from dtmega.planning.counting import compiled, kernels, masks
 from dtmega.planning.counting.ledger import Span
 from dtmega.planning.counting.pretend import Pretended, pretending
 from dtmega.planning.counting.recorder import Recorder
@@ -110,7 +110,8 @@ def plan_role(
     with (
         pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
         compiled.counted(recorder.hiding),
-        flex.without_values(),
+        kernels.without_values(sizes["tp"]),
+        masks.of_whole_rows(cfg.model),
         ranges.told_to(recorder.range),
         recorder.exchanges_of_fsdp(),
         recorder.waits_for_messages(),

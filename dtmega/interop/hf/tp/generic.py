@@ -105,7 +105,7 @@ class GlobalForward(ParallelStyle):
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        Guard(Stack(), drops=False)._apply(module, device_mesh)
+        Guard(Stack())._apply(module, device_mesh)
         module.config.use_cache = False
         if getattr(module, "generation_config", None) is not None:
             module.generation_config.use_cache = False

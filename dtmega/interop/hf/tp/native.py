@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtmega.interop.hf.tp.experts import Experts
 from dtmega.interop.hf.tp.packed import PackedColumn
-from dtmega.interop.hf.tp.plan import HFPlan, add_guard, add_head, add_rest, base_model, joined, matching
-from dtmega.interop.hf.tp.regions import Counts
+from dtmega.interop.hf.tp.plan import HFPlan, add_head, add_rest, base_model, dropouts, joined, matching
+from dtmega.interop.hf.tp.regions import Counts, Guard
 from dtmega.interop.hf.tp.styles import GatheredColumn, SplitRow, Stack
 from dtmega.plans.styles import Column, KVColumn, Row, Whole, check_kv_heads
 from dtmega.plans.vocabulary import VocabEmbedding
@@ -53,7 +53,7 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
     config = model.config
     check_heads(config, tp)
     plan = HFPlan(config.model_type, tp, False, {}, block_names(model), native=tp > 1)
-    add_guard(plan, model, Stack(), "")
+    plan.table[""] = Guard(Stack(drops=bool(dropouts(model))))
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         name = next(name for name, module in model.named_modules() if module is embedding)

@@ -92,6 +92,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     check_sizes(config, facts, tp)
     prefix, base = base_model(model)
     plan = HFPlan(config.model_type, tp, sequence_parallel, {}, [])
+    drops = bool(dropouts(model))
 
     # Each list of blocks is a stack: the sequence is cut before the first block and gathered after the last block.
     stacks: dict[str, Stack] = {}
@@ -99,9 +100,9 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
         path = joined(owner, blocks)
         if not has(base, owner) or not has(base, path):
             continue
-        stack = Stack(sequence_parallel and tp > 1)
+        stack = Stack(sequence_parallel and tp > 1, drops)
         stacks[path] = stack
-        add_guard(plan, model, stack, joined(prefix, owner))
+        plan.table[joined(prefix, owner)] = Guard(stack)
         numbers = [number for number, _ in base.get_submodule(path).named_children()]
         names = [joined(prefix, path, number) for number in numbers]
         plan.blocks += names
@@ -153,11 +154,6 @@ def _style_in_stack(spec: StyleSpec, stack: Stack, facts: FamilyFacts, config: A
         families.EACH_HEADS_NORM: lambda: NormOfEachHead(stack),
         families.WHOLE: lambda: Whole(stack),
     }[spec]()
-
-
-def add_guard(plan: HFPlan, model: Any, stack: Stack, owner: str) -> None:
-    """Add a `Guard` for the module that runs a stack."""
-    plan.table[owner] = Guard(stack, bool(dropouts(model)))
 
 
 def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHead] = LogitsHead) -> None:

@@ -117,7 +117,7 @@ class StackBoundary(ParallelStyle):
             stack.cut = stack.sequence_parallel and not stack.hidden_states_wanted and x.shape[1] % group.size() == 0
             if not stack.cut:
                 return None
-            if module.training:
+            if stack.drops and module.training:
                 stack.random.enter(x.device, group.rank())
             part = mappings.split(x, group)
             if args:
@@ -144,13 +144,12 @@ class Guard(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        drops: whether the model has dropout.
     """
 
     cost = ("", "")
 
-    def __init__(self, stack: Stack, drops: bool) -> None:
-        self.stack, self.drops = stack, drops
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
 
     def check(self, module: nn.Module, tp: int) -> None:
         """Accept any module."""
@@ -166,7 +165,7 @@ class Guard(ParallelStyle):
             if option("output_attentions"):
                 raise ValueError("output_attentions: under tp a rank has the probabilities of its own heads only")
             self.stack.hidden_states_wanted = bool(option("output_hidden_states"))
-            if self.drops and module.training:
+            if self.stack.drops and module.training:
                 check_random_state(module, group)
 
         module.register_forward_pre_hook(check_forward, with_kwargs=True)

@@ -29,6 +29,7 @@ class Stack(base.Stack):
 
     Args:
         sequence_parallel: whether to cut the hidden state along S; if False, the hidden state is never cut.
+        drops: whether the model has dropout.
 
     Attributes:
         hidden_states_wanted: whether the current forward returns all hidden states, which are then not cut.
@@ -38,8 +39,9 @@ class Stack(base.Stack):
 
     sums_in_backward = True
 
-    def __init__(self, sequence_parallel: bool = False) -> None:
+    def __init__(self, sequence_parallel: bool = False, drops: bool = False) -> None:
         super().__init__(sequence_parallel)
+        self.drops = drops
         self.hidden_states_wanted = False
         self.cut = False
         self.random = RandomStream()

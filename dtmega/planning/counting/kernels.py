@@ -1,0 +1,197 @@
+"""Kernels without values, where torch would run something else than a real device, or nothing.
+
+The stand-in for the fused attention kernels of a GPU keeps for backward what these kernels keep. Without it,
+FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The products of a mixture's
+experts have all dtypes of the real kernels, whereas torch knows their shapes in bf16 only, and not their FLOPs (torch
+2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from dtmega.ops import attention
+from dtmega.ops.attention_over_ranks import KERNELS
+from dtmega.ops.attention_rule import AttentionRule
+from dtmega.training.recompute import EXPENSIVE
+
+HALF = (torch.bfloat16, torch.float16)
+FLASH_HEAD_SIZE = 256  # the largest of torch's flash kernel
+
+
+@torch.library.custom_op("dtmega_planning::attention", mutates_args=())
+def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+    """The output of attention [B, H, S, K], and the logarithm of each query's sum [B, H, S]; without values.
+
+    Args:
+        q: queries, [B, H, S, K].
+        k, v: keys and values, [B, G, T, K], where G divides H.
+        bias: summand of the scores that the kernel reads from memory, which broadcasts to [B, H, S, T].
+        share: share of the pairs of queries and keys that the kernel computes.
+    """
+    raise NotImplementedError  # only the fake below is ever called
+
+
+@fused.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+    n_rows, n_heads, n_queries, _ = q.shape
+    out = q.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(n_rows, n_heads, n_queries, dtype=torch.float32)
+
+
+@torch.library.custom_op("dtmega_planning::attention_backward", mutates_args=())
+def fused_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; without values."""
+    raise NotImplementedError  # only the fake below is ever called
+
+
+@fused_backward.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, bias, ctx.share = inputs
+    ctx.save_for_backward(q, k, v, bias, *output)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, bias, *_results = ctx.saved_tensors
+    dq, dk, dv = fused_backward(gradient, q, k, v, bias, ctx.share)
+    return dq, dk, dv, None, None
+
+
+fused.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.dtmega_planning.attention)
+def _flops(q: Any, k: Any, v: Any, bias: Any, share: float, *_: Any, **__: Any) -> int:
+    """Two products of all visible pairs, q k^T and p v."""
+    n_rows, n_heads, n_queries, size = q
+    return round(2 * n_rows * n_heads * n_queries * k[2] * (size + v[3]) * share)
+
+
+@register_flop_formula(torch.ops.dtmega_planning.attention_backward)
+def _flops_backward(gradient: Any, q: Any, k: Any, v: Any, bias: Any, share: float, *_: Any, **__: Any) -> int:
+    """Five products of all visible pairs: the scores again, and the gradients of p, v, q and k."""
+    n_rows, n_heads, n_queries, size = q
+    return round(2 * n_rows * n_heads * n_queries * k[2] * (3 * size + 2 * v[3]) * share)
+
+
+def visible_share(rule: AttentionRule) -> float:
+    """Share of the pairs of queries and keys that the rule allows, from causality and the window alone."""
+    n_queries, n_keys = rule.query_places.shape[1], rule.key_places.shape[1]
+    if not rule.causal:
+        return 1.0
+    n_before = n_keys - n_queries
+    visible = n_queries * n_before + n_queries * (n_queries + 1) / 2
+    if rule.window:
+        visible = min(visible, n_queries * rule.window)
+    return visible / (n_queries * n_keys)
+
+
+def has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """True if `scaled_dot_product_attention` of a Hopper GPU has a fused kernel, by the rules of torch's sdp_utils.cpp.
+
+    The rules are those of the flash kernel and of the memory-efficient kernel. A mask that learns counts as without a
+    kernel.
+    """
+    is_half = q.dtype in HALF
+    is_square = q.shape[-2] == k.shape[-2]
+    flash = is_half and mask is None and q.shape[-1] == v.shape[-1] <= FLASH_HEAD_SIZE and (is_square or not is_causal)
+    alignment = 8 if is_half else 4
+    is_aligned = q.shape[-1] % alignment == 0 and v.shape[-1] % alignment == 0
+    learns = mask is not None and mask.requires_grad
+    efficient = (is_half or q.dtype == torch.float32) and q.shape[1] == k.shape[1] and is_aligned and not learns
+    return flash or efficient
+
+
+def _scaled_dot_product_attention(
+    original: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention`, with the stand-in where a GPU would run a fused kernel."""
+    if query.device.type != "cuda" or not has_fused_kernel(query, key, value, attn_mask, is_causal):
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    bias = attn_mask
+    if bias is not None and bias.dtype == torch.bool:
+        # The kernel adds numbers, so torch makes them of the booleans, and keeps them for backward.
+        hidden = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
+        bias = torch.where(bias, 0.0, hidden)
+    share = (query.shape[-2] + 1) / 2 / key.shape[-2] if is_causal else 1.0
+    out, _ = fused(query, key, value, bias, share)
+    return out
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *_: float | None) -> Tensor:
+    """FlexAttention by the stand-in."""
+    out, _ = fused(q, k, v, None, visible_share(rule))
+    return out
+
+
+def _grouped_product(mode: FakeTensorMode, operator: Any, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A fake product of each group of rows with its matrix."""
+    if a.dtype == torch.bfloat16:
+        return NotImplemented  # torch's own answer
+    with mode:
+        return operator(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
+
+
+def _flops_of_groups(share: float, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """The product of each group's rows, of which a rank computes only those of its own experts."""
+    n_products = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return round(2 * n_products * a.shape[-2] * a.shape[-1] * b.shape[-1] * share)
+
+
+@contextlib.contextmanager
+def without_values(tp: int = 1) -> Iterator[None]:
+    """Answer for the kernels of a real device, inside the `with` block only.
+
+    Args:
+        tp: number of ranks that divide the experts of a mixture among them. Which tokens choose which experts is not
+            known, so each rank counts as computing an equal share.
+    """
+    grouped = torch.ops.aten._grouped_mm
+    original = F.scaled_dot_product_attention
+
+    # Dynamo asks this function for its name, which a partial function does not have.
+    def scaled_dot_product(*args: Any, **kwargs: Any) -> Tensor:
+        return _scaled_dot_product_attention(original, *args, **kwargs)
+
+    # Selective recomputation keeps the results of kernels.
+    kernel = torch.ops.dtmega_planning.attention.default
+    with (
+        patch.object(attention, "_flex", _flex),
+        patch.object(F, "scaled_dot_product_attention", scaled_dot_product),
+        patch.dict(fake_impls.op_implementations_dict, {grouped.default: _grouped_product}),
+        patch.dict(flop_registry, {grouped: functools.partial(_flops_of_groups, 1 / tp)}),
+    ):
+        for known in (KERNELS, EXPENSIVE):
+            known.add(kernel)
+        try:
+            yield
+        finally:
+            for known in (KERNELS, EXPENSIVE):
+                known.discard(kernel)
