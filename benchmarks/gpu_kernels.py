@@ -54,6 +54,7 @@ import torch.distributed as dist  # noqa: E402
 from dtmega import config, families  # noqa: E402 (it imports torch)
 from dtmega.ops import cross_entropy, softmax  # noqa: E402
 from dtmega.ops.context_parallel import ContextParallel  # noqa: E402
+from dtmega.planning.counting.torch_cuda import SHARED_BYTES  # noqa: E402
 
 SIZES = ("bloom-560m", "bloom-1b1", "bloom-3b", "bloom-7b1", "gpt2", "llama-3.2-1b", "llama-3-8b")
 SHARED_SIZE = "bloom-560m"  # the model whose sequences two ranks share
@@ -137,7 +138,7 @@ def compiling_for_it(made: Made) -> Iterator[None]:
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device=0: 0,
-        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": one_gpu.SHARED_BYTES}),
+        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(type(triton.runtime.driver), "active", driver))

@@ -11,26 +11,9 @@ import ctypes
 import importlib.util
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-
-SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
-H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=80 * 2**30,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    shared_memory_per_block_optin=SHARED_BYTES,
-    shared_memory_per_multiprocessor=SHARED_BYTES + 1024,
-    L2_cache_size=50 * 2**20,
-    gcnArchName="",
-)
 
 
 def torch_folder() -> Path:
@@ -60,13 +43,14 @@ def load() -> None:
 
 
 def answer() -> None:
-    """Let torch.cuda speak of an H100, for the rest of this process."""
+    """Let torch.cuda speak of an H100, for the rest of this process. Dynamo must not have been imported yet."""
     import torch
 
-    from dtmega.planning.counting.pretend import answers_of_cuda
     from dtmega.planning.counting.queues import Streams
+    from dtmega.planning.counting.torch_cuda import answers_of_cuda
 
-    for name, said in answers_of_cuda(Streams(), H100).items():
+    assert "torch._dynamo.device_interface" not in sys.modules, "Dynamo keeps the functions that torch.cuda has now"
+    for name, said in answers_of_cuda(Streams()).items():
         setattr(torch.cuda, name, said)
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         # Set the function by name, because the type stubs of torch for CPUs lack it.

@@ -54,7 +54,9 @@ FEWEST = {"batch.micro_batch_size": 0}  # of one process: as many sequences in e
 
 def shortened(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys of a layout, with fewer steps, and with fewer layers where it does not count them."""
-    counted = keys.keys() & {"mesh.pp", "recompute.layers"}
+    two_stages = keys.get("mesh.pp") == 2 and keys.get("pipeline.schedule", "1F1B") in ("1F1B", "GPipe")
+    cut = keys.keys() & {"mesh.pp", "pipeline.csv", "pipeline.stages", "pipeline.split"}
+    counted = "recompute.layers" in keys or (cut and not (two_stages and cut == {"mesh.pp"}))
     few = FEW_LAYERS_OF_TWO_STACKS if keys.get("model.name") == "t5" else FEW_LAYERS
     return SHORT | ({} if counted else few) | keys
 

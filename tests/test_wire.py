@@ -264,7 +264,7 @@ REPEATS |= {f"{name}, sharded gradients" for name in ("dp_shard 2", "dp_replicat
 def configurations(repeats: bool) -> dict[str, tuple[int, list[dict[str, Any]]]]:
     """Name -> processes, and a configuration for each number of layers and factor of microbatches."""
     found = {}
-    for layouts, sizes in ((AXES, [(2, 1), (3, 2)]), (MORE, [(5, 2)])):
+    for layouts, sizes in ((AXES, [(2, 1), (3, 2)]), (MORE, [(4, 2)])):
         for name, (n, least, keys) in layouts.items():
             data = keys["mesh"].get("dp_shard", 1) * keys["mesh"].get("dp_replicate", 1)
             values = [settings(keys, n_layers, factor * least * data) for n_layers, factor in sizes]

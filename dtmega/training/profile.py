@@ -12,8 +12,11 @@ checkpoint, output.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +34,7 @@ REQUEST = "profile-now"
 MAX_REQUESTED = 100  # maximum number of steps that a request may ask for
 N_OPERATORS = 20  # number of operators in a summary
 N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU keeps
+COPIED_BYTES = 2**20  # part of a trace that is compressed at once
 
 
 def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:
@@ -204,9 +208,13 @@ class _Window:
         seconds = time.perf_counter() - self._started
         self._profile.stop()
         trace = f"{name}.json.gz"
-        # torch compresses the trace, because the name ends in ".gz".
         unfinished = folder / f".tmp-{trace}"
-        self._profile.export_chrome_trace(str(unfinished))
+        # torch itself would compress line by line, which takes several times as long.
+        with tempfile.TemporaryDirectory() as elsewhere:
+            plain = Path(elsewhere, "trace.json")
+            self._profile.export_chrome_trace(str(plain))
+            with plain.open("rb") as text, gzip.open(unfinished, "wb", compresslevel=6) as packed:
+                shutil.copyfileobj(text, packed, COPIED_BYTES)
         unfinished.replace(folder / trace)
         if self._device.type == "cuda" and self._cfg.with_memory:
             torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))

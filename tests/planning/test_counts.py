@@ -45,7 +45,7 @@ PREFIX = {"data.objective": "prefix-lm"}
 # Name -> processes, keys.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bloom, one rank": (1, DROPOUT),
-    "bloom, dp_shard 2, bf16": (2, {"mesh.dp_shard": 2, **DROPOUT, **BF16}),
+    "bloom, dp_shard 2, bf16": (2, {"mesh.dp_shard": 2, "model.n_layers": 2, **DROPOUT, **BF16}),
     "bloom, HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "bloom, dp_replicate 2, fp16": (
         2,

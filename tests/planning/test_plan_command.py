@@ -236,11 +236,12 @@ def test_options_that_exclude_each_other_are_refused_before_anything_is_planned(
 
 def test_a_search_writes_a_configuration_that_training_accepts_and_keeps_given_keys(tmp_path: Path, capsys):
     best = tmp_path / "best.toml"
-    options = ["--world", "2", "--mesh.pp", "2", "--search", "--top", "1", "--write", str(best)]
+    kept = ["--mesh.pp", "2", "--recompute.mode", "selective"]
+    options = ["--world", "2", *kept, "--search", "--top", "1", "--write", str(best)]
     assert command(["plan", *KEYS, *options]) == exit_codes.DONE
     written = config.load(["--config", str(best)])
     parallelize.check(families.resolve(written), mesh.resolve(written.mesh, 2), torch.device("cuda", 0))
-    assert written.mesh.pp == 2
+    assert (written.mesh.pp, written.recompute.mode) == (2, "selective")
     assert "accepts" in capsys.readouterr().out
 
 

@@ -15,8 +15,7 @@ the meta device, while Python code, torch's own included, sees the GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -35,20 +34,8 @@ from torch.utils._pytree import tree_leaves
 from dtmega.ops import host
 from dtmega.planning.counting import sent
 from dtmega.planning.counting.autograd_sums import EngineSums
-from dtmega.planning.counting.queues import Event, Stream, Streams
-
-# A GPU of Hopper's generation, as far as the trainer and torch ask for its properties.
-PROPERTIES = SimpleNamespace(
-    name="pretended GPU",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=80 * 2**30,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    gcnArchName="",
-)
+from dtmega.planning.counting.queues import Streams
+from dtmega.planning.counting.torch_cuda import answers_of_cuda
 
 
 class Observer(Protocol):
@@ -206,7 +193,7 @@ def pretending(
         stack.enter_context(_fixed_messages_at_start())
         stack.enter_context(sent.holding_tensors(device))
         if device.type == "cuda":
-            for name, answer in answers_of_cuda(pretended.streams, PROPERTIES).items():
+            for name, answer in answers_of_cuda(pretended.streams).items():
                 stack.enter_context(patch.object(torch.cuda, name, answer))
             stack.enter_context(_meta_in_autograd(pretended))
             stack.enter_context(_gradients_of_composites())
@@ -311,36 +298,3 @@ def _fixed_messages_at_start() -> Any:
             stage._inference_mode = modes.STATIC
 
     return patch.object(schedules._PipelineSchedule, "_warmup_p2p", vote)
-
-
-def answers_of_cuda(streams: Streams, properties: SimpleNamespace) -> dict[str, Callable[..., Any] | type]:
-    """The functions of torch.cuda that the trainer and torch call, answered for one device in name only.
-
-    Args:
-        streams: streams of the device.
-        properties: properties of the device, as `torch.cuda.get_device_properties` returns them.
-    """
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        "_lazy_init": lambda: None,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
-        "get_device_capability": lambda device=None: (properties.major, properties.minor),
-        "get_device_properties": lambda device=None: properties,
-        "get_device_name": lambda device=None: properties.name,
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device=None: None,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "synchronize": lambda device=None: None,
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda device=None: streams.current,
-        "default_stream": lambda device=None: streams.default,
-        "stream": streams.use,
-        "set_stream": streams.set_current,
-    }
