@@ -18,7 +18,7 @@ from dtmega import config, train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.distributed import exit_codes, process
-from dtmega.planning.answers import dry_run, job
+from dtmega.planning.answers import answer, dry_run, job
 from dtmega.planning.counting.ledger import Span
 from dtmega.planning.counting.role import Role
 from dtmega.planning.plan import Plan
@@ -157,3 +157,11 @@ def test_ctrl_c_in_the_midst_of_a_role_leaves_in_one_line(after_s: float):
     os.killpg(running.pid, signal.SIGINT)
     _, err = running.communicate(timeout=120)
     assert (running.returncode, err) == (130, "dtmega plan: interrupted\n")
+
+
+def test_a_planned_checkpoint_has_the_bytes_of_the_one_that_the_run_writes(arguments: list[str], tmp_path: Path):
+    laid_out = job.lay_out(config.load(KEYS), 1, job.machine_of("cpu"))
+    planned_bytes = answer.answer_job(laid_out).checkpoint_bytes
+    assert train.main([*arguments, "--train.steps", "1", "--run.device", "cpu", "--eval.interval", "0"]) == 0
+    (written,) = (tmp_path / "run" / "checkpoints").glob("*/data-00000.bin")
+    assert written.stat().st_size == planned_bytes

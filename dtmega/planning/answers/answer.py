@@ -13,11 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from dtmega import families
 from dtmega.ops import cost
 from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
 from dtmega.planning.answers.job import Job
-from dtmega.planning.counting.role import Role
+from dtmega.planning.counting.role import MOMENTS, PARAMETERS, Role
 from dtmega.planning.plan import Plan, plan_job, time_step, times_repeated, totals
 from dtmega.planning.prices.budget import Budget, budget
 from dtmega.planning.prices.fabric import Fabric
@@ -97,6 +99,14 @@ class Answer(NamedTuple):
         """True if the fullest rank's peak and the reserve fit into the memory."""
         return self.job.machine.memory.holds(self.plan.fullest.peak.peak_bytes)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the tensors in one checkpoint: all weights, and the optimizer's moments, in float32."""
+        held = self.roles[0].plan.held
+        # The optimizer also counts its steps, a number for each tensor.
+        moments_per_weight = round(held.get(MOMENTS, 0) / held[PARAMETERS])
+        return self.parameters * torch.float32.itemsize * (1 + moments_per_weight)
+
 
 def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda done, all_roles: None) -> Answer:
     """Plan a job and price it.
@@ -175,6 +185,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "run_microbatches": plan.run_microbatches,
         "extrapolated": plan.run_microbatches < plan.n_microbatches,
         "fits": answer.fits,
+        "checkpoint_bytes": answer.checkpoint_bytes,
         "memory": machine.memory._asdict(),
         "stages": plan.stages,
         "roles": [_role_as_dict(role) for role in answer.roles],

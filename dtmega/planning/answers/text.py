@@ -26,6 +26,7 @@ def write(answer: Answer) -> str:
         *skipped_checks(answer.plan),
         "",
         *fit(answer.plan, answer.job.machine.memory),
+        f"  a checkpoint: {size(answer.checkpoint_bytes)}, weights and moments",
         "",
         *prediction(answer),
     ]
