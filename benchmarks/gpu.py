@@ -258,7 +258,7 @@ def hf(name: str, size: int, compiled: bool) -> int:
 
 def kernels(step: Callable[[], object]) -> None:
     """Print the twenty operations that take most of a step's time."""
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])], acc_events=True) as seen:
         step()
     sort_by = "self_device_time_total" if GPU else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=sort_by, row_limit=SHOWN_KERNELS, max_name_column_width=80))

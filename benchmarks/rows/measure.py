@@ -75,7 +75,7 @@ def interleaved(forms: Mapping[str, Callable[[], object]], rounds: int, warm_up:
 
 def top_operators(form: Callable[[], object]) -> list[str]:
     """The operators that one call spends most of its CPU time in, the largest first."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         form()
     events = sorted(seen.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total_us = sum(event.self_cpu_time_total for event in events)

@@ -123,7 +123,7 @@ def n_microbatches(cfg: config.Config, sizes: dict[str, int]) -> int:
 def measured(values: dict[str, Any]) -> Measured:
     """Train for some steps on this rank. The first sets up, later ones count memory, the last one messages."""
     before = living_storages()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         cfg, sizes = settled(values, dist.get_world_size())
         world = mesh.start(torch.device("cpu"), sizes)
         model = parallelize.parallelize(cfg, world)

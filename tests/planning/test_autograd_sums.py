@@ -55,7 +55,7 @@ class Sums:
 def test_the_engine_adds_in_place_in_a_plan_where_it_does_on_real_tensors(name: str):
     x = torch.ones(2, 3, requires_grad=True)
     loss = GRAPHS[name](x * 1)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         loss.backward()
     real = [event.name for event in profiled.events() or () if event.name in ("aten::add", "aten::add_")]
 
