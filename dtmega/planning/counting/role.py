@@ -109,7 +109,7 @@ def plan_role(
     share = float((rows["labels"] != IGNORED).float().mean())
     with (
         pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
-        compiled.counted(recorder.hiding),
+        compiled.counted(recorder),
         flex.without_values(),
         ranges.told_to(recorder.range),
         recorder.exchanges_of_fsdp(),
