@@ -53,9 +53,9 @@ TORCH = {
         ("training/profile.py",), "records allocations; documented, though its name begins with an underscore"
     ),
     "torch._foreach_mul_": Private(("ops/optim.py",), "multiply many tensors by few kernels, as torch's own clipping"),
-    "torch.Tensor._base": Private(("planning/counting/tapes.py",), "the tensor that a graph's result is a view of"),
+    "torch.Tensor._base": Private(("planning/counting/recording.py",), "the tensor that a graph's result is a view of"),
     "torch.Tensor._is_view": Private(
-        ("pipelining/stage.py", "planning/counting/tapes.py"),
+        ("pipelining/stage.py", "planning/counting/recording.py"),
         "torch detaches sent tensors in place: clone views; how a graph's result is made again",
     ),
     "torch.Tensor._make_wrapper_subclass": Private(
@@ -220,7 +220,13 @@ TORCH = {
         ("planning/counting/tapes.py",), "make the results of a replayed graph, unseen by the plan's observer"
     ),
     "torch._subclasses.fake_tensor.FakeTensor": Private(
-        ("planning/counting/autograd_sums.py", "planning/counting/pretend.py", "planning/counting/tapes.py"), "the same"
+        (
+            "planning/counting/autograd_sums.py",
+            "planning/counting/pretend.py",
+            "planning/counting/recording.py",
+            "planning/counting/tapes.py",
+        ),
+        "the same",
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": Private(
         ("planning/counting/autograd_sums.py", "planning/counting/pretend.py", "planning/counting/tapes.py"), "the same"

@@ -15,8 +15,9 @@ from torch.distributed import _functional_collectives as functional_collectives
 
 from dtmega.planning.counting import compiled
 from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.recording import Recording
 from dtmega.planning.counting.role import Role, plan_role
-from dtmega.planning.counting.tapes import Recording, Tape, kind_of
+from dtmega.planning.counting.tapes import Tape, kind_of
 from dtmega.planning.work import Work
 from dtmega.training.phases import COMPUTING
 from tests import ranks

@@ -23,7 +23,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 from dtmega.ops.softmax import compiled_pass
 from dtmega.planning.counting.recorder import Recorder
-from dtmega.planning.counting.tapes import Argument, Recording, Tape, kind_of
+from dtmega.planning.counting.recording import Recording
+from dtmega.planning.counting.tapes import Argument, Tape, kind_of
 
 # Operators that Inductor fuses as elementwise ones, although torch does not tag them so.
 FUSED_TOO = {

@@ -173,6 +173,7 @@ def _message(
     group = named.get("process_group", named.get("group_name"))
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
+    assert group is not None
     key = group if isinstance(group, str) else group.group_name
     axis, n_ranks = groups[key]
     if n_ranks == 1:
