@@ -159,9 +159,6 @@ TORCH = {
         ("interop/hf/initial.py", "planning/counting/autograd_sums.py", "planning/counting/pretend.py"),
         "see every operator: by which ones transformers draws initial values, and what a plan's step does",
     ),
-    "torch.utils._pytree.tree_leaves": Private(
-        ("planning/counting/pretend.py",), "the tensors among an operator's arguments"
-    ),
     "torch.utils._pytree.tree_map_only": Private(
         ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
     ),

@@ -38,7 +38,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bloom, pp 2, tp 2, full recompute": (4, {"mesh.pp": 2, "mesh.tp": 2, "recompute.mode": "full", **DROPOUT}),
     "bloom, selective recompute": (1, {"recompute.mode": "selective", **DROPOUT, **BF16}),
     "bloom, cp 2 by gathers": (2, {"mesh.cp": 2, "mesh.cp_form": "gather", **DROPOUT}),
-    "prefix-lm, pp 2, ZBV": (2, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble", **PREFIX, **DROPOUT}),
+    "prefix-lm, pp 2, Interleaved1F1B": (
+        2,
+        {"mesh.pp": 2, "pipeline.schedule": "Interleaved1F1B", "model.n_layers": 4, **PREFIX, **DROPOUT},
+    ),
     "bert, tp 2, no sequence parallel": (2, {"mesh.tp": 2, "mesh.sequence_parallel": False, **BERT, **DROPOUT}),
     "t5, dp_shard 2": (2, {"mesh.dp_shard": 2, **T5, **DROPOUT}),
 }

@@ -192,7 +192,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
     """Tell the ledger the owners of long-lived storages, which nobody knows when they are made."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
-        give(parameter.detach(), PARAMETERS)
+        give(parameter, PARAMETERS)
         if parameter.grad is not None:
             give(parameter.grad, GRADIENTS)
     for stage in model.stages.values():
