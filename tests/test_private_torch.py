@@ -53,7 +53,11 @@ TORCH = {
         ("training/profile.py",), "records allocations; documented, though its name begins with an underscore"
     ),
     "torch._foreach_mul_": Private(("ops/optim.py",), "multiply many tensors by few kernels, as torch's own clipping"),
-    "torch.Tensor._is_view": Private(("pipelining/stage.py",), "torch detaches sent tensors in place: clone views"),
+    "torch.Tensor._base": Private(("planning/counting/recording.py",), "the tensor that a graph's result is a view of"),
+    "torch.Tensor._is_view": Private(
+        ("pipelining/stage.py", "planning/counting/recording.py"),
+        "torch detaches sent tensors in place: clone views; how a graph's result is made again",
+    ),
     "torch.Tensor._make_wrapper_subclass": Private(
         ("interop/hf/tp/logits.py",), "a tensor with a shape and no memory, for logits that nobody may ever compute"
     ),
@@ -155,9 +159,6 @@ TORCH = {
         ("interop/hf/initial.py", "planning/counting/autograd_sums.py", "planning/counting/pretend.py"),
         "see every operator: by which ones transformers draws initial values, and what a plan's step does",
     ),
-    "torch.utils._pytree.tree_leaves": Private(
-        ("planning/counting/pretend.py", "planning/counting/recorder.py"), "the tensors among an operator's arguments"
-    ),
     "torch.utils._pytree.tree_map_only": Private(
         ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
     ),
@@ -209,10 +210,10 @@ TORCH = {
         ("planning/counting/pretend.py",), "forget the kernel that an operator had before"
     ),
     "torch._ops.OpOverload._overloadpacket": Private(
-        ("planning/counting/recorder.py",), "an operator's name, by which torch counts FLOPs"
+        ("planning/counting/launches.py",), "an operator's name, by which torch counts FLOPs"
     ),
     "torch._ops.OpOverload._schema": Private(
-        ("planning/counting/recorder.py",), "names of arguments, and whether a result is an argument"
+        ("planning/counting/launches.py",), "names of arguments, and whether a result is an argument"
     ),
     "torch._subclasses.fake_impls": Private(
         ("planning/counting/kernels.py",), "shapes of an operator's results, in its table `op_implementations_dict`"
@@ -221,11 +222,25 @@ TORCH = {
         ("planning/counting/kernels.py",), "the operator behind `torch.nn.functional.grouped_mm`"
     ),
     "torch._subclasses.fake_tensor": Private(("planning/counting/pretend.py",), "tensors without memory"),
+    "torch.utils._python_dispatch._disable_current_modes": Private(
+        ("planning/counting/tapes.py",), "make the results of a replayed graph, unseen by the plan's observer"
+    ),
     "torch._subclasses.fake_tensor.FakeTensor": Private(
-        ("planning/counting/autograd_sums.py", "planning/counting/pretend.py"), "the same"
+        (
+            "planning/counting/autograd_sums.py",
+            "planning/counting/pretend.py",
+            "planning/counting/recording.py",
+            "planning/counting/tapes.py",
+        ),
+        "the same",
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": Private(
-        ("planning/counting/autograd_sums.py", "planning/counting/kernels.py", "planning/counting/pretend.py"),
+        (
+            "planning/counting/autograd_sums.py",
+            "planning/counting/kernels.py",
+            "planning/counting/pretend.py",
+            "planning/counting/tapes.py",
+        ),
         "the same",
     ),
     "torch.autograd.graph._engine_run_backward": Private(
@@ -260,8 +275,9 @@ TORCH = {
         (
             "ops/shards.py",
             "planning/counting/autograd_sums.py",
+            "planning/counting/launches.py",
             "planning/counting/ledger.py",
-            "planning/counting/recorder.py",
+            "planning/counting/tapes.py",
         ),
         "which memory a tensor has",
     ),

@@ -24,7 +24,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder(GPU)
     with (
         pretending(GPU, 0, 2, recorder) as pretended,
-        compiled.counted(recorder.hiding),
+        compiled.counted(recorder),
         recorder.waits_for_messages(),
     ):
         recorder.streams = pretended.streams

@@ -3,23 +3,28 @@
 Dynamo captures a block, and AOT's partition decides what forward keeps for backward, as in a real run. Inductor fuses
 elementwise operators with the operators that read their results. So a result that only elementwise operators and
 reductions read takes no memory here. Inductor may write some of these results to memory nevertheless.
+
+A graph runs once for each kind of arguments. Later runs are replayed (`tapes.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from dtmega.ops.softmax import compiled_pass
+from dtmega.planning.counting.recorder import Recorder
+from dtmega.planning.counting.recording import Recording
+from dtmega.planning.counting.tapes import Argument, Tape, kind_of
 
 # Operators that Inductor fuses as elementwise ones, although torch does not tag them so.
 FUSED_TOO = {
@@ -30,17 +35,17 @@ FUSED_TOO = {
     torch.ops.aten.copy_.default,
     torch.ops.prims.iota.default,
 }
-Hiding = Callable[[], AbstractContextManager[object]]
 
 
 @contextlib.contextmanager
-def counted(hiding: Hiding = contextlib.nullcontext) -> Iterator[None]:
+def counted(recorder: Recorder | None = None) -> Iterator[None]:
     """Let `torch.compile` make graphs that run operator by operator, inside the `with` block only.
 
     Args:
-        hiding: function that returns a context manager, inside which new tensors take no memory.
+        recorder: recorder that is told which tensors are never in memory, and for which a graph is replayed where it
+            would do the same again. None: there is nothing to tell, and each graph runs each time.
     """
-    compile_graph = functools.partial(_compile, hiding)
+    compile_graph = functools.partial(_compile, recorder)
     backend = aot_autograd(
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
@@ -57,36 +62,101 @@ def counted(hiding: Hiding = contextlib.nullcontext) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _compile(hiding: Hiding, graph: torch.fx.GraphModule, _: Any) -> Any:
+def _compile(recorder: Recorder | None, module: fx.GraphModule, _: Any) -> Any:
     """Return a function that runs the graph, and frees each value after its last use, as Inductor's code does."""
-    fused = _never_in_memory(graph)
+    graph = _Graph(module, recorder)
 
     def run(args: list[Any]) -> Any:
-        return _Run(graph, fused, hiding).boxed_run(args)
+        return graph.run(args)
 
     # By AOT's convention, the list of arguments is emptied, so that arguments can be freed.
     run.__dict__["_boxed_call"] = True
     return run
 
 
-class _Run(torch.fx.Interpreter):
-    """One run of a graph."""
+class _Graph:
+    """One of AOT's graphs, and the tapes of its runs.
 
-    def __init__(self, graph: torch.fx.GraphModule, fused: set[torch.fx.Node], hiding: Hiding) -> None:
-        super().__init__(graph)
-        self._fused, self._hiding = fused, hiding
+    Args:
+        module: the graph.
+        recorder: see `counted`.
+    """
 
-    def run_node(self, n: torch.fx.Node) -> Any:
-        if n not in self._fused:
-            return super().run_node(n)
-        with self._hiding():
-            return super().run_node(n)
+    def __init__(self, module: fx.GraphModule, recorder: Recorder | None) -> None:
+        self._module, self._recorder = module, recorder
+        self._fused = _never_in_memory(module)
+        self._placeholders = module.graph.find_nodes(op="placeholder")
+        (output,) = module.graph.find_nodes(op="output")
+        index = {node: i for i, node in enumerate(self._placeholders)}
+        self._returned_arguments = [index.get(node, -1) for node in output.args[0]]
+        # Kind of the arguments -> the tape; None where a replay could not return what the graph returns.
+        self._tapes: dict[tuple[Argument, ...], Tape | None] = {}
+
+    def run(self, args: list[Any]) -> Any:
+        """Run the graph, or replay a run on arguments of the same kind. The list of arguments is emptied."""
+        recorder = self._recorder
+        if recorder is None or recorder.in_build:
+            return _Run(self._module, self._fused, recorder).boxed_run(args)
+        kind = kind_of(args)
+        if kind not in self._tapes:
+            return self._record(recorder, kind, args)
+        tape = self._tapes[kind]
+        if tape is None:
+            return _Run(self._module, self._fused, recorder).boxed_run(args)
+        return tape.play(args, recorder)
+
+    def _record(self, recorder: Recorder, kind: tuple[Argument, ...], args: list[Any]) -> Any:
+        recording = Recording(kind, args, self._placeholders, recorder.ledger)
+        recorder.on_launch = recording.launched
+        try:
+            returned = _Run(self._module, self._fused, recorder, recording).boxed_run(args)
+        finally:
+            recorder.on_launch = None
+        self._tapes[kind] = recording.finish(returned, self._returned_arguments)
+        return returned
 
 
-def _never_in_memory(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
+class _Run(fx.Interpreter):
+    """One run of a graph, node by node.
+
+    Args:
+        module: the graph.
+        fused: nodes whose results are never in memory.
+        recorder: see `counted`.
+        recording: receiver of the values of the graph.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        fused: set[fx.Node],
+        recorder: Recorder | None,
+        recording: Recording | None = None,
+    ) -> None:
+        super().__init__(module)
+        self._fused, self._recorder, self._recording = fused, recorder, recording
+        self._before: fx.Node | None = None  # the node before
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._recording is not None and self._before is not None:
+            self._recording.let_go(self.user_to_last_uses.get(self._before, []))
+        if self._recorder is not None:
+            self._recorder.hidden = n in self._fused
+        try:
+            value = super().run_node(n)
+        finally:
+            if self._recorder is not None:
+                self._recorder.hidden = False
+        if self._recording is not None:
+            self._recording.hold(n, value)
+        self._before = n
+        return value
+
+
+def _never_in_memory(graph: fx.GraphModule) -> set[fx.Node]:
     """The elementwise operators of a graph whose results only elementwise operators and reductions read."""
-    needed: set[torch.fx.Node] = set()
-    fused: set[torch.fx.Node] = set()
+    needed: set[fx.Node] = set()
+    fused: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         tags = getattr(node.target, "tags", ())
         is_view = getattr(node.target, "is_view", False)

@@ -34,24 +34,26 @@ class Ledger:
         device: the device.
 
     Attributes:
+        device_type: type of the device.
         now_bytes: bytes that are held now.
         owners: bytes of each owner now.
         spans: the actions that have ended, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device_type = device.type
         self.now_bytes = 0
         self.owners: Counter[str] = Counter()
         self.spans: list[Span] = []
-        self._device_type = device.type
+        self._n_allocated = 0
         # Storages by address: their bytes, their owner, and a reference that tells when the storage is freed.
-        self._entries: dict[int, tuple[int, str, weakref.ref[torch.UntypedStorage]]] = {}
+        self._entries: dict[int, tuple[int, str, weakref.ref[torch.UntypedStorage] | None]] = {}
         self._hidden: set[int] = set()
         self._peak_bytes = 0
         self._at_peak: dict[str, int] = {}
 
-    def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> None:
-        """Enter the storage of a tensor, unless it is known already.
+    def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> bool:
+        """Enter the storage of a tensor, and return True if it takes memory and was not known before.
 
         Args:
             tensor: the tensor.
@@ -59,16 +61,33 @@ class Ledger:
             hidden: whether the storage takes no memory.
         """
         part = _local(tensor)
-        if part.device.type != self._device_type:
-            return
+        if part.device.type != self.device_type:
+            return False
         storage = part.untyped_storage()
         key = storage._cdata
         if key in self._entries:
-            return
+            return False
         self._entries[key] = 0, owner, weakref.ref(storage, lambda _: self._forget(key))
         if hidden:
             self._hidden.add(key)
         self._set_bytes(key, 0 if hidden else storage.nbytes())
+        return not hidden
+
+    def allocate(self, n_bytes: int, owner: str) -> int:
+        """Enter a storage of which there is no tensor, and return its key for `free`. Keys are no addresses: < 0."""
+        self._n_allocated += 1
+        key = -self._n_allocated
+        self._entries[key] = 0, owner, None
+        self._set_bytes(key, n_bytes)
+        return key
+
+    def free(self, key: int) -> None:
+        """Forget a storage that `allocate` has entered."""
+        self._forget(key)
+
+    def lives(self, key: int) -> bool:
+        """True if there is a storage at an address or with a key."""
+        return key in self._entries
 
     def hides(self, tensor: Tensor) -> bool:
         """True if the tensor was entered as hidden."""

@@ -29,11 +29,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dtmega.ops import host
 from dtmega.planning.counting import sent
 from dtmega.planning.counting.autograd_sums import EngineSums
+from dtmega.planning.counting.launches import tensors_in
 from dtmega.planning.counting.queues import Streams
 from dtmega.planning.counting.torch_cuda import answers_of_cuda
 
@@ -91,7 +91,7 @@ class Pretended:
         kinds_here = ("cuda", "meta") if self.stepping else ("cuda",)
         is_here = named is not None and named.type in kinds_here
         is_meta = named is not None and named.type == "meta"
-        makes_fake = self.everything and not is_meta and not _any_tensor(args)
+        makes_fake = self.everything and not is_meta and not tensors_in(args)
         if operator is torch.ops._c10d_functional.wait_tensor.default:
             # torch would make a new tensor on the meta device, but a real device hands on the one that it has.
             (output,) = args
@@ -106,11 +106,6 @@ class Pretended:
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Tell the observer that the memory of a storage was freed or allocated again."""
         self._observer.resized(storage)
-
-
-def _any_tensor(args: tuple[Any, ...]) -> bool:
-    """True if there is a tensor among the arguments of an operator."""
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
 
 
 class _Watching(TorchDispatchMode):

@@ -14,44 +14,17 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._guards import TracingContext
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from dtmega.planning.counting import launches
+from dtmega.planning.counting.launches import Launch
 from dtmega.planning.counting.ledger import Ledger
 from dtmega.planning.counting.queues import Streams
-from dtmega.planning.work import Message, Work
+from dtmega.planning.work import Work
 from dtmega.training.phases import COMPUTING
 
-# torch's operators that send, by the name behind "c10d::" or "_c10d_functional::", and the kind of the message.
-COLLECTIVES = {
-    "allreduce_": "all-reduce",
-    "allreduce_coalesced_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "all_reduce_": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
-    "alltoall_": "all-to-all",
-    "all_to_all_single": "all-to-all",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv_": "receive",
-}
 ROOM = "rooms for messages"
 BETWEEN_STAGES = "input and tensors between stages"
 LETTERS = {"forward": "F", "backward": "B", "backward-inputs": "I", "backward-weights": "W"}
-PRODUCTS = {
-    torch.ops.aten.mm: (0, 1),
-    torch.ops.aten.addmm: (1, 2),
-    torch.ops.aten.bmm: (0, 1),
-    torch.ops.aten.baddbmm: (1, 2),
-}
 
 
 class Recorder:
@@ -66,6 +39,8 @@ class Recorder:
         streams: the device's streams; set when the device exists.
         groups: name in `World.groups` of each process group, by torch's name of the group.
         action: name of the current action, as in `Work.action`.
+        hidden: True while new tensors take no memory, because a compiled block never writes them.
+        on_launch: listener that is told of each launch: name, launch, and the tensors that are new in memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,16 +49,21 @@ class Recorder:
         self.streams: Streams
         self.groups: dict[str, tuple[str, int]] = {}
         self.action = "build"
-        self._device = device
+        self.hidden = False
+        self.on_launch: Callable[[str, Launch, list[Tensor]], None] | None = None
         self._phase = "build"
         self._block = ""
         self._named_owner = ""
-        self._hidden = False  # True for results that a compiled block never writes to memory
         self._exchanging = False  # True while FSDP gathers weights or sums gradients
         self._outstanding: set[int] = set()  # asynchronous messages that nobody has waited for
         self._waits_for_itself = False  # True from a synchronous message until its own wait
         self.name_storages: Callable[[], None] = _nothing
         self._results: dict[int, int] = {}  # storage of a functional collective's result -> number of the message
+
+    @property
+    def in_build(self) -> bool:
+        """True before the first phase of a step; no work counts then."""
+        return self._phase == "build"
 
     def name_groups(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         """Learn the names of the process groups. Of several names of one group the first counts."""
@@ -121,15 +101,6 @@ class Recorder:
     def _end_action(self) -> None:
         self.name_storages()
         self.ledger.end_span(self.action)
-
-    @contextlib.contextmanager
-    def hiding(self) -> Iterator[None]:
-        """Count no memory for new tensors, inside the `with` block only."""
-        self._hidden = True
-        try:
-            yield
-        finally:
-            self._hidden = False
 
     @contextlib.contextmanager
     def owning(self, owner: str) -> Iterator[None]:
@@ -178,37 +149,30 @@ class Recorder:
         """Enter new storages in the ledger, and the work in the list."""
         if TracingContext.try_get() is not None:
             return  # a graph is made, nothing runs
-        packet = operator._overloadpacket
-        namespace, _, name = str(packet).partition(".")
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        known = launches.described(operator)
+        made: list[Tensor] = []
         # The result of an operator in place is its argument, even where a fake tensor is returned as another tensor.
-        if not _returns_argument(operator):
-            owner = self._owner(namespace, name)
-            for tensor in outputs:
-                self.ledger.see(tensor, owner, hidden=self._hidden)
-        if self._phase == "build":
+        if not known.returns_argument:
+            owner = self.owner(known.name)
+            for tensor in launches.tensors_in(output):
+                if self.ledger.see(tensor, owner, hidden=self.hidden):
+                    made.append(tensor)
+        if self.in_build:
             return
-        if name == "wait_tensor":
-            self._wait_for(args[0])
-            return
-        if name in COLLECTIVES and "c10d" in namespace:
-            self._send(operator, name, args, kwargs, outputs)
-            return
-        if operator.is_view:
-            return
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        on_device = [t for t in (*inputs, *outputs) if t.device.type == self._device.type]
-        if on_device:
-            self._compute(packet, args, kwargs, output, inputs, outputs)
+        launch = launches.launched(known, args, kwargs, output, self.ledger, self.groups, self.hidden)
+        self.queue(launch)
+        if self.on_launch is not None:
+            self.on_launch(known.name, launch, made)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Take note that the memory of a storage was freed or allocated again."""
         self.ledger.resized(storage)
 
-    def _owner(self, namespace: str, name: str) -> str:
+    def owner(self, name: str) -> str:
+        """Owner of the storages that an operator of this name makes now."""
         if self._named_owner:
             return self._named_owner
-        if self._phase == "build":
+        if self.in_build:
             return "parameters and buffers"
         if self._exchanging:
             return ROOM
@@ -220,67 +184,33 @@ class Recorder:
             return f"backward: {name}"
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"
 
-    def _compute(
-        self, packet: Any, args: tuple[Any, ...], kwargs: Any, output: Any, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> None:
-        flops = 0
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=output)
-        product = None
-        if packet in PRODUCTS:
-            first, second = PRODUCTS[packet]
-            a, b = args[first], args[second]
-            product = a.numel() // a.shape[-1], a.shape[-1], b.shape[-1]
-        # A fused kernel neither reads nor writes the results that are never in memory.
-        moved_bytes = sum(t.nbytes for t in (*inputs, *outputs) if not self.ledger.hides(t))
-        if self._hidden and not moved_bytes:
-            return
-        dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
-        stream = self.streams.current
-        waits = stream.queue(len(self.works))
-        self.works.append(Work(self.action, stream.name, str(packet), flops, moved_bytes, product, dtype, None, waits))
-
-    def _send(self, operator: Any, name: str, args: tuple[Any, ...], kwargs: Any, outputs: list[Tensor]) -> None:
-        # torch leaves out arguments at the end that have their default values.
-        parameters = operator._schema.arguments
-        defaults = {parameter.name: parameter.default_value for parameter in parameters}
-        given = dict(zip(defaults, args, strict=False))
-        named = defaults | given | kwargs
-        group = named.get("process_group", named.get("group_name"))
-        if isinstance(group, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(group)
-        key = group if isinstance(group, str) else group.group_name
-        axis, n_ranks = self.groups[key]
-        if n_ranks == 1:
-            return
-        sizes = []
-        for part in (*args, outputs):
-            sizes.append(sum(t.nbytes for t in tree_leaves(part) if isinstance(t, Tensor)))
-        kind = COLLECTIVES[name]
-        number = len(self.works)
+    def queue(self, launch: Launch) -> None:
+        """Put the work of a launch into the list and on its stream."""
         current = self.streams.current
-        stream = self.streams.of_group(axis)
-        stream.wait_stream(current)
-        is_pair = kind in ("send", "receive")
-        peer = named.get("dst", named.get("src", -1)) if is_pair else -1
-        message = Message(kind, axis, 2 if is_pair else n_ranks, max(sizes), peer)
+        if launch.awaited:
+            number = self._results.pop(launch.awaited, None)
+            if number is not None:
+                current.awaited.add(number)
+        if launch.work is None:
+            return
+        number = len(self.works)
+        message = launch.work.message
+        stream = current
+        if message is not None:
+            stream = self.streams.of_group(message.axis)
+            stream.wait_stream(current)
         waits = stream.queue(number)
-        dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
-        self.works.append(Work(self.action, stream.name, f"c10d.{name}", 0, 0, None, dtype, message, waits))
-        if is_pair:
-            return  # the simulator of schedules decides when a stage waits for its neighbours
-        if outputs and "functional" in str(operator):
-            self._results[outputs[0].untyped_storage()._cdata] = number
-        elif named.get("async_op", named.get("asyncOp")):  # the second name is that of older torch
+        self.works.append(launch.work._replace(action=self.action, stream=stream.name, waits=waits))
+        # The simulator of schedules decides when a stage waits for its neighbours.
+        if message is None or message.collective in ("send", "receive"):
+            return
+        if launch.result:
+            self._results[launch.result] = number
+        elif launch.is_async:
             self._outstanding.add(number)
         else:
             current.awaited.add(number)
             self._waits_for_itself = True
-
-    def _wait_for(self, tensor: Tensor) -> None:
-        number = self._results.pop(tensor.untyped_storage()._cdata, None)
-        if number is not None:
-            self.streams.current.awaited.add(number)
 
     @contextlib.contextmanager
     def waits_for_messages(self) -> Iterator[None]:
@@ -298,13 +228,6 @@ class Recorder:
 
         with patch.object(FakeWork, "wait", noted):
             yield
-
-
-@functools.cache
-def _returns_argument(operator: Any) -> bool:
-    """True if all results of an operator are arguments that it has changed."""
-    aliases = [result.alias_info for result in operator._schema.returns]
-    return bool(aliases) and all(alias is not None and alias.is_write for alias in aliases)
 
 
 def _nothing() -> None:

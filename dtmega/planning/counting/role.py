@@ -109,7 +109,7 @@ def plan_role(
     share = float((rows["labels"] != IGNORED).float().mean())
     with (
         pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
-        compiled.counted(recorder.hiding),
+        compiled.counted(recorder),
         kernels.without_values(sizes["tp"]),
         masks.of_whole_rows(cfg.model),
         ranges.told_to(recorder.range),
@@ -193,7 +193,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
     """Tell the ledger the owners of long-lived storages, which nobody knows when they are made."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
-        give(parameter.detach(), PARAMETERS)
+        give(parameter, PARAMETERS)
         if parameter.grad is not None:
             give(parameter.grad, GRADIENTS)
     for stage in model.stages.values():

@@ -1,0 +1,131 @@
+"""Record the first run of a graph on arguments of one kind, as a tape (`tapes.py`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dtmega.planning.counting.launches import Launch, tensors_in
+from dtmega.planning.counting.ledger import Ledger
+from dtmega.planning.counting.tapes import Argument, Freed, Launched, Result, Tape, address, layout_of
+
+
+class Recording:
+    """The first run of a graph on arguments of one kind, while it runs.
+
+    Args:
+        kind: kind of the arguments.
+        args: the arguments.
+        placeholders: nodes of the graph that stand for the arguments.
+        ledger: the ledger of the device.
+    """
+
+    def __init__(
+        self, kind: tuple[Argument, ...], args: Sequence[Any], placeholders: Iterable[fx.Node], ledger: Ledger
+    ) -> None:
+        self._kind, self._ledger = kind, ledger
+        self._events: list[Launched | Freed] = []
+        self._n_slots = len(kind)
+        self._slots: dict[int, int] = {}  # address of a living storage that the graph uses -> its number
+        self._values: dict[fx.Node, list[int]] = {}  # living value of the graph -> its storages
+        self._n_values: Counter[int] = Counter()  # number of living values on each storage
+        self._exact = True
+        for argument, arg in zip(kind, args, strict=True):
+            if argument.layout is not None:
+                self._slots[address(arg)] = argument.slot
+        for node, arg in zip(placeholders, args, strict=True):
+            self.hold(node, arg)
+
+    def launched(self, name: str, launch: Launch, made: list[Tensor]) -> None:
+        """Take note of an operator: its name, its launch, and the tensors that it has made in memory."""
+        new: list[tuple[int, int]] = []
+        for tensor in made:
+            self._slots[address(tensor)] = self._n_slots
+            new.append((self._n_slots, tensor.untyped_storage().nbytes()))
+            self._n_slots += 1
+        if new or launch.work is not None or launch.awaited:
+            result, awaited = self._slots.get(launch.result, -1), self._slots.get(launch.awaited, -1)
+            self._events.append(Launched(name, launch, new, result, awaited))
+
+    def hold(self, node: fx.Node, value: Any) -> None:
+        """Take note of a new value of the graph."""
+        slots = [self._slots[address(tensor)] for tensor in tensors_in(value) if address(tensor) in self._slots]
+        self._values[node] = slots
+        self._n_values.update(slots)
+
+    def let_go(self, nodes: Sequence[fx.Node]) -> None:
+        """Take note that the graph has let go of the values of some nodes."""
+        for node in nodes:
+            for slot in self._values.pop(node):
+                self._n_values[slot] -= 1
+                if not self._n_values[slot]:
+                    self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        (key,) = (key for key, number in self._slots.items() if number == slot)
+        del self._slots[key]
+        arguments = [i for i, argument in enumerate(self._kind) if argument.slot == slot]
+        # Somebody outside of the graph may hold an argument, but nobody what the graph has made.
+        if not arguments and self._ledger.lives(key):
+            self._exact = False
+        self._events.append(Freed(slot, arguments))
+
+    def finish(self, returned: Sequence[Any], placeholders: Sequence[int]) -> Tape | None:
+        """The tape; None if a replay could not return what the graph returns.
+
+        Args:
+            returned: results of the graph.
+            placeholders: index of the argument that each result is; -1 for results that are no arguments.
+        """
+        results: list[Result] = []
+        bases: dict[int, Tensor] = {}
+        first: dict[int, int] = {}  # identity of a tensor -> index of the result
+        for i, (value, argument) in enumerate(zip(returned, placeholders, strict=True)):
+            if argument >= 0:
+                result = Result(argument=argument)
+            elif not isinstance(value, Tensor):
+                result = Result(value)
+            elif id(value) in first:
+                result = Result(earlier=first[id(value)])
+            else:
+                first[id(value)] = i
+                result = self._result(value, bases)
+            if result is None:
+                return None
+            results.append(result)
+        kept = {slot: layout_of(base) for slot, base in bases.items()}
+        for slot, base in bases.items():
+            # A tensor that is made again has a storage of its own size, whose first element is the tensor's.
+            if kept[slot].offset or kept[slot].storage_bytes != base.untyped_storage().nbytes():
+                return None
+        for slot in sorted(set(self._slots.values())):
+            if slot >= len(self._kind) and slot not in kept:
+                self._events.append(Freed(slot, []))
+        modes = {base.fake_mode for base in bases.values() if isinstance(base, FakeTensor)}
+        if not self._exact or (bases and len(modes) != 1):
+            return None
+        return Tape(self._events, results, kept, modes.pop() if modes else None)
+
+    def _result(self, value: Tensor, bases: dict[int, Tensor]) -> Result | None:
+        """The tape's description of a new tensor; None if there is none. `bases` receives the tensor or its base."""
+        slot = self._slots.get(address(value))
+        if slot is None:
+            return None
+        layout = layout_of(value)
+        if slot < len(self._kind):
+            for i, argument in enumerate(self._kind):
+                if argument.slot != slot or argument.layout is None:
+                    continue
+                if value._is_view() and argument.layout.dtype == layout.dtype:
+                    return Result(argument=i, view=layout)
+                if argument.layout == layout:
+                    return Result(argument=i)
+            return None
+        base = value._base if value._is_view() else value
+        if base is None or base.dtype != layout.dtype or bases.setdefault(slot, base) is not base:
+            return None
+        return Result(slot=slot, view=layout if value._is_view() else None)
