@@ -247,7 +247,7 @@ def token_losses(
     # Without a group, the derivatives of a few rows are computed right after their softmax, while the rows are still in
     # the cache. With a group, the derivatives have to wait for the other ranks' maxima and sums.
     passes = (CompiledPasses if compiled else Passes)(logits)
-    for rows in passes.rows:
+    for rows in host.each(passes.rows):
         peak, total = local_peak[rows], local_total[rows]
         passes.peak_and_total(logits[rows], peak, total)
         if gradient is not None and group is None:
@@ -259,7 +259,7 @@ def token_losses(
     total = (sums[1] * (sums[0] - peak).exp()).sum(dim=0)  # Z / exp(peak)
     slope = _slope(peak, total, factor, z_loss)
     if gradient is not None and group is not None:
-        for rows in passes.rows:
+        for rows in host.each(passes.rows):
             passes.derivatives(
                 logits[rows], gradient[rows], peak[rows], slope[rows], _rows(smooth, rows), reuse_scratch=False
             )

@@ -7,7 +7,7 @@ host, it calls a function of this module; the planner uses `answering` to supply
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -26,6 +26,10 @@ class Host:
     def true_indices(self, mask: Tensor) -> Tensor:
         """The indices of the true elements of `mask` [N], as int64 [number of true elements] on the mask's device."""
         return mask.nonzero().squeeze(1)
+
+    def each(self, parts: Sequence[slice]) -> Iterable[slice]:
+        """All parts, in order."""
+        return parts
 
 
 _hosts = [Host()]  # the functions below ask the last host
@@ -48,6 +52,14 @@ def must_skip(check: str) -> bool:
         check: sentence for the user that names the check.
     """
     return _hosts[-1].must_skip(check)
+
+
+def each(parts: Sequence[slice]) -> Iterable[slice]:
+    """The parts on which a loop works one after the other, parts of one length alike.
+
+    A plan does the work of one part of each length, and counts it for all parts of this length.
+    """
+    return _hosts[-1].each(parts)
 
 
 @contextlib.contextmanager

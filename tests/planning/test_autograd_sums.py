@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,9 @@ class Sums:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         pass
+
+    def repeated(self, times: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("name", GRAPHS)

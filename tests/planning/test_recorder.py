@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtmega.ops import host
+from dtmega.ops.softmax import slices
 from dtmega.planning.counting import compiled
 from dtmega.planning.counting.pretend import pretending
 from dtmega.planning.counting.recorder import Recorder
+from dtmega.planning.work import Work
 
 GPU = torch.device("cuda", 0)
 N = 1024  # elements of fp32, so 4 KiB
@@ -113,3 +116,30 @@ def test_a_synchronous_message_waits_for_no_other_message():
         (kernel,) = (one for one in recorder.works if one.operator == "aten.mul")
         assert first not in kernel.waits
         assert second in kernel.waits
+
+
+def rows_of_one_loop(asks_host: bool) -> tuple[list[Work], int]:
+    """The kernels of a loop over rows, and the most memory that the loop adds."""
+    with recording() as recorder:
+        x = torch.empty(N, 8, device=GPU)
+        recorder.begin()
+        before = recorder.ledger.now_bytes
+        parts = slices(N, N // 3)  # three long parts and a short one
+        for rows in host.each(parts) if asks_host else parts:
+            x[rows].exp().sum()
+        recorder.enter("after")
+        return recorder.works, recorder.ledger.spans[0].peak_bytes - before
+
+
+def test_parts_that_a_plan_counts_without_work_are_those_that_a_loop_works_on():
+    counted, run = rows_of_one_loop(True), rows_of_one_loop(False)
+    assert counted == run
+    assert len(run[0]) == 8
+
+
+def test_buffers_and_moves_to_the_same_device_launch_no_kernel():
+    with recording() as recorder:
+        x = torch.empty(N, device=GPU)
+        recorder.begin()
+        torch.ops.prims.device_put(torch.empty_like(x), GPU)
+        assert recorder.works == []

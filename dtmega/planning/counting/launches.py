@@ -35,6 +35,8 @@ COLLECTIVES = {
     "send": "send",
     "recv_": "receive",
 }
+# Operators that give memory, and write nothing there.
+WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 PRODUCTS = {
     torch.ops.aten.mm: (0, 1),
     torch.ops.aten.addmm: (1, 2),
@@ -123,10 +125,11 @@ def launched(
     outputs = tensors_in(output)
     if operator.sends:
         return _message(operator, args, kwargs, outputs, groups)
-    if operator.is_view:
+    if operator.is_view or operator.name in WITHOUT_KERNEL:
         return Launch()
     read_or_written = tensors_in((args, kwargs)) + outputs
-    if not any(tensor.device.type == ledger.device_type for tensor in read_or_written):
+    on_device = [tensor.device.type == ledger.device_type for tensor in read_or_written]
+    if not any(on_device) or (operator.name == "device_put" and all(on_device)):
         return Launch()
     # A fused kernel neither reads nor writes the results that are never in memory.
     moved_bytes = sum(tensor.nbytes for tensor in read_or_written if not ledger.hides(tensor))

@@ -15,7 +15,9 @@ the meta device, while Python code, torch's own included, sees the GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -47,6 +49,10 @@ class Observer(Protocol):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Take note that the memory of a storage was freed or allocated again."""
+        ...
+
+    def repeated(self, times: int) -> AbstractContextManager[object]:
+        """Count everything that is launched in the `with` block as launched `times` times."""
         ...
 
 
@@ -103,6 +109,10 @@ class Pretended:
         self._observer.launched(operator, args, kwargs, output)
         return output
 
+    def repeated(self, times: int) -> AbstractContextManager[object]:
+        """Let the observer count what is launched in the `with` block as launched `times` times."""
+        return self._observer.repeated(times)
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Tell the observer that the memory of a storage was freed or allocated again."""
         self._observer.resized(storage)
@@ -147,6 +157,14 @@ class PlannedHost(host.Host):
             return tensor.cpu()
         with self._pretended.holding_everything(False):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    def each(self, parts: Sequence[slice]) -> Iterator[slice]:
+        lengths = Counter(part.stop - part.start for part in parts)
+        for part in parts:
+            times = lengths.pop(part.stop - part.start, 0)
+            if times:
+                with self._pretended.repeated(times):
+                    yield part
 
     def true_indices(self, mask: Tensor) -> Tensor:
         if not isinstance(mask, FakeTensor):

@@ -213,6 +213,17 @@ class Recorder:
             self._waits_for_itself = True
 
     @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count the kernels of the `with` block as launched `times` times. The block sends no messages."""
+        first = len(self.works)
+        yield
+        body = self.works[first:]
+        for _ in range(times - 1):
+            for work in body:
+                assert work.message is None, work
+                self.queue(Launch(work))
+
+    @contextlib.contextmanager
     def waits_for_messages(self) -> Iterator[None]:
         """Take note of waits for asynchronous messages, inside the `with` block only."""
         wait = FakeWork.wait

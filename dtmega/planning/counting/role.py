@@ -6,6 +6,7 @@ A role is a kind of rank: the ranks at one place of the pipeline do alike, so on
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -108,6 +109,7 @@ def plan_role(
     rows = families.objective(cfg).blank(cfg.data, cfg.batch.micro_batch_size)
     share = float((rows["labels"] != IGNORED).float().mean())
     with (
+        _keeping_circles(),
         pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
         compiled.counted(recorder),
         kernels.without_values(sizes["tp"]),
@@ -170,6 +172,21 @@ def _batch(cfg: config.Config, rows: dict[str, Tensor], n_microbatches: int) -> 
     for _ in range(n_microbatches):
         microbatches.append({name: tensor.clone() for name, tensor in rows.items()})
     return StepBatch(0, cfg.batch.global_batch_size, microbatches)
+
+
+@contextlib.contextmanager
+def _keeping_circles() -> Iterator[None]:
+    """Free no tensors in circles of references, inside the `with` block only.
+
+    Python looks for such circles at moments that depend on everything that the process has done before.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
