@@ -38,17 +38,23 @@ class Runs(NamedTuple):
     pairs: list[dict[str, str]]
 
 
-def in_flight(table: Table) -> list[int]:
+def in_flight(table: Table, between_parts: float = 0) -> list[float]:
     """The most microbatches whose forward has run and whose backward has not ended, counted over the stages of a rank.
+
+    Args:
+        table: the pipeline's actions.
+        between_parts: what a microbatch counts in addition while the first part of its backward has run and the second
+            one has not, for the gradients that it then holds.
 
     Returns:
         The number for each rank.
     """
+    counted = {"F": 1, "I": between_parts, "B": -1, "W": -1 - between_parts}
     most = []
     for row in table:
         now = highest = 0
         for action in row:
-            now += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            now += counted[action.kind]
             highest = max(highest, now)
         most.append(highest)
     return most

@@ -4,7 +4,8 @@
     plan.roles[0].peak.peak_bytes
 
 Ranks that differ only along dp, cp or tp do alike; the first of them holds the largest parts. So the roles are the
-places of the pipeline, and places whose stages hold alike pieces share a role.
+places of the pipeline. Places whose stages hold alike pieces share a role, which is that of the place with the most
+microbatches in flight.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table, sent_after
 from dtmega.planning.counting.role import Role, plan_role
-from dtmega.planning.extrapolation import enough_microbatches, extrapolated
+from dtmega.planning.extrapolation import enough_microbatches, extrapolated, in_flight
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.planning.work import Work
 
+HELD_BETWEEN_PARTS = 0.5  # gradients that wait for the second part of backward, as a share of a microbatch in flight
 RunRole = Callable[..., Role]  # runs `plan_role` with its arguments
 
 
@@ -94,18 +96,21 @@ def plan_job(
     table = None
     runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
     kinds: list[object] = [0]
+    held = [0.0]
     if sizes["pp"] > 1:
         cut = plan_stages(cfg, pieces, sizes["pp"])
         stages = cut.pieces
         table = make_table(cfg.pipeline, sizes["pp"], n)
-        kinds = [_kind([stages[number] for number in numbers], pieces) for numbers in cut.ranks]
+        kinds = [_kind(numbers, stages, pieces) for numbers in cut.ranks]
+        held = in_flight(table, HELD_BETWEEN_PARTS)
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
-    for place, kind in enumerate(kinds):
-        if kind not in planned:
-            on_role(len(planned), len(set(kinds)))
-            role = run_role(cfg, sizes, place * ranks_per_place, device, runs.longer, runs.shorter)
-            planned[kind] = extrapolated(role, n, runs.pairs[place])
+    for kind in dict.fromkeys(kinds):
+        on_role(len(planned), len(set(kinds)))
+        alike = [place for place, other in enumerate(kinds) if other == kind]
+        fullest = max(alike, key=held.__getitem__)
+        role = run_role(cfg, sizes, fullest * ranks_per_place, device, runs.longer, runs.shorter)
+        planned[kind] = extrapolated(role, n, runs.pairs[fullest])
     roles = {place: planned[kind] for place, kind in enumerate(kinds)}
     return Plan(cfg, sizes, device, n, table, stages, roles, runs.longer)
 
@@ -131,14 +136,22 @@ def in_own_process(*arguments: Any) -> Role:
     return own_process.run(plan_role, *arguments)
 
 
-def _kind(stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
-    """A key that is equal for places with the same work: the costs of their pieces, and whether they are at an end."""
+def _kind(numbers: Sequence[int], stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
+    """A key that is equal for places with the same work.
+
+    Args:
+        numbers: numbers of the stages at the place.
+        stages: names of the pieces of all stages.
+        pieces: all pieces of the model.
+    """
     costs = {piece.name: piece._replace(name="") for piece in pieces}
     key: list[object] = []
-    for stage in stages:
+    for number in numbers:
+        stage = stages[number]
         is_first = pieces[0].name in stage
         is_last = pieces[-1].name in stage
-        key.append((is_first, is_last, tuple(costs[name] for name in stage)))
+        stays = number + 1 in numbers  # where a V turns, a stage hands its output to the next one on the same rank
+        key.append((is_first, is_last, stays, tuple(costs[name] for name in stage)))
     return tuple(key)
 
 

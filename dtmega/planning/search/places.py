@@ -152,7 +152,7 @@ class Places:
 
 
 @functools.cache
-def _of_table(path: str, pp: int) -> tuple[list[int], float]:
+def _of_table(path: str, pp: int) -> tuple[list[float], float]:
     """The microbatches in flight and the bubble of the schedule in a CSV file."""
     table = csv_table(path, pp)
     return in_flight(table), simulate(table).bubble
