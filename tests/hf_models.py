@@ -6,6 +6,7 @@ import copy
 import functools
 import tempfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,8 +249,13 @@ def generated(model: Any, case: Case) -> Tensor:
     return model.eval().generate(**inputs, **options)
 
 
-def truth(case: Case, rows_apart: bool) -> dict[str, Any]:
-    """The results of one process. `rows_apart`: the loss is the mean of the rows' losses, as data ranks have it."""
+def truth(case: Case, rows_apart: bool, stepping: bool = True) -> dict[str, Any]:
+    """The results of one process.
+
+    Args:
+        rows_apart: True if the loss is the mean of the rows' losses, as data ranks have it.
+        stepping: True to have the parameters after three steps, too.
+    """
     inputs, found = batch(case), {}
     model = build(case)
     rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(2)] if rows_apart else [inputs]
@@ -259,6 +265,8 @@ def truth(case: Case, rows_apart: bool) -> dict[str, Any]:
     found["losses"] = [loss.detach() for loss, _ in results]
     found["logits"] = [logits for _, logits in results]
     found["gradients"] = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
+    if not stepping:
+        return found
     model = build(case)
     steps(model, inputs, losses=len(rows))
     found["stepped"] = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
@@ -279,8 +287,15 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def truths(cases: list[Case], rows_apart: bool) -> str:
-    """A file of {case: truth}, so that each is computed once and not on every rank."""
-    path = Path(_folder().name, f"{zlib.crc32(repr((cases, rows_apart)).encode())}.pt")
-    torch.save({case: truth(case, rows_apart) for case in cases}, path)
+def truths(cases: list[Case], rows_apart: bool, stepped: Sequence[Case] | None = None) -> str:
+    """A file of {case: truth}, so that each is computed once and not on every rank.
+
+    Args:
+        cases: the models and batches.
+        rows_apart: True if the loss is the mean of the rows' losses.
+        stepped: cases with the parameters after three steps; all of them if None.
+    """
+    path = Path(_folder().name, f"{zlib.crc32(repr((cases, rows_apart, stepped)).encode())}.pt")
+    found = {case: truth(case, rows_apart, stepping=stepped is None or case in stepped) for case in cases}
+    torch.save(found, path)
     return str(path)

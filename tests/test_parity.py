@@ -21,6 +21,7 @@ from dtmega.plans import styles
 from dtmega.training import parallelize, step
 from tests import layouts
 from tests.layouts import (
+    DEBUG,
     FAMILIES,
     FP32,
     PAIRS,
@@ -43,22 +44,25 @@ def data(tmp_path_factory) -> dict[str, dict[str, str]]:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-# Fewer steps and microbatches than in the table of docs/layouts.md, with everything in them: warm-up, decay, three
-# evaluations.
-SHORT = {"train.steps": 3, "eval.interval": 2, "optim.warmup": 1} | PAIRS
+# Fewer steps and microbatches than in the table of docs/layouts.md, with everything in them: warm-up, decay, an
+# evaluation between two steps and one behind them. A third step would only repeat what the second one does.
+SHORT = {"train.steps": 2, "eval.interval": 1, "optim.warmup": 1} | PAIRS
 # A layer costs what all else does, and two show what four do, where no stage needs one of its own.
 FEW_LAYERS = {"model.n_layers": 2}
 FEW_LAYERS_OF_TWO_STACKS = FEW_LAYERS | {"model.n_decoder_layers": 1}
+NO_SAMPLE = {"eval.sample_tokens": 0}
+# 3 does not divide what a sample is otherwise padded to, and no rank of cp has a part of it.
+SAMPLED = ["tp 3", "t5 of megatron, V 131, tp 3", "cp 2, gather", "t5 of megatron, cp 3, heads"]
 FEWEST = {"batch.micro_batch_size": 0}  # of one process: as many sequences in each as divide the batch, up to 4
 
 
 def shortened(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a layout, with fewer steps, and with fewer layers where it does not count them."""
+    """The keys of a layout, with fewer steps, without a sample, and with fewer layers where it does not count them."""
     two_stages = keys.get("mesh.pp") == 2 and keys.get("pipeline.schedule", "1F1B") in ("1F1B", "GPipe")
     cut = keys.keys() & {"mesh.pp", "pipeline.csv", "pipeline.stages", "pipeline.split"}
     counted = "recompute.layers" in keys or (cut and not (two_stages and cut == {"mesh.pp"}))
     few = FEW_LAYERS_OF_TWO_STACKS if keys.get("model.name") == "t5" else FEW_LAYERS
-    return SHORT | ({} if counted else few) | keys
+    return SHORT | NO_SAMPLE | ({} if counted else few) | keys
 
 
 @pytest.fixture(scope="session")
@@ -137,9 +141,15 @@ def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     asked = {item.callspec.params["name"] for item in here if "trained" in item.fixturenames}
     names = sorted((name for name in LAYOUTS if name in asked), key=lambda name: "compile" in name)  # which comes last
     asked_of = {name: shortened(LAYOUTS[name][1]) for name in names}
+    for name in set(SAMPLED) & set(names):
+        asked_of[name] |= {"eval.sample_tokens": DEBUG["eval.sample_tokens"]}
     layers = ("model.n_layers", "model.n_decoder_layers")
     truth_of = {
-        name: SHORT | truth_keys(LAYOUTS[name][1]) | FEWEST | {key: keys[key] for key in layers if key in keys}
+        name: SHORT
+        | NO_SAMPLE
+        | truth_keys(LAYOUTS[name][1])
+        | FEWEST
+        | {key: keys[key] for key in layers if key in keys}
         for name, keys in asked_of.items()
     }
     wanted = {str(keys): (1, keys) for keys in truth_of.values()}
@@ -205,8 +215,7 @@ def test_ranks_have_other_numbers_of_masked_tokens_and_some_samples_have_padding
     assert padded == {True, False}
 
 
-# 3 does not divide what a sample is otherwise padded to, and no rank of cp has a part of it.
-@pytest.mark.parametrize("name", ["tp 3", "t5 of megatron, V 131, tp 3", "cp 2, gather", "t5 of megatron, cp 3, heads"])
+@pytest.mark.parametrize("name", SAMPLED)
 def test_a_finished_run_shows_a_sample(trained, name):
     assert "\na sample:\n" in trained[name].said
 
@@ -277,12 +286,12 @@ def test_a_planted_error_is_seen(run, plant, keys):
 
 
 def one_bit_of_a_replica() -> None:
-    """Plant another LayerNorm weight on rank 1 before the third step."""
+    """Plant another LayerNorm weight on rank 1 before the second step."""
     honest, steps = parallelize.ShardedModel.forward_backward, []
 
     def forward_backward(self, microbatches, counts, scale=None):
         steps.append(None)
-        if len(steps) == 3 and dist.get_rank() == 1:
+        if len(steps) == 2 and dist.get_rank() == 1:
             weight = dict(self.named_parameters())["layers.1.attn_norm.weight"].to_local()
             weight.detach().view(torch.int32)[5] ^= 1 << 12  # the last bit may be lost in the update's rounding
         return honest(self, microbatches, counts, scale)
@@ -317,6 +326,6 @@ def test_ranks_that_should_share_a_batch_and_do_not_are_stopped_at_the_start(run
 )
 def test_a_run_stopped_on_one_layout_goes_on_with_its_numbers_on_another(run, data, tmp_path, keys):
     text = data["bloom"]
-    train_debug_model(2, text | SHORT | keys | {"train.exit_interval": 2}, tmp_path)
+    train_debug_model(2, text | SHORT | keys | {"train.exit_interval": 1}, tmp_path)
     found = deviation(train_debug_model(1, text | SHORT, tmp_path), run(1, {}))
     assert all(found[quantity] <= FP32[quantity] for quantity in FP32), found

@@ -255,7 +255,7 @@ def settings(keys: dict[str, Any], n_layers: int, sequences: int) -> dict[str, A
 
 
 # Each combines what other cases have one by one.
-REPEATS = {"pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
+REPEATS = {"pp 2 x tp 2, ZBV", "dp_replicate 2 x dp_shard 2, bf16 sums"}
 REPEATS |= {"cp 2 x tp 2", "cp 2 x dp_shard 2", "cp 2 x dp_replicate 2"}
 REPEATS |= {f"{name}, sharded gradients" for name in ("dp_shard 2", "dp_replicate 2", "pp 2 x dp_shard 2")}
 
@@ -264,8 +264,11 @@ REPEATS |= {f"{name}, sharded gradients" for name in ("dp_shard 2", "dp_replicat
 def configurations(repeats: bool) -> dict[str, tuple[int, list[dict[str, Any]]]]:
     """Name -> processes, and a configuration for each number of layers and factor of microbatches."""
     found = {}
-    for layouts, sizes in ((AXES, [(2, 1), (3, 2)]), (MORE, [(4, 2)])):
+    for layouts in (AXES, MORE):
         for name, (n, least, keys) in layouts.items():
+            # What a layer and a microbatch add is seen on the axes alone. ZBV has four stages.
+            more = [(4, 2)] if "ZBV" in name else [(2, 2)]
+            sizes = [(2, 1), (3, 2)] if layouts is AXES else more
             data = keys["mesh"].get("dp_shard", 1) * keys["mesh"].get("dp_replicate", 1)
             values = [settings(keys, n_layers, factor * least * data) for n_layers, factor in sizes]
             if (name in REPEATS) is repeats:

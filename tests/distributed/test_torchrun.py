@@ -68,7 +68,7 @@ AND_TRAIN = f"""
 runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
 WAITING = "FAULTS = {24: wait_for_a_signal}"  # in the seventh step
-HANGING_AND_WAITING = "FAULTS = {24: hang_on_rank_1, 36: wait_for_a_signal}"  # and in the tenth
+HANGING_AND_WAITING = "FAULTS = {24: hang_on_rank_1, 28: wait_for_a_signal}"  # and in the eighth
 
 
 class Base(NamedTuple):
@@ -84,7 +84,7 @@ class Base(NamedTuple):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Base:
     folder = tmp_path_factory.mktemp("torchrun")
-    short = {"model.n_layers": 2, "train.steps": 12, "checkpoint.interval": 4, "eval.interval": 0}
+    short = {"model.n_layers": 2, "train.steps": 9, "checkpoint.interval": 4, "eval.interval": 0}
     keys = KEYS | write_text(folder) | LAYOUTS[LAYOUT][1] | short | {"run.timeout_s": 60, "log.tensorboard": True}
     train_all([whole(LAYOUT, folder / "truth", keys)])
     return Base(keys, Record(folder / "truth"))
@@ -115,7 +115,7 @@ def same_bits(run: Record, truth: Record) -> bool:
 
 
 class Ended(NamedTuple):
-    """A job that hung, was started again by torchrun, and was then asked to end.
+    """A job that was asked to end.
 
     Attributes:
         folder: where it trained, in `run`.
@@ -128,10 +128,9 @@ class Ended(NamedTuple):
     left: list[int]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory, base) -> Ended:
-    folder = tmp_path_factory.mktemp("ended")
-    with torchrun(folder, HANGING_AND_WAITING, base.keys, "--max-restarts", 3) as agent:
+def asked_to_end(folder: Path, base: Base, faults: str, *options: object) -> Ended:
+    """A job under torchrun, whose agent gets SIGTERM when both workers wait for a signal."""
+    with torchrun(folder, faults, base.keys, *options) as agent:
         pids = workers(folder, agent)
         agent.terminate()
         output, _ = agent.communicate(timeout=PATIENCE_S)
@@ -139,24 +138,32 @@ def ended(tmp_path_factory, base) -> Ended:
     return Ended(folder, output, left)
 
 
-def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again(ended):
-    output = ended.output
-    assert re.search(
-        r"^rank 1 behind: step 7 in data, for \d+ s, in hang_on_rank_1 \(worker\.py:\d+\)$", output, re.MULTILINE
-    )
-    assert re.search(r"^rank 0 in front: step 7 in counts, for \d+ s, in all_reduce \(", output, re.MULTILINE)
-    assert "resumed at step 4" in output
-
-
-def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_goes_on_to_the_bit(ended, base):
+def check_end(ended: Ended, base: Base, step: int) -> None:
+    """Check that the job saved at the boundary of a step, left nobody, and goes on to the bit."""
     assert ended.left == []
-    assert "stopped after step 10 of 12: a signal asked for it" in ended.output, ended.output
+    assert f"stopped after step {step} of 9: a signal asked for it" in ended.output, ended.output
     assert "Unable to shutdown" not in ended.output  # what torchrun says before it sends SIGKILL
-    newest = ended.folder / "run" / "checkpoints" / "step-00000010"
+    newest = ended.folder / "run" / "checkpoints" / f"step-{step:08}"
     assert newest.exists()
     # Torchrun itself does not tell.
-    assert exit_codes.ExitRecord.read(ended.folder / "run") == (75, "a signal asked for it", 10, str(newest), ANY)
+    assert exit_codes.ExitRecord.read(ended.folder / "run") == (75, "a signal asked for it", step, str(newest), ANY)
     assert same_bits(go_on(ended.folder, base), base.truth)
+
+
+def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_goes_on_to_the_bit(tmp_path, base):
+    check_end(asked_to_end(tmp_path, base, WAITING), base, step=7)
+
+
+# test_watchdog.py says it of ranks without torchrun, and test_process.py that torchrun starts small workers again.
+@pytest.mark.full
+def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again(tmp_path, base):
+    ended = asked_to_end(tmp_path, base, HANGING_AND_WAITING, "--max-restarts", 3)
+    hanging = r"^rank 1 behind: step 7 in data, for \d+ s, in hang_on_rank_1 \(worker\.py:\d+\)$"
+    assert re.search(hanging, ended.output, re.MULTILINE)
+    waiting = r"^rank 0 in front: step 7 in counts, for \d+ s, in all_reduce \("
+    assert re.search(waiting, ended.output, re.MULTILINE)
+    assert "resumed at step 4" in ended.output
+    check_end(ended, base, step=8)
 
 
 def stop_for_ever(argv: list[str], folder: str, leaves: bool) -> None:

@@ -42,7 +42,7 @@ MODEL = config.Bloom(
 )
 PIECES = families.pieces(MODEL)
 SEQ_LEN = 6
-RAMP = [8, 4]  # microbatches of each step
+RAMP, RAMP_OF_FOUR = [4, 6], [8, 4]  # microbatches of each step; in the first one a V is filled
 
 
 def settings(**sections: dict[str, Any]) -> config.Config:
@@ -741,7 +741,7 @@ def whole_gradient(parameter: Tensor) -> Tensor:
 ALL = {name: pipeline(name) for name in SCHEDULES}
 LAYOUTS: dict[str, tuple[int, int, list[int], dict[str, config.Pipeline]]] = {  # pp, dp, microbatches, schedules
     "pp 2": (2, 1, RAMP, ALL | {"4 per rank": pipeline("Interleaved1F1B", 4)}),
-    "pp 4": (4, 1, RAMP, {name: ALL[name] for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")}),
+    "pp 4": (4, 1, RAMP_OF_FOUR, {name: ALL[name] for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")}),
     "pp 2 x dp 2": (2, 2, [4, 4], ALL),
     "pp 2, file": (2, 1, [3, 3], {"csv": pipeline("1F1B", csv="schedule.csv")}),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dtmega import train
 from dtmega.__main__ import main as command
+from dtmega.checkpoint import resume
 from dtmega.interop.hf.families import OVER_CP
 from tests import hf_models, hf_train, layouts
 from tests.hf_models import Case
@@ -48,11 +49,11 @@ SHARING = [Case(name, tied=False) for name in ("mistral", "gemma3_text", "smollm
 # one of them.
 EVERYWHERE = {
     "1": [*(case for case in ALONE if case.name in ("llama", "opt")), GPT2, UNKNOWN, CAPPED, DIVIDED],
-    "tp 2": [GPT2, OLMOE, DEEPSEEK, CAPPED, CODEGEN],
+    "tp 2": [GPT2, OLMOE, DEEPSEEK, CODEGEN],
     "pp 2": [*ALONE, *STAGED, DEEPSEEK],
     "dp 2": [GPT2, XGLM, UNKNOWN, DEEPSEEK],
     "tp 2 x dp 2": [GPT2, PACKED],
-    "cp 2": [*SHARING, GPT2, Case("qwen3")],
+    "cp 2": [*SHARING, Case("qwen3")],
     "cp 2, heads": [STAGED[0]],
     "cp 2 x tp 2": [PACKED],
     "cp 2 x pp 2": [STAGED[0]],
@@ -61,7 +62,7 @@ REPEATING = {"tp 2 x dp 2, recompute": CASES, "pp 2": EVERY, "pp 2 x tp 2": EVER
 REPEATING |= {
     layout: [*(case for case in CASES if case not in EVERYWHERE[layout]), *MIXTURES] for layout in ("1", "tp 2")
 }
-REPEATING["tp 2"].append(NATIVE)
+REPEATING["tp 2"] += [NATIVE, CAPPED]
 SHARED = [case for case in EVERY if case.family in OVER_CP and case != CAPPED]
 REPEATING |= dict.fromkeys(("cp 2", "cp 2 x pp 2", "cp 2 x dp 2"), SHARED)
 # Those whose heads of keys and values are enough for two ranks.
@@ -71,7 +72,7 @@ REPEATING |= {"dp 2": [*MIXTURES, Case("mamba")], "tp 2 x dp 2": MIXTURES}
 # What is saved where, and where it is read.
 WRITERS = {
     "4": ("tp 2 x dp 2", GPT2),
-    "4 async": ("tp 2 x dp 2", GPT2),
+    "2 async": ("dp 2", GPT2),
     "1": ("1", GPT2),
     "pp": ("pp 2", GPT2),
     "packed": ("tp 2 x dp 2", CODEGEN),
@@ -79,7 +80,7 @@ WRITERS = {
 }
 READERS = {
     "4": ["1", "pp 2"],
-    "4 async": ["pp 2"],
+    "2 async": ["pp 2"],
     "1": ["tp 2 x dp 2"],
     "pp": ["tp 2 x dp 2", "1"],
     "packed": ["tp 2"],
@@ -127,7 +128,9 @@ def measured() -> dict[str, list[Any]]:
         mode, where = "async" if "async" in name else "sync", directories[case]
         jobs[f"saved {name}"] = Job(layout, hf_train.saving, (where, str(folder(name)), mode))
         for reader in READERS[name]:
-            jobs[f"{name} on {reader}"] = Job(reader, hf_train.reading, (where, str(folder(name) / "step-00000003")))
+            jobs[f"{name} on {reader}"] = Job(
+                reader, hf_train.reading, (where, str(folder(name) / resume.name(hf_train.STEPS)))
+            )
     for layout in ("tp 2", "pp 2"):
         argv = [*arguments(), "--run.dir", str(folder("resumed")), "--train.exit_interval", "2"]
         jobs[f"trained {layout}"] = Job(layout, hf_train.training, (argv, str(folder(layout))))
@@ -211,7 +214,7 @@ def pairs(trained: dict[str, list[Case]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("layout", "case"), pairs(EVERYWHERE))
-def test_loss_every_gradient_and_three_clipped_steps_are_those_of_transformers_and_torch(layout: str, case: Case):
+def test_loss_every_gradient_and_two_clipped_steps_are_those_of_transformers_and_torch(layout: str, case: Case):
     check_numbers(measured()[layout], case)
 
 
