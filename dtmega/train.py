@@ -15,6 +15,7 @@ from __future__ import annotations
 import shlex
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -358,6 +359,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         run.log.line(times.in_words(f"step {step} | loss {done.loss:.4f} | grad_norm {done.grad_norm:.2f}"))
 
     scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
+    if done.beyond_grid:
+        metrics.message(describe_grid_overflow(step, done.beyond_grid))
     if done.skipped:
         metrics.skipped(step, done.loss, done.grad_norm, samples=samples, **scale)
     else:
@@ -369,6 +372,15 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
     at = Progress(step, samples.stop, at.skipped + done.skipped, at.overflowed + done.overflowed, overflowed_samples)
     can_be_halved = done.overflowed and scale["loss_scale"] > cfg.precision.min_loss_scale
     return at, None if can_be_halved else done.skipped
+
+
+def describe_grid_overflow(step: int, names: Sequence[str]) -> str:
+    """The line about a step that [run] exact skips because gradients exceeded their grid."""
+    others = f" and of {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return (
+        f"step {step}: a gradient of {names[0]}{others} is over 1,000 times the last step's largest, so the step is "
+        f"skipped and the grid made coarser ([run] exact)"
+    )
 
 
 def evaluate_only(run: Run, at: Progress) -> int:

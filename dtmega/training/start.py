@@ -206,7 +206,7 @@ def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, to
     """Build this rank's part of the model, and the optimizer for this part. Parameters have no values yet."""
     with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
         model = parallelize(cfg, world)
-        return model, optim.build_optimizer(model.named_parameters(), cfg.optim)
+        return model, optim.build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact)
 
 
 def fill(
