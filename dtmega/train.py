@@ -286,6 +286,7 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
             updates=at.step - at.skipped,
             recent=run.spikes.recent,
             loss_scale=run.loss_scale and run.loss_scale.state,
+            exact=run.model.exact and run.model.exact.state,
             health=run.health.state,
             identity=run.text.identity,
             digest=run.digest,

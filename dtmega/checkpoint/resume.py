@@ -24,6 +24,7 @@ from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.config.reading import read_toml
+from dtmega.ops.fixed_point import ExactState
 from dtmega.ops.loss_scale import ScaleState
 
 FINISHED = re.compile(r"step-\d{8}")
@@ -81,6 +82,7 @@ class State(BaseModel):
         updates: number of weight updates; AdamW calls this number `step`.
         recent: (loss, gradient norm) pairs of the last steps, if [train] skip_spikes needs them.
         loss_scale: state of float16's loss scale; None in other precisions.
+        exact: grids and fixed values of [run] exact; None without.
         health: counts of high losses.
         identity: everything that determines the run's results, except the weights: for example, the seed, and digests
             of the data and the tokenizer. Empty in a checkpoint that holds weights only.
@@ -95,6 +97,7 @@ class State(BaseModel):
     updates: Count
     recent: list[tuple[float, ...]]
     loss_scale: ScaleState | None
+    exact: ExactState | None = None
     health: HealthState = HEALTHY
     identity: dict[str, Any]
     config: dict[str, dict[str, Any]]
@@ -111,6 +114,7 @@ class State(BaseModel):
         updates: int = 0,
         recent: Iterable[tuple[float, ...]] = (),
         loss_scale: ScaleState | None = None,
+        exact: ExactState | None = None,
         health: HealthState = HEALTHY,
         identity: Mapping[str, Any] | None = None,
         digest: str = "",
@@ -123,6 +127,7 @@ class State(BaseModel):
             updates=updates,
             recent=list(recent),
             loss_scale=loss_scale,
+            exact=exact,
             health=health,
             identity=dict(identity or {}),
             config=config,

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dtmega.fsdp.sends import ReducesAndScatters
 from dtmega.ops import host
-from dtmega.ops.fixed_point import Grid, largest_of
+from dtmega.ops.fixed_point import ExactState, Grid, largest_of
 from dtmega.ops.shards import local
 
 
@@ -216,7 +216,7 @@ class ExactSums:
 
     Attributes:
         of_stage: the sums of each stage of this rank, by number.
-        maxima: largest gradient of a microbatch in the last step that was not skipped, by name; checkpoints store it.
+        state: largest gradients of the last step that was not skipped, as checkpoints store them.
         overflowed: names of the tensors whose gradients exceeded their grid in the last step.
         finite: whether all gradients of the last step were finite.
     """
@@ -225,7 +225,7 @@ class ExactSums:
         self._index = {name: i for i, name in enumerate(sizes)}
         self._n_parts, self._groups, self._device = n_parts, groups, device
         self.of_stage: dict[int, StageSums] = {}
-        self.maxima: dict[str, float] = {}
+        self.state = ExactState({}, {})
         self.overflowed: list[str] = []
         self.finite = True
         self._grids: dict[str, Grid] = {}
@@ -245,7 +245,7 @@ class ExactSums:
                 stage.build()
         n_terms = n_microbatches * self._n_parts
         first = 1.0 / n_microbatches
-        self._grids = {name: Grid.of(self.maxima.get(name, first), n_terms) for name in self._index}
+        self._grids = {name: Grid.of(self.state.maxima.get(name, first), n_terms) for name in self._index}
         self._scale = scale
         self._largest.zero_()
 
@@ -353,7 +353,7 @@ class ExactSums:
         for name in names:
             largest = self._found[self._index[name]]
             if largest > 0:
-                self.maxima[name] = largest
+                self.state.maxima[name] = largest
 
 
 def _sum_of(slot: Slot) -> Tensor:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor
 
 from dtmega.ops import host
@@ -66,6 +67,18 @@ class Grid(NamedTuple):
         unit = math.ldexp(1.0, self.exponent)
         for floats, piece in zip(_pieces(out), _pieces(total), strict=True):
             floats.copy_(piece.double().mul_(unit))
+
+
+class ExactState(NamedTuple):
+    """The part of a checkpoint that a run with [run] exact needs.
+
+    Attributes:
+        maxima: largest gradient of a microbatch in the last step that was not skipped, by tensor.
+        fixed: values that the first step recorded and no later start may change, by name (`training/exact.py`).
+    """
+
+    maxima: dict[str, Annotated[float, Field(gt=0)]]
+    fixed: dict[str, Any]
 
 
 def scalar(term: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 
 class Sums(Protocol):
-    """The interface of `fsdp.shard_sums.ShardSums` and `fsdp.exact.StageSums`, which sum gradients of each microbatch."""
+    """The interface of `fsdp.shard_sums.ShardSums` and `fsdp.exact.StageSums`, the sums of each microbatch."""
 
     def expect(self, last: bool) -> None: ...
 

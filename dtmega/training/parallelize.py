@@ -48,6 +48,7 @@ from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.sums import Sums
 from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
+from dtmega.training import exact
 from dtmega.training.accumulation import accumulates
 from dtmega.training.recompute import recompute
 
@@ -565,7 +566,7 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
 def check_pipeline(
     cfg: config.Config, sizes: Mapping[str, int], device: torch.device, pieces: Sequence[cost.Piece]
 ) -> None:
-    """Refuse a pipeline that cannot run, or keys that exclude a pipeline. This is the other part of `check`.
+    """Refuse a pipeline that cannot run, or keys that exclude a pipeline or [run] exact: the other part of `check`.
 
     Args:
         cfg: the run's configuration.
@@ -576,6 +577,7 @@ def check_pipeline(
     Raises:
         ValueError: as in `check`.
     """
+    exact.check(cfg, sizes, device)
     pp = sizes["pp"]
     idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
     if pp == 1 and idle:
