@@ -210,7 +210,7 @@ class ExactSums:
 
     Args:
         sizes: number of elements of each parameter of the whole model, by name; the same on all ranks.
-        n_parts: number of gradients that one microbatch may contribute to an element: places x tp ranks.
+        n_parts: number of gradients that one microbatch may contribute to an element: places x tp x cp ranks.
         groups: groups of ranks to sum over.
         device: device of the sums.
 

@@ -371,7 +371,7 @@ def _exact_sums(world: World, whole: Model, model: ShardedModel) -> ExactSums:
     everyone = dist.group.WORLD
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
-    sums = ExactSums(model.sizes, n_places * world.sizes["tp"], groups, world.device)
+    sums = ExactSums(model.sizes, n_places * world.sizes["tp"] * world.sizes["cp"], groups, world.device)
     for number, stage in model.stages.items():
         sums.of_stage[number] = StageSums(stage, stage.full_name, stage.ties, model.partial[number], sums)
     return sums
