@@ -15,7 +15,6 @@ from __future__ import annotations
 import shlex
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,8 +25,8 @@ import torch.distributed as dist
 
 from dtmega import config, mesh
 from dtmega.checkpoint import found, resume
-from dtmega.checkpoint.resume import HEALTHY, Progress, State
 from dtmega.checkpoint.run import SaveOutcome, tensors_of
+from dtmega.checkpoint.state import HEALTHY, START, Progress, State
 from dtmega.config import RunEnd
 from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes, flight_recorder, process
@@ -41,7 +40,7 @@ from dtmega.ops.cpu import huge_pages
 from dtmega.ops.cpu.contention import Contention
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.training import errors, start
+from dtmega.training import errors, exact, start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics, several
@@ -117,7 +116,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
-    at = loaded.progress if loaded else resume.START
+    at = loaded.progress if loaded else START
     end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})
     # An evaluation neither changes the run's progress nor writes to the run's files.
@@ -361,7 +360,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
 
     scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
     if done.beyond_grid:
-        metrics.message(describe_grid_overflow(step, done.beyond_grid))
+        metrics.message(exact.grid_overflow(step, done.beyond_grid))
     if done.skipped:
         metrics.skipped(step, done.loss, done.grad_norm, samples=samples, **scale)
     else:
@@ -373,15 +372,6 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
     at = Progress(step, samples.stop, at.skipped + done.skipped, at.overflowed + done.overflowed, overflowed_samples)
     can_be_halved = done.overflowed and scale["loss_scale"] > cfg.precision.min_loss_scale
     return at, None if can_be_halved else done.skipped
-
-
-def describe_grid_overflow(step: int, names: Sequence[str]) -> str:
-    """The line about a step that [run] exact skips because gradients exceeded their grid."""
-    others = f" and of {len(names) - 1} more tensors" if len(names) > 1 else ""
-    return (
-        f"step {step}: a gradient of {names[0]}{others} is over 1,000 times the last step's largest, so the step is "
-        f"skipped and the grid made coarser ([run] exact)"
-    )
 
 
 def evaluate_only(run: Run, at: Progress) -> int:

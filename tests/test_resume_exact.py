@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.layouts import DEBUG, Run, train_debug_model, write_text
+from dtmega import train
+from tests import ranks
+from tests.layouts import DEBUG, Run, debug_keys, train_debug_model, write_text
+from tests.resumed import flags
 
 STEPS, CUT = 4, 2
 KEYS: dict[str, Any] = {
@@ -23,6 +28,13 @@ KEYS: dict[str, Any] = {
     "checkpoint.interval": CUT,
 }
 CUT_SHORT = {"train.exit_interval": CUT}
+# What a later start may not change -> what is said about it.
+CHANGES = {
+    "batch.micro_batch_size": (4, "[batch] micro_batch_size was 2, is 4"),
+    "recompute.mode": ("full", "[recompute] mode was 'none', is 'full'"),
+    "precision.params": ("bfloat16", "[precision] params was 'float32', is 'bfloat16'"),
+    "compile.enable": (True, "[compile] enable was False, is True"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +46,33 @@ def data(tmp_path_factory) -> dict[str, str]:
 def truth(data: dict[str, str], tmp_path_factory) -> Run:
     """The run on one process, without a break."""
     return train_debug_model(1, KEYS | data, tmp_path_factory.mktemp("truth"))
+
+
+def said(argv: list[str]) -> tuple[int, str, int]:
+    """The exit code of train.py on this process, all that it prints, and the number of threads that it leaves."""
+    torch.set_num_threads(2)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = train.main(argv)
+    return code, output.getvalue(), torch.get_num_threads()
+
+
+def refused(of_starts: list[list[str]]) -> list[tuple[int, str, int]]:
+    return [said(argv) for argv in of_starts]
+
+
+def test_a_resumed_run_refuses_what_would_change_its_bits(data: dict[str, str], tmp_path: Path):
+    train_debug_model(1, KEYS | data | CUT_SHORT, tmp_path)
+    run_dir = tmp_path / "run"
+    starts = [flags(debug_keys(KEYS | data | {key: value}), run_dir) for key, (value, _) in CHANGES.items()]
+    starts.append(flags(debug_keys(KEYS | data | {"run.exact": False}), run_dir))
+    *changed, plain = ranks.run(1, refused, starts)[0]
+    for (code, output, n_threads), (_, words) in zip(changed, CHANGES.values(), strict=True):
+        assert code == 2
+        assert n_threads == 1
+        assert f"the bits of this run would change: {words} ([run] exact" in " ".join(output.split())
+    assert plain[0] == 2
+    assert "[run] exact was True, is False" in plain[1]
 
 
 def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_was_not(data, truth, tmp_path: Path):

@@ -215,6 +215,7 @@ class ExactSums:
         device: device of the sums.
 
     Attributes:
+        sizes: the argument of this name.
         of_stage: the sums of each stage of this rank, by number.
         state: largest gradients of the last step that was not skipped, as checkpoints store them.
         overflowed: names of the tensors whose gradients exceeded their grid in the last step.
@@ -222,6 +223,7 @@ class ExactSums:
     """
 
     def __init__(self, sizes: Mapping[str, int], n_parts: int, groups: Groups, device: torch.device) -> None:
+        self.sizes = sizes
         self._index = {name: i for i, name in enumerate(sizes)}
         self._n_parts, self._groups, self._device = n_parts, groups, device
         self.of_stage: dict[int, StageSums] = {}

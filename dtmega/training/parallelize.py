@@ -18,11 +18,10 @@ import contextlib
 import copy
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -31,13 +30,13 @@ from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
-from dtmega.fsdp.exact import ExactSums, Groups, StageSums
+from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
-from dtmega.ops import cost, fixed_point, optim, ranges, softmax
+from dtmega.ops import cost, optim, ranges, softmax
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
@@ -45,7 +44,6 @@ from dtmega.ops.shards import boxes, local
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
-from dtmega.pipelining.sums import Sums
 from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.training import exact
@@ -69,7 +67,6 @@ class ShardedModel:
         replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: the cp ranks, among which each sequence is divided; None if cp is 1.
-        sizes: number of elements of each parameter of the whole model, by name; needed by `exact`.
         exact: sums of gradients as integers ([run] exact); None: gradients are summed in floating point.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
@@ -89,7 +86,6 @@ class ShardedModel:
         self.tied: list[Tied] = []
         self.replicas: list[Replicas] = []
         self.exact: ExactSums | None = None
-        self.sizes: dict[str, int] = {}
         self.on_reduce: Callable[[], object] = _do_nothing
         self.context: ContextParallel | None = None
 
@@ -251,7 +247,7 @@ class ShardedModel:
 
     def weights(self) -> list[Tensor]:
         """The local parts of parameters. Each element of the model occurs on exactly one rank of the `shards` group."""
-        return [local(p.detach()) for p in self._counted_once().values()]
+        return [local(p.detach()) for p in self.counted_once().values()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
         """The local parts of the parameters' gradients.
@@ -260,7 +256,7 @@ class ShardedModel:
             every: whether to return all gradients that this rank holds, which clipping needs. If False, only the
                 parameters in `weights` count, so that a norm over the `shards` group counts each element once.
         """
-        parameters = [p for _, p in self.named_parameters()] if every else self._counted_once().values()
+        parameters = [p for _, p in self.named_parameters()] if every else self.counted_once().values()
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
@@ -270,25 +266,13 @@ class ShardedModel:
         values: dict[str, float] = {}
         if num_zeros:
             values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
-        if params_norm and self.exact is None:
-            values["params_norm"] = optim.total_norm(self.weights(), device, group)
+        if params_norm and self.exact is not None:
+            values["params_norm"] = exact.weights_norm(self.exact, self.counted_once(), group)
         elif params_norm:
-            parts = {name: local(parameter.detach()) for name, parameter in self._counted_once().items()}
-            values["params_norm"] = math.sqrt(fixed_point.squared_norm(parts, self.sizes, group))
+            values["params_norm"] = optim.total_norm(self.weights(), device, group)
         return values
 
-    def exact_squared_norm(self) -> float:
-        """The square of the gradient's norm, with the same bits on all layouts; infinity if a step has no gradient."""
-        assert self.exact is not None
-        if not self.exact.succeeded:
-            return math.inf
-        parts: dict[str, Tensor] = {}
-        for name, parameter in self._counted_once().items():
-            if parameter.grad is not None:
-                parts[name] = local(parameter.grad)
-        return fixed_point.squared_norm(parts, self.sizes, self.world.groups["shards"])
-
-    def _counted_once(self) -> dict[str, nn.Parameter]:
+    def counted_once(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank counts in sums over the `shards` group, by name.
 
         If tp ranks hold copies of a parameter, only the first tp rank counts it. If several stages hold copies, only
@@ -341,8 +325,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
     if cfg.run.exact:
-        model.sizes = {whole.full_name(name): parameter.numel() for name, parameter in whole.named_parameters()}
-        model.exact = _exact_sums(world, whole, model)
+        model.exact = exact.sums(world, whole, stages, partial)
     else:
         model.sharded = accumulates(cfg, world.sizes, mesh.memory_bytes(world.device)) == "sharded"
     if world.sizes["cp"] > 1:
@@ -356,25 +339,13 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     if cut is not None:
         model.tied = _tied(world, cut, whole, stages)
         boundaries = _boundaries(cfg, world, cut, whole)
-        sums: dict[int, Sums] = {}
+        sums: dict[int, Any] = {}
         if model.exact is not None:
             sums |= model.exact.of_stage
         elif model.sharded:
             sums |= {number: ShardSums(stage) for number, stage in stages.items()}
         model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device, sums)
     return model
-
-
-def _exact_sums(world: World, whole: Model, model: ShardedModel) -> ExactSums:
-    """Make the integer sums of this rank's stages."""
-    n_places = max([len(names) for names in whole.ties], default=1)
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
-    sums = ExactSums(model.sizes, n_places * world.sizes["tp"] * world.sizes["cp"], groups, world.device)
-    for number, stage in model.stages.items():
-        sums.of_stage[number] = StageSums(stage, stage.full_name, stage.ties, model.partial[number], sums)
-    return sums
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:

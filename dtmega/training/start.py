@@ -16,8 +16,8 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.checkpoint.state import START, Progress, State
 from dtmega.checkpoint.weights import load_weights
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
@@ -31,7 +31,6 @@ from dtmega.formats.sources import Source
 from dtmega.mesh import World
 from dtmega.ops import cost, optim
 from dtmega.ops.cost import Piece
-from dtmega.ops.fixed_point import ExactState
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.training import accumulation, exact, history, out_of_memory, rank_log, trackers
 from dtmega.training.metrics import Metrics, describe_run
@@ -236,11 +235,8 @@ def fill(
             load_weights(origin.init, startup.with_heartbeats(model.stored_tensors()), cfg.model.vocab_size)
         elif loaded is None:
             model.draw(cfg.run.seed)
-        if model.exact is not None:
-            now = exact.fixed(cfg, settings.sizes, settings.device, compiling(cfg, settings.device))
-            was = loaded and loaded.exact
-            exact.check_fixed(was, now)
-            model.exact.state = ExactState(dict(was.maxima) if was else {}, now)
+        compiled = compiling(cfg, settings.device)
+        exact.begin(model.exact, cfg, settings.sizes, settings.device, compiled, loaded and loaded.exact)
     return checkpoints, loaded
 
 
@@ -311,7 +307,7 @@ def announcement(
         end: configured end of the run.
     """
     cfg, device = settings.cfg, settings.device
-    at = loaded.progress if loaded else resume.START
+    at = loaded.progress if loaded else START
     samples = text.samples("train")
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]

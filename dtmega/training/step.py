@@ -23,7 +23,7 @@ from dtmega.mesh import World
 from dtmega.ops import fixed_point, host, optim
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.training import phases
+from dtmega.training import exact, phases
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics
 from dtmega.training.pace import Pace
@@ -120,12 +120,12 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None and model.exact is None:
         optim.unscale(gradients, scale)
-    squared_norm_here = torch.zeros((), dtype=torch.float64) if model.exact else optim.squared_norm(counted)
-    totals, squared_norm = over_ranks(world, totals, squared_norm_here)
+    totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
     beyond_grid: list[str] = []
     if model.exact is not None:
         fixed_point.check_scalars(totals)
-        squared_norm, beyond_grid = model.exact_squared_norm(), model.exact.overflowed
+        squared_norm = exact.squared_norm(model.exact, model.counted_once(), world.groups["shards"])
+        beyond_grid = model.exact.overflowed
     means = means_of(sums, totals, counts)
     loss = loss_of(sums, means)
     # An infinity or NaN on any rank makes this norm infinite or NaN on all ranks, so all ranks skip the step together.

@@ -49,15 +49,13 @@ class Layout(NamedTuple):
         sizes: the [mesh].
         how: sections that only this layout has; None: none.
         same: sections that the truth has, too; None: none.
-        truth: number of processes of the truth, whose tp this is.
         layers: number of layers of both.
     """
 
     n: int
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     how: dict[str, Any] | None = None
     same: dict[str, Any] | None = None
-    truth: int = 1
     layers: int = 2
 
 
@@ -74,9 +72,14 @@ LAYOUTS = {
     "pp 2, ZBV": Layout(2, {"pp": 2}, ZBV, layers=4),
     "pp 2 x dp_shard 2": Layout(4, {"pp": 2, "dp_shard": 2}),
     "pp 2 x dp_replicate 2, ZBV": Layout(4, {"pp": 2, "dp_replicate": 2}, ZBV, layers=4),
-    "tp 2 x dp_shard 2": Layout(4, {"tp": 2, "dp_shard": 2}, truth=2),
-    "tp 2 x dp_replicate 2": Layout(4, {"tp": 2, "dp_replicate": 2}, truth=2),
-    "tp 2 x pp 2": Layout(4, {"tp": 2, "pp": 2}, truth=2),
+    "tp 2 x dp_shard 2": Layout(4, {"tp": 2, "dp_shard": 2}),
+    "tp 2 x dp_replicate 2": Layout(4, {"tp": 2, "dp_replicate": 2}),
+    "tp 2 x pp 2": Layout(4, {"tp": 2, "pp": 2}),
+    **{
+        f"cp 2 x {axis} 2, {form}": Layout(4, {"cp": 2, "cp_form": form, axis: 2})
+        for axis in ("dp_shard", "dp_replicate", "pp")
+        for form in ("gather", "heads")
+    },
     "bf16, dp_shard 2": Layout(2, {"dp_shard": 2}, same=BF16),
     "bf16, dp_replicate 2": Layout(2, {"dp_replicate": 2}, same=BF16),
     "bf16, pp 2": Layout(2, {"pp": 2}, same=BF16),
@@ -197,8 +200,10 @@ def _bits(family: str, layout: Layout) -> Bits:
 
 
 def truth_of(layout: Layout) -> Layout:
-    sizes = {"tp": layout.truth} if layout.truth > 1 else {}
-    return Layout(layout.truth, sizes, same=layout.same, layers=layout.layers)
+    """The same tp and cp on as few processes as possible, without a pipeline."""
+    sizes = {key: value for key, value in layout.sizes.items() if key in ("tp", "cp", "cp_form")}
+    n = sizes.get("tp", 1) * sizes.get("cp", 1)
+    return Layout(n, sizes, same=layout.same, layers=layout.layers)
 
 
 def of_all(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[list[Bits], Bits]]:
