@@ -124,7 +124,7 @@ TORCH = {
     ),
     "torch.nn.Module._non_persistent_buffers_set": Private(("models/model.py",), "which buffers a checkpoint stores"),
     "torch.nn.Module._parameters": Private(
-        ("fsdp/exact.py", "fsdp/masters.py", "plans/base.py"),
+        ("fsdp/masters.py", "fsdp/slots.py", "plans/base.py"),
         "exchange a parameter for one forward; assignment would register another",
     ),
     "torch.ops._c10d_functional.all_reduce": Private(
@@ -227,10 +227,10 @@ TORCH = {
         ("planning/counting/autograd_sums.py",), "is an operator called by the engine"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._orig_size": Private(
-        ("fsdp/exact.py",), "the shape of a whole gradient"
+        ("fsdp/slots.py",), "the shape of a whole gradient"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param": Private(
-        ("fsdp/exact.py",), "the leaf whose gradient is whole; its public name may be read before it is freed only"
+        ("fsdp/slots.py",), "the leaf whose gradient is whole; its public name may be read before it is freed only"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_param_data": Private(
         ("planning/counting/role.py",), "the memory of a shard"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dtmega import train
+from dtmega.training import start
 from tests import ranks
 from tests.layouts import DEBUG, Run, debug_keys, train_debug_model, write_text
 from tests.resumed import flags
@@ -85,3 +86,24 @@ def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_
     assert resumed.final.keys() == truth.final.keys()
     for name, tensor in truth.final.items():
         assert torch.equal(resumed.final[name], tensor), name
+
+
+def optimizers_of(argv: list[str]) -> list[object]:
+    """What `foreach` is in each group of the optimizer that a run builds."""
+    found: list[object] = []
+    honest = start.optim.build_optimizer
+
+    def build_optimizer(*args: Any) -> torch.optim.Optimizer:
+        optimizer = honest(*args)
+        found.extend((group["foreach"], group["fused"]) for group in optimizer.param_groups)
+        return optimizer
+
+    start.optim.build_optimizer = build_optimizer
+    assert train.main(argv) == 0
+    return found
+
+
+def test_an_exact_run_has_an_elementwise_optimizer(data: dict[str, str], tmp_path: Path):
+    argv = flags(debug_keys(KEYS | data | {"train.steps": 1, "optim.warmup": 0}), tmp_path / "run")
+    (found,) = ranks.run(1, optimizers_of, argv)
+    assert found == [(True, None)] * 2

@@ -299,3 +299,49 @@ def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_the_grids():
         assert result.beyond_grid == ()
         assert before == after
         assert scale == 2.0**59
+
+
+def beyond_grid_in_fp16() -> tuple[StepResult, float]:
+    """A step with a grid that is much too fine, in float16, and the loss scale after it."""
+    run = begun("bloom", Layout(1, {}, same=FP16))
+    assert run.model.exact is not None
+    assert run.loss_scale is not None
+    run.model.exact.state.maxima[NARROW] = 2.0**-60
+    return stepped(run, 0), run.loss_scale.scale
+
+
+def test_a_gradient_beyond_its_grid_leaves_the_loss_scale():
+    ((result, scale),) = ranks.run(1, beyond_grid_in_fp16)
+    assert result.beyond_grid == (NARROW,)
+    assert not result.overflowed
+    assert scale == 20000.0
+
+
+def norms_in_fp16() -> list[float]:
+    """The norms of the first gradient with loss scales of 2^10 and 2^14, which round the same in float16."""
+    found = []
+    for exponent in (10, 14):
+        scaled = {"precision": {"params": "float16", "initial_loss_scale": 2.0**exponent}}
+        found.append(stepped(begun("llama", Layout(1, {}, same=scaled)), 0).grad_norm)
+    found.append(stepped(begun("llama", Layout(1, {})), 0).grad_norm)
+    return found
+
+
+def test_the_loss_scale_is_in_no_gradient():
+    (norms,) = ranks.run(1, norms_in_fp16)
+    assert norms[0] == pytest.approx(norms[2], rel=1e-2)
+    assert norms[1] == pytest.approx(norms[2], rel=1e-2)
+
+
+def sums_of_losses() -> tuple[float, float]:
+    """A microbatch's sum of losses, in training and in validation."""
+    run = begun("llama", Layout(1, {}))
+    rows = [microbatch("llama", [S - 1])]  # one label, whose loss has more bits than the grid
+    return run.model.forward_backward(rows, {"tokens": 1.0}).item(), run.model.losses(rows).item()
+
+
+def test_sums_of_losses_are_multiples_of_the_grid_in_training_and_validation():
+    (found,) = ranks.run(1, sums_of_losses)
+    for total in found:
+        assert 0 < total < 8
+        assert (total * 2**22).is_integer()

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from dtmega.data.objectives.sums import Sum, Tally
 from dtmega.ops import fixed_point
 from dtmega.ops.fixed_point import Grid, check_scalars, largest_of, scalar, squared_norm
 from tests import ranks
@@ -138,3 +139,14 @@ def test_pieces_do_not_change_a_sum(monkeypatch: pytest.MonkeyPatch):
     whole = summed(parts, grid)
     monkeypatch.setattr(fixed_point, "PIECE", 7)
     assert torch.equal(summed(parts, grid), whole)
+
+
+def test_a_tally_adds_terms_without_an_order():
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 1000)
+    found = []
+    for order in (range(1000), reversed(range(1000))):
+        tally = Tally((Sum("lm", "tokens"),), torch.device("cpu"), exact=True)
+        for i in order:
+            tally.add_all({"lm": values[i]})
+        found.append(tally.totals.item())
+    assert found[0] == found[1] == pytest.approx(values.double().sum().item(), abs=1000 * 2.0**-23)
