@@ -187,18 +187,21 @@ class ExactSums:
     @torch.no_grad()
     def add(self, unit: Sequence[Slot]) -> None:
         """Round the gradients that a microbatch has left in a unit, and add them to the sums."""
-        rounded: list[Tensor] = []
+        shards = self._groups.shards.size() > 1
+        sums: list[Tensor] = []
         for slot in unit:
-            integers = torch.zeros(slot.whole_shape, dtype=torch.int64, device=self._device)
+            integers = None if shards else slot.total
+            if integers is None:
+                integers = torch.zeros(slot.whole_shape, dtype=torch.int64, device=self._device)
             i = self._index[slot.name]
             for gradient in slot.take():
                 self._largest[i] = torch.maximum(self._largest[i], largest_of(gradient))
                 self._grids[slot.name].add(integers, gradient, self._scale)
-            rounded.append(integers)
-        if self._groups.shards.size() > 1:
-            rounded = self._scatter(unit, rounded)
-        for slot, integers in zip(unit, rounded, strict=True):
-            slot.total = integers if slot.total is None else slot.total.add_(integers)
+            sums.append(integers)
+        if shards:
+            sums = self._scatter(unit, sums)
+        for slot, integers in zip(unit, sums, strict=True):
+            slot.total = integers if slot.total is None or not shards else slot.total.add_(integers)
 
     def _scatter(self, unit: Sequence[Slot], wholes: Sequence[Tensor]) -> list[Tensor]:
         """Sum whole tensors over the ranks with the shards of a parameter: each rank keeps the sum of its shards."""

@@ -60,7 +60,7 @@ class Grid(NamedTuple):
         # The product with a factor is rounded to fp64, and only if the scale is not a power of two.
         factor = math.ldexp(1.0, -self.exponent) / scale
         for sums, piece in zip(_pieces(total), _pieces(term), strict=True):
-            sums += (piece.double() * factor).round_().to(torch.int64)
+            sums += piece.double().mul_(factor).round_().to(torch.int64)
 
     def write(self, total: Tensor, out: Tensor) -> None:
         """Write sums, a contiguous int64 tensor, into a contiguous fp32 tensor of the same shape."""
@@ -107,7 +107,8 @@ def largest_of(tensor: Tensor) -> Tensor:
     """The largest magnitude in a tensor, an fp64 scalar: infinity if an element is not finite, 0 if there is none."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
-    return tensor.abs().amax().double().nan_to_num(nan=math.inf, posinf=math.inf)
+    least, most = tensor.aminmax()
+    return torch.maximum(-least, most).double().nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: dist.ProcessGroup) -> float:

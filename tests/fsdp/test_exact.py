@@ -67,8 +67,10 @@ LAYOUTS = {
     "HSDP 2 x 2": Layout(4, {"dp_replicate": 2, "dp_shard": 2}),
     **{
         f"pp 2, {name}": Layout(2, {"pp": 2}, {"pipeline": {"schedule": name}}, layers=4)
-        for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")
+        for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")
     },
+    "pp 2, GPipe": Layout(2, {"pp": 2}, {"pipeline": {"schedule": "GPipe"}}),
+    "pp 2, 1F1B": Layout(2, {"pp": 2}),
     "pp 2, ZBV": Layout(2, {"pp": 2}, ZBV, layers=4),
     "pp 2 x dp_shard 2": Layout(4, {"pp": 2, "dp_shard": 2}),
     "pp 2 x dp_replicate 2, ZBV": Layout(4, {"pp": 2, "dp_replicate": 2}, ZBV, layers=4),
@@ -92,11 +94,13 @@ LAYOUTS = {
     "compile, pp 2": Layout(2, {"pp": 2}, same={"compile": {"enable": True}}),
     "selective recompute, pp 2": Layout(2, {"pp": 2}, same={"recompute": {"mode": "selective"}}),
 }
-# Shards with uneven cuts and a tied weight; whole gradients; both reductions; copies on stages; sums over tp.
+# Shards with uneven cuts and a tied weight; whole gradients; copies on stages of one rank, and of two; both reductions;
+# sums over tp.
 LIGHT = [
     ("bloom", "dp_shard 3"),
     ("bert", "dp_replicate 2"),
     ("gpt", "pp 2, ZBV"),
+    ("bloom", "pp 2, 1F1B"),
     ("bloom", "HSDP 2 x 2"),
     ("gpt", "tp 2 x dp_shard 2"),
 ]
