@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from dtmega import train
+from dtmega.checkpoint import resume
+from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.training import start
 from tests import ranks
 from tests.layouts import DEBUG, Run, debug_keys, train_debug_model, write_text
@@ -44,9 +46,14 @@ def data(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def truth(data: dict[str, str], tmp_path_factory) -> Run:
+def truth_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("truth")
+
+
+@pytest.fixture(scope="module")
+def truth(data: dict[str, str], truth_folder: Path) -> Run:
     """The run on one process, without a break."""
-    return train_debug_model(1, KEYS | data, tmp_path_factory.mktemp("truth"))
+    return train_debug_model(1, KEYS | data, truth_folder)
 
 
 def said(argv: list[str]) -> tuple[int, str, int]:
@@ -76,13 +83,24 @@ def test_a_resumed_run_refuses_what_would_change_its_bits(data: dict[str, str], 
     assert "[run] exact was True, is False" in plain[1]
 
 
-def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_was_not(data, truth, tmp_path: Path):
+def maxima(folder: Path) -> dict[str, float]:
+    """The largest gradients that the checkpoint after step CUT holds."""
+    state = state_of(open_checkpoint(str(folder / "run" / "checkpoints" / resume.name(CUT))))
+    assert state.exact is not None
+    return state.exact.maxima
+
+
+def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_was_not(
+    data, truth, truth_folder: Path, tmp_path: Path
+):
     train_debug_model(2, KEYS | data | CUT_SHORT | {"mesh.dp_shard": 2}, tmp_path)
     resumed = train_debug_model(1, KEYS | data, tmp_path)
     assert resumed.loss.tolist() == truth.loss.tolist()
     assert resumed.grad_norm.tolist() == truth.grad_norm.tolist()
     assert resumed.params_norm.tolist() == truth.params_norm.tolist()
     assert resumed.val_loss.tolist() == truth.val_loss.tolist()
+    assert maxima(tmp_path) == maxima(truth_folder)
+    assert maxima(tmp_path).keys() == truth.final.keys()
     assert resumed.final.keys() == truth.final.keys()
     for name, tensor in truth.final.items():
         assert torch.equal(resumed.final[name], tensor), name

@@ -153,6 +153,7 @@ class ExactSums:
         state: largest gradients of the last step that was not skipped, as checkpoints store them.
         overflowed: names of the tensors whose gradients exceeded their grid in the last step.
         finite: whether all gradients of the last step were finite.
+        grids: the grid of each tensor in this step, by name.
     """
 
     def __init__(self, sizes: Mapping[str, int], n_parts: int, groups: Groups, device: torch.device) -> None:
@@ -163,7 +164,7 @@ class ExactSums:
         self.state = ExactState({}, {})
         self.overflowed: list[str] = []
         self.finite = True
-        self._grids: dict[str, Grid] = {}
+        self.grids: dict[str, Grid] = {}
         self._scale = 1.0
         self._largest = torch.zeros(len(sizes), dtype=torch.float64, device=device)
         self._found: list[float] = []
@@ -180,7 +181,7 @@ class ExactSums:
                 stage.build()
         n_terms = n_microbatches * self._n_parts
         first = 1.0 / n_microbatches
-        self._grids = {name: Grid.of(self.state.maxima.get(name, first), n_terms) for name in self._index}
+        self.grids = {name: Grid.of(self.state.maxima.get(name, first), n_terms) for name in self._index}
         self._scale = scale
         self._largest.zero_()
 
@@ -196,7 +197,7 @@ class ExactSums:
             i = self._index[slot.name]
             for gradient in slot.take():
                 self._largest[i] = torch.maximum(self._largest[i], largest_of(gradient))
-                self._grids[slot.name].add(integers, gradient, self._scale)
+                self.grids[slot.name].add(integers, gradient, self._scale)
             sums.append(integers)
         if shards:
             sums = self._scatter(unit, sums)
@@ -241,7 +242,7 @@ class ExactSums:
         self.overflowed = []
         if self.finite:
             for name, i in self._index.items():
-                if self._found[i] > self._grids[name].limit:
+                if self._found[i] > self.grids[name].limit:
                     self.overflowed.append(name)
         if self.succeeded:
             self._sum_over_ranks(tied)
@@ -278,7 +279,7 @@ class ExactSums:
 
     def _write(self, slot: Slot) -> None:
         gradient = torch.empty_like(slot.parameter, memory_format=torch.contiguous_format)
-        self._grids[slot.name].write(_sum_of(slot), local(gradient))
+        self.grids[slot.name].write(_sum_of(slot), local(gradient))
         slot.parameter.grad = gradient
 
     def settle(self, skipped: bool) -> None:

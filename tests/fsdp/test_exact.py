@@ -19,6 +19,8 @@ from torch import Tensor
 from dtmega import config, mesh
 from dtmega.data.loader import StepBatch
 from dtmega.data.objectives.objective import IGNORED
+from dtmega.ops import fixed_point
+from dtmega.ops.fixed_point import Grid
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer, set_rates
 from dtmega.ops.shards import full_tensor
@@ -176,9 +178,10 @@ def stepped(run: Step, step: int) -> StepResult:
 
 
 class Bits(NamedTuple):
-    """What a layout may not change: all numbers of each step, validation's sums, the norm and all weights."""
+    """What a layout may not change: all numbers and grids of each step, validation's sums, the norm and all weights."""
 
     steps: list[StepResult]
+    grids: list[dict[str, Grid]]
     validation: list[float]
     statistics: dict[str, float]
     weights: dict[str, str]
@@ -190,7 +193,11 @@ def bits_of(cases: list[tuple[str, Layout]]) -> list[Bits]:
 
 def _bits(family: str, layout: Layout) -> Bits:
     run = begun(family, layout)
-    steps = [stepped(run, step) for step in range(STEPS)]
+    steps, grids = [], []
+    for step in range(STEPS):
+        steps.append(stepped(run, step))
+        assert run.model.exact is not None
+        grids.append(run.model.exact.grids)
     statistics = run.model.statistics(num_zeros=True, params_norm=True)
     n_mine = 12 // run.world.data_size
     mine = range(run.world.data_rank * n_mine, (run.world.data_rank + 1) * n_mine)
@@ -200,7 +207,7 @@ def _bits(family: str, layout: Layout) -> Bits:
     weights: dict[str, str] = {}
     for name, tensor in run.model.owned().items():
         weights[name] = hashlib.sha256(full_tensor(tensor.detach()).contiguous().numpy().tobytes()).hexdigest()
-    return Bits(steps, totals.tolist(), statistics, weights)
+    return Bits(steps, grids, totals.tolist(), statistics, weights)
 
 
 def truth_of(layout: Layout) -> Layout:
@@ -247,6 +254,7 @@ def test_every_loss_norm_and_weight_has_the_bits_of_one_process(found, family: s
     held = set[str]()
     for rank in of_ranks:
         assert rank.steps == truth.steps
+        assert rank.grids == truth.grids
         assert rank.validation == truth.validation
         assert rank.statistics == truth.statistics
         assert rank.weights == {weight: truth.weights[weight] for weight in rank.weights}
@@ -340,7 +348,8 @@ def test_the_loss_scale_is_in_no_gradient():
 def sums_of_losses() -> tuple[float, float]:
     """A microbatch's sum of losses, in training and in validation."""
     run = begun("llama", Layout(1, {}))
-    rows = [microbatch("llama", [S - 1])]  # one label, whose loss has more bits than the grid
+    fixed_point.SCALAR = 2.0**10  # a coarse grid, as a loss in fp32 has few bits
+    rows = [microbatch("llama", [S - 1])]
     return run.model.forward_backward(rows, {"tokens": 1.0}).item(), run.model.losses(rows).item()
 
 
@@ -348,4 +357,4 @@ def test_sums_of_losses_are_multiples_of_the_grid_in_training_and_validation():
     (found,) = ranks.run(1, sums_of_losses)
     for total in found:
         assert 0 < total < 8
-        assert (total * 2**22).is_integer()
+        assert (total * 2**10).is_integer()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtmega import config, mesh
 from dtmega.config.reading import ConfigError
-from dtmega.ops.fixed_point import ExactState
+from dtmega.fsdp.exact import ExactSums, Groups
+from dtmega.ops.fixed_point import ExactState, Grid
 from dtmega.training import exact
 from dtmega.training.parallelize import check
 
@@ -66,3 +68,18 @@ def test_every_value_that_the_first_step_recorded_is_compared_and_named():
     for key, value in now.items():
         with pytest.raises(ValueError, match=re.escape(f"would change: {key} was 'other', is {value!r} (")):
             exact.check_fixed(ExactState({}, now | {key: "other"}), now)
+
+
+def test_a_resumed_run_goes_on_with_the_grids_of_its_checkpoint():
+    cfg = configured()
+    sizes = mesh.resolve(cfg.mesh, 1)
+    group = cast(dist.ProcessGroup, None)
+    sums = ExactSums({"a": 4}, 1, Groups(group, group, group, group), CPU)
+    was = ExactState({"a": 2.0**-20}, exact.fixed(cfg, sizes, CPU, compiled=False))
+    exact.begin(sums, cfg, sizes, CPU, compiled=False, was=was)
+    assert sums.state == was
+    sums.begin(n_microbatches=4, scale=1.0)
+    assert sums.grids["a"] == Grid.of(2.0**-20, 4)
+    exact.begin(sums, cfg, sizes, CPU, compiled=False, was=None)
+    sums.begin(n_microbatches=4, scale=1.0)
+    assert sums.grids["a"] == Grid.of(1 / 4, 4)
