@@ -26,8 +26,9 @@ import torch.distributed.checkpoint as plain_dcp
 from torch import nn
 
 from dtmega import config
-from dtmega.checkpoint.resume import Progress, State, find_checkpoints
+from dtmega.checkpoint.resume import find_checkpoints
 from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.state import Progress, State
 
 MEGABYTES = 64
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from dtmega import config, mesh
 from dtmega.checkpoint import found, resume
-from dtmega.checkpoint.resume import HEALTHY, Progress, State
 from dtmega.checkpoint.run import SaveOutcome, tensors_of
+from dtmega.checkpoint.state import HEALTHY, START, Progress, State
 from dtmega.config import RunEnd
 from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes, flight_recorder, process
@@ -40,7 +40,7 @@ from dtmega.ops.cpu import huge_pages
 from dtmega.ops.cpu.contention import Contention
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.training import errors, start
+from dtmega.training import errors, exact, start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics, several
@@ -116,7 +116,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
-    at = loaded.progress if loaded else resume.START
+    at = loaded.progress if loaded else START
     end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})
     # An evaluation neither changes the run's progress nor writes to the run's files.
@@ -285,6 +285,7 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
             updates=at.step - at.skipped,
             recent=run.spikes.recent,
             loss_scale=run.loss_scale and run.loss_scale.state,
+            exact=run.model.exact and run.model.exact.state,
             health=run.health.state,
             identity=run.text.identity,
             digest=run.digest,
@@ -358,6 +359,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         run.log.line(times.in_words(f"step {step} | loss {done.loss:.4f} | grad_norm {done.grad_norm:.2f}"))
 
     scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
+    if done.beyond_grid:
+        metrics.message(exact.grid_overflow(step, done.beyond_grid))
     if done.skipped:
         metrics.skipped(step, done.loss, done.grad_norm, samples=samples, **scale)
     else:

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtmega import config, families, mesh, train
-from dtmega.checkpoint.resume import Progress, State, open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.state import Progress, State
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import IGNORED, StepBatch
 from dtmega.interop.hf.tp.verify import deviation

@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import config
-from dtmega.checkpoint.resume import State, open_checkpoint, state_of
+from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.checkpoint.state import State
 from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.text import Text, open_text
 from dtmega.distributed.watchdog import Watch

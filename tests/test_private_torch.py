@@ -81,11 +81,12 @@ TORCH = {
         "which groups this process has made: torch numbers the names of groups by it, and gloo's record lacks them",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group": Private(
-        ("fsdp/shard_sums.py", "planning/counting/role.py"),
+        ("fsdp/exact.py", "fsdp/shard_sums.py", "planning/counting/role.py"),
         "sum one block's gradients, which backward in two parts computes unseen by FSDP2",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": Private(
-        ("fsdp/shard_sums.py",), "tell FSDP2 that a backward which it did not see is over, as torch's own stages do"
+        ("fsdp/exact.py", "fsdp/shard_sums.py"),
+        "tell FSDP2 that a backward which it did not see is over, as torch's own stages do",
     ),
     "torch.distributed.pipelining._backward.stage_backward": Private(
         ("pipelining/sums.py",), "a stage's backward; torch's method would forbid FSDP2 to sum gradients in it"
@@ -127,7 +128,8 @@ TORCH = {
     ),
     "torch.nn.Module._non_persistent_buffers_set": Private(("models/model.py",), "which buffers a checkpoint stores"),
     "torch.nn.Module._parameters": Private(
-        ("fsdp/masters.py", "plans/base.py"), "exchange a parameter for one forward; assignment would register another"
+        ("fsdp/masters.py", "fsdp/slots.py", "plans/base.py"),
+        "exchange a parameter for one forward; assignment would register another",
     ),
     "torch.ops._c10d_functional.all_reduce": Private(
         ("plans/mappings.py",), "begin a compiled sum without waiting for it; `functional` waits at once"
@@ -245,6 +247,12 @@ TORCH = {
     ),
     "torch.autograd.graph._engine_run_backward": Private(
         ("planning/counting/autograd_sums.py",), "is an operator called by the engine"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._orig_size": Private(
+        ("fsdp/slots.py",), "the shape of a whole gradient"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param": Private(
+        ("fsdp/slots.py",), "the leaf whose gradient is whole; its public name may be read before it is freed only"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharded_param_data": Private(
         ("planning/counting/role.py",), "the memory of a shard"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtmega import config, families, mesh, train
-from dtmega.checkpoint.resume import HEALTHY
+from dtmega.checkpoint.state import HEALTHY
 from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes
 from dtmega.fsdp import wraps

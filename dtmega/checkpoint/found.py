@@ -107,7 +107,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
     Args:
         cfg: the run's configuration.
-        identity: identity of the run's data, as in `resume.State.identity`.
+        identity: identity of the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
     Raises:

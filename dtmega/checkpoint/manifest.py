@@ -91,7 +91,7 @@ class Manifest:
 
     Attributes:
         step: the optimizer step after which the checkpoint was saved.
-        state: JSON object of the program that saved the checkpoint; for a training run, the content of `resume.State`.
+        state: JSON object of the program that saved the checkpoint; for a training run, the content of `state.State`.
         files: size of each data file in bytes, by file name.
         tensors: entry of each tensor, by name in the checkpoint, such as `model/NAME`.
     """

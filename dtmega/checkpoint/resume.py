@@ -9,127 +9,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from dtmega import __version__, config
+from dtmega import config
 from dtmega.checkpoint import changes, manifest
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
+from dtmega.checkpoint.state import ELSEWHERE, State
 from dtmega.config.reading import read_toml
-from dtmega.ops.loss_scale import ScaleState
 
 FINISHED = re.compile(r"step-\d{8}")
-Count = Annotated[int, Field(ge=0, lt=2**60)]
-
-
-class Progress(NamedTuple):
-    """Counts of a run's steps and samples. Batches, learning rate and dropout are functions of these counts.
-
-    Attributes:
-        step: number of steps done, including skipped steps.
-        samples: number of samples read.
-        skipped: number of steps that changed no weight.
-        overflowed: number of steps that were skipped because a gradient overflowed in float16. These steps did not
-            advance the learning rate.
-        overflowed_samples: number of samples that the overflowed steps read.
-    """
-
-    step: Count = 0
-    samples: Count = 0
-    skipped: Count = 0
-    overflowed: Count = 0
-    overflowed_samples: Count = 0
-
-
-class HealthState(NamedTuple):
-    """Counts of consecutive high losses (`training/health.py`).
-
-    Attributes:
-        losses_above: number of consecutive steps, up to the last step, with a loss above [train] stop_loss_above.
-        rises: number of validations since the validation with the smallest loss.
-        best_loss: smallest validation loss; None if [train] stop_validation_rises has compared no finite loss.
-        best_step: step of the validation with the smallest loss.
-        stopped: reason why [train] stop_loss_above or stop_validation_rises ended the run; '' if neither did.
-    """
-
-    losses_above: Count = 0
-    rises: Count = 0
-    best_loss: float | None = None
-    best_step: Count = 0
-    stopped: str = ""
-
-
-START = Progress()
-HEALTHY = HealthState()
-# Identity of a run that another program began, and whose data dtmega therefore cannot describe.
-ELSEWHERE = {"origin": "another program"}
-
-
-class State(BaseModel):
-    """The part of a checkpoint that describes the run; the tensors are stored separately.
-
-    Attributes:
-        progress: counts of steps and samples done.
-        updates: number of weight updates; AdamW calls this number `step`.
-        recent: (loss, gradient norm) pairs of the last steps, if [train] skip_spikes needs them.
-        loss_scale: state of float16's loss scale; None in other precisions.
-        health: counts of high losses.
-        identity: everything that determines the run's results, except the weights: for example, the seed, and digests
-            of the data and the tokenizer. Empty in a checkpoint that holds weights only.
-        config: the run's resolved configuration, by section.
-        digest: digest of the directory that the model is read from; '' if there is no such directory.
-        layout: number of processes, and size of each mesh axis; for human readers.
-        versions: versions of dtmega, torch and Python that wrote the checkpoint; for human readers.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-    progress: Progress
-    updates: Count
-    recent: list[tuple[float, ...]]
-    loss_scale: ScaleState | None
-    health: HealthState = HEALTHY
-    identity: dict[str, Any]
-    config: dict[str, dict[str, Any]]
-    digest: str
-    layout: dict[str, int]
-    versions: dict[str, str]
-
-    @classmethod
-    def of(
-        cls,
-        config: dict[str, Any],
-        *,
-        progress: Progress = START,
-        updates: int = 0,
-        recent: Iterable[tuple[float, ...]] = (),
-        loss_scale: ScaleState | None = None,
-        health: HealthState = HEALTHY,
-        identity: Mapping[str, Any] | None = None,
-        digest: str = "",
-        layout: Mapping[str, int] | None = None,
-    ) -> State:
-        """Make a state with the versions of the running software. Each argument sets the attribute of the same name."""
-        versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        return cls(
-            progress=progress,
-            updates=updates,
-            recent=list(recent),
-            loss_scale=loss_scale,
-            health=health,
-            identity=dict(identity or {}),
-            config=config,
-            digest=digest,
-            layout=dict(layout or {}),
-            versions=versions,
-        )
 
 
 def name(step: int) -> str:

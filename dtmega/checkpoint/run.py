@@ -28,8 +28,9 @@ from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.files import Disk, open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
+from dtmega.checkpoint.resume import finished, name, root_of, state_of
 from dtmega.checkpoint.staging import Stager
+from dtmega.checkpoint.state import State
 from dtmega.checkpoint.tensor_files import Failed
 from dtmega.ops.shards import local
 

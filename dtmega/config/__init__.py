@@ -116,6 +116,11 @@ class Config(Section):
                 f"there are no validations to compare: expected interval > 0, got 0 with stop_validation_rises="
                 f"{self.train.stop_validation_rises} ([eval] interval, [train] stop_validation_rises)"
             )
+        if self.run.exact and not self.batch.micro_batch_size:
+            raise ValueError(
+                "micro_batch_size = 0 would follow the layout, expected a size, which fixes the bits of a microbatch "
+                "([batch] micro_batch_size, [run] exact)"
+            )
         # wsd: the final decay must begin after the warm-up, or the learning rate would jump between the two phases.
         total = self.progress(*end)
         schedule_end = self.optim.decay or total

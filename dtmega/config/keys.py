@@ -27,6 +27,9 @@ class Run(Section):
         min_length=1,
     )
     seed: int = key(1234, "the only seed: it determines initial values, data order and dropout", ge=0, lt=2**32)
+    exact: bool = key(
+        False, "equal bits of losses, norms and weights on every data layout and pipeline (docs/exact.md)"
+    )
     untranslated: list[str] = key(
         [], "what from-megatron could not carry over: a run refuses each line until it is settled and deleted"
     )

@@ -66,6 +66,9 @@ class ShardSums:
         # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not.
         _state(self._stage)._root_post_backward_final_callback()
 
+    def swept(self) -> None:
+        """Do nothing after a microbatch: FSDP2 has summed the gradients of each unit already."""
+
     def finish(self) -> None:
         """Free the gathered weights after a step or an evaluation."""
         self._stage.set_is_last_backward(True)

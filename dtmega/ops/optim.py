@@ -52,7 +52,9 @@ class Adam(_OnLocalParts, torch.optim.Adam):
     """torch's Adam on local parts."""
 
 
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
+def build_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim, exact: bool = False
+) -> torch.optim.Optimizer:
     """Build AdamW (arXiv:1711.05101), Adam with weight decay added to the gradient, or SGD with momentum.
 
     Biases and LayerNorms are not decayed, but embeddings are (Megatron's `get_param_groups`). All parameters of a group
@@ -62,6 +64,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
     Args:
         named: (name, parameter) pairs; each name is the parameter's name in the whole model.
         optim: section [optim] of the run's configuration.
+        exact: whether an element's update may not depend on the part of the tensor that this rank holds.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in named:
@@ -79,7 +82,9 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
         # SGD is not fused, because DTensor has no rule for the fused kernel (torch 2.13).
         return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=True)
     kind = AdamW if optim.name == "adamw" else Adam
-    return kind(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    # torch's fused kernel on a CPU rounds the last elements of a shard otherwise than those before them (torch 2.13).
+    how = {"foreach": True} if exact else {"fused": True}
+    return kind(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, **how)
 
 
 def check_factors(optim: config.Optim, names: Iterable[str]) -> None:

@@ -10,11 +10,13 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 
 class Sums(Protocol):
-    """The interface of `fsdp.shard_sums.ShardSums`, which sums gradients over the data ranks after each microbatch."""
+    """The interface of `fsdp.shard_sums.ShardSums` and `fsdp.exact.StageSums`, the sums of each microbatch."""
 
     def expect(self, last: bool) -> None: ...
 
     def units(self) -> Iterator[set[nn.Parameter]]: ...
+
+    def swept(self) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -36,9 +38,12 @@ def backward_and_sum(
     """
     sums.expect(last)
     if backward_type == "full":
-        return stage_backward(arguments["stage_output"], arguments["output_grads"], arguments["input_values"]), None
-    _backward_weights(sums, module, arguments["param_groups"])
-    return (), None
+        of_inputs = stage_backward(arguments["stage_output"], arguments["output_grads"], arguments["input_values"])
+    else:
+        of_inputs = ()
+        _backward_weights(sums, module, arguments["param_groups"])
+    sums.swept()
+    return of_inputs, None
 
 
 def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:

@@ -72,6 +72,11 @@ class Tied:
         self._places, self._group = places, group
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold a copy; None if this rank holds all copies."""
+        return self._group
+
+    @property
     def duplicates(self) -> list[nn.Parameter]:
         """This rank's copies except the copy of the first stage. Norms, zero counts and checkpoints skip duplicates."""
         return [copy for number, copy in self.copies.items() if number != self.stages[0]]

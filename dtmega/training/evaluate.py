@@ -15,6 +15,7 @@ from torch import Tensor
 from dtmega import families
 from dtmega.data.loader import eval_batches
 from dtmega.data.objectives.sums import divisors, loss_of, means_of
+from dtmega.ops import fixed_point
 from dtmega.training.metrics import several
 from dtmega.training.step import Run, count, signalled, to
 
@@ -64,6 +65,8 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
         # Counter.update adds, whereas dict.update would replace.
         counts.update(count(world, objective, batch))
     dist.all_reduce(totals, group=world.groups["loss"])
+    if run.model.exact is not None:
+        fixed_point.check_scalars(totals)
     return means_of(objective.sums, totals, divisors(counts))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from dtmega.checkpoint.resume import HealthState
+from dtmega.checkpoint.state import HealthState
 from dtmega.config import keys
 
 

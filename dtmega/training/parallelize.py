@@ -19,6 +19,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
+from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
@@ -44,6 +46,7 @@ from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
+from dtmega.training import exact
 from dtmega.training.accumulation import accumulates
 from dtmega.training.recompute import recompute
 
@@ -64,6 +67,7 @@ class ShardedModel:
         replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: the cp ranks, among which each sequence is divided; None if cp is 1.
+        exact: sums of gradients as integers ([run] exact); None: gradients are summed in floating point.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 
@@ -81,6 +85,7 @@ class ShardedModel:
         self.pipeline: Pipeline | None = None
         self.tied: list[Tied] = []
         self.replicas: list[Replicas] = []
+        self.exact: ExactSums | None = None
         self.on_reduce: Callable[[], object] = _do_nothing
         self.context: ContextParallel | None = None
 
@@ -109,7 +114,10 @@ class ShardedModel:
             This rank's part of each sum, fp64 [sums] in the objective's order. Adding up the parts of all ranks in the
             `loss` group gives the whole sums.
         """
-        tally = Tally(self.objective.sums, self.world.device, counts, 1.0 if scale is None else scale)
+        factor = 1.0 if scale is None else scale
+        tally = Tally(self.objective.sums, self.world.device, counts, factor, exact=self.exact is not None)
+        if self.exact is not None:
+            self.exact.begin(len(microbatches) * self.world.data_size, factor)
         if scale is not None:
             for model in self.stages.values():
                 model.expect(tally.factors())
@@ -119,6 +127,17 @@ class ShardedModel:
             else:
                 self._run_microbatches(parts, tally)
         self.on_reduce()
+        if self.exact is not None:
+            self.exact.finish(self.tied)
+        else:
+            self._sum_gradients()
+        for parameter, mask in self.unseen_elements:
+            if parameter.grad is not None:
+                local(parameter.grad).masked_fill_(mask, 0.0)
+        return tally.totals
+
+    def _sum_gradients(self) -> None:
+        """Sum the gradients over the ranks, where FSDP has not yet done so in the last backward."""
         # Fill in zeros first, because the sums below expect a gradient for every trained parameter on every rank.
         self._fill_missing_gradients()
         for replicas in self.replicas:
@@ -129,10 +148,6 @@ class ShardedModel:
         # other stages that use the parameter.
         for tied in self.tied:
             tied.sum_gradients()
-        for parameter, mask in self.unseen_elements:
-            if parameter.grad is not None:
-                local(parameter.grad).masked_fill_(mask, 0.0)
-        return tally.totals
 
     @contextlib.contextmanager
     def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
@@ -160,7 +175,8 @@ class ShardedModel:
             # Unless gradients accumulate as shards, the data ranks exchange gradients once per step, in the last
             # microbatch. Before the last microbatch, each rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
-            sync_gradients(model, last, reshard=self.reshard, sharded=self.sharded)
+            sums_here = last and self.exact is None
+            sync_gradients(model, sums_here, reshard=self.reshard, sharded=self.sharded)
             if last:
                 for replicas in self.replicas:
                     replicas.expect()
@@ -171,6 +187,8 @@ class ShardedModel:
             factors = [torch.full_like(total, factor) for total, factor in in_loss]
             with ranges.named("backward", stage=0, microbatch=i):
                 torch.autograd.backward([total for total, _ in in_loss], factors)
+            if self.exact is not None:
+                self.exact.of_stage[0].swept()
         release(model)
 
     @functools.cached_property
@@ -199,7 +217,7 @@ class ShardedModel:
         """Compute this rank's part of the objective's sums, as `forward_backward` does, but without dropout."""
         for model in self.stages.values():
             model.eval()
-        tally = Tally(self.objective.sums, self.world.device)
+        tally = Tally(self.objective.sums, self.world.device, exact=self.exact is not None)
         with self._shared(microbatches) as parts:
             if self.pipeline is not None:
                 self.pipeline.evaluate(parts, tally)
@@ -229,7 +247,7 @@ class ShardedModel:
 
     def weights(self) -> list[Tensor]:
         """The local parts of parameters. Each element of the model occurs on exactly one rank of the `shards` group."""
-        return [local(p.detach()) for p in self._counted_once()]
+        return [local(p.detach()) for p in self.counted_once().values()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
         """The local parts of the parameters' gradients.
@@ -238,7 +256,7 @@ class ShardedModel:
             every: whether to return all gradients that this rank holds, which clipping needs. If False, only the
                 parameters in `weights` count, so that a norm over the `shards` group counts each element once.
         """
-        parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
+        parameters = [p for _, p in self.named_parameters()] if every else self.counted_once().values()
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
@@ -248,19 +266,24 @@ class ShardedModel:
         values: dict[str, float] = {}
         if num_zeros:
             values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
-        if params_norm:
+        if params_norm and self.exact is not None:
+            values["params_norm"] = exact.weights_norm(self.exact, self.counted_once(), group)
+        elif params_norm:
             values["params_norm"] = optim.total_norm(self.weights(), device, group)
         return values
 
-    def _counted_once(self) -> list[nn.Parameter]:
-        """The parameters that this rank counts in sums over the `shards` group.
+    def counted_once(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank counts in sums over the `shards` group, by name.
 
         If tp ranks hold copies of a parameter, only the first tp rank counts it. If several stages hold copies, only
         the first of these stages counts it.
         """
         first_tp_rank = self.world.coordinate("tp") == 0
-        parameters = [tensor for tensor in self.owned().values() if isinstance(tensor, nn.Parameter)]
-        return [p for p in parameters if first_tp_rank or not _replicated_over_tp(p)]
+        counted: dict[str, nn.Parameter] = {}
+        for name, tensor in self.owned().items():
+            if isinstance(tensor, nn.Parameter) and (first_tp_rank or not _replicated_over_tp(tensor)):
+                counted[name] = tensor
+        return counted
 
     def owned(self) -> dict[str, Tensor]:
         """The stored tensors of this rank's stages, by name. Copies of an earlier stage's parameters are left out."""
@@ -301,19 +324,26 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
-    model.sharded = accumulates(cfg, world.sizes, mesh.memory_bytes(world.device)) == "sharded"
+    if cfg.run.exact:
+        model.exact = exact.sums(world, whole, stages, partial)
+    else:
+        model.sharded = accumulates(cfg, world.sizes, mesh.memory_bytes(world.device)) == "sharded"
     if world.sizes["cp"] > 1:
         by_heads = families.of(cfg.model).attends_by_heads(cfg, world.sizes)
         recomputes = cfg.recompute.mode != "none"
         model.context = ContextParallel(world.groups["cp"], by_heads, keeps_gathered=recomputes)
     # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
-    if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
+    if world.sizes["dp_replicate"] > 1 and not cfg.run.exact and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
     if cut is not None:
         model.tied = _tied(world, cut, whole, stages)
         boundaries = _boundaries(cfg, world, cut, whole)
-        sums = {number: ShardSums(stage) for number, stage in stages.items()} if model.sharded else {}
+        sums: dict[int, Any] = {}
+        if model.exact is not None:
+            sums |= model.exact.of_stage
+        elif model.sharded:
+            sums |= {number: ShardSums(stage) for number, stage in stages.items()}
         model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device, sums)
     return model
 
@@ -398,7 +428,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
     # compile, block by block, so that one compiled graph serves all blocks. On a CPU with AMX tiles, first give the
     # linear layers faster bfloat16 matrix products.
-    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
+    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES and not cfg.run.exact:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
         # torch warns about every region whose policy chooses the tensors to keep, because in-place operations might
@@ -507,7 +537,7 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
 def check_pipeline(
     cfg: config.Config, sizes: Mapping[str, int], device: torch.device, pieces: Sequence[cost.Piece]
 ) -> None:
-    """Refuse a pipeline that cannot run, or keys that exclude a pipeline. This is the other part of `check`.
+    """Refuse a pipeline that cannot run, or keys that exclude a pipeline or [run] exact: the other part of `check`.
 
     Args:
         cfg: the run's configuration.
@@ -518,6 +548,7 @@ def check_pipeline(
     Raises:
         ValueError: as in `check`.
     """
+    exact.check(cfg, sizes, device)
     pp = sizes["pp"]
     idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
     if pp == 1 and idle:

@@ -16,8 +16,8 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.checkpoint.state import START, Progress, State
 from dtmega.checkpoint.weights import load_weights
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
@@ -32,11 +32,12 @@ from dtmega.mesh import World
 from dtmega.ops import cost, optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
-from dtmega.training import accumulation, history, out_of_memory, rank_log, trackers
+from dtmega.training import accumulation, exact, history, out_of_memory, rank_log, trackers
 from dtmega.training.metrics import Metrics, describe_run
 from dtmega.training.parallelize import (
     ShardedModel,
     check,
+    compiling,
     parallelize,
     with_micro_batch_size,
     with_params_dtype,
@@ -111,6 +112,8 @@ def read_configuration(
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
+        if cfg.run.exact:
+            step.must_match |= {"the kind of processor": exact.kind_of_processor(device)}
         # All ranks use rank 0's value, because devices may differ but all ranks must sum gradients at the same time.
         step.send = device_bytes
     memory_bytes = step.received
@@ -205,8 +208,9 @@ def join_processes(settings: Settings, startup: Startup) -> World:
 def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:
     """Build this rank's part of the model, and the optimizer for this part. Parameters have no values yet."""
     with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
+        exact.prepare(cfg)
         model = parallelize(cfg, world)
-        return model, optim.build_optimizer(model.named_parameters(), cfg.optim)
+        return model, optim.build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact)
 
 
 def fill(
@@ -231,6 +235,8 @@ def fill(
             load_weights(origin.init, startup.with_heartbeats(model.stored_tensors()), cfg.model.vocab_size)
         elif loaded is None:
             model.draw(cfg.run.seed)
+        compiled = compiling(cfg, settings.device)
+        exact.begin(model.exact, cfg, settings.sizes, settings.device, compiled, loaded and loaded.exact)
     return checkpoints, loaded
 
 
@@ -301,12 +307,17 @@ def announcement(
         end: configured end of the run.
     """
     cfg, device = settings.cfg, settings.device
-    at = loaded.progress if loaded else resume.START
+    at = loaded.progress if loaded else START
     samples = text.samples("train")
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
     lines += families.of(cfg.model).notes(cfg.model)
-    lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
+    if cfg.run.exact:
+        lines.append(
+            "sums are exact: equal bits on every data layout and pipeline, one thread per process ([run] exact)"
+        )
+    else:
+        lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
     if not cfg.eval.only:
         lines += optim.notes_on_warmup(cfg, end)
     if loaded:

@@ -20,10 +20,10 @@ from dtmega.distributed import replica_check
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import Watch
 from dtmega.mesh import World
-from dtmega.ops import host, optim
+from dtmega.ops import fixed_point, host, optim
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.training import phases
+from dtmega.training import exact, phases
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics
 from dtmega.training.pace import Pace
@@ -88,6 +88,8 @@ class StepResult(NamedTuple):
         means: the objective's means over the global batch, by name.
         loss_scale: loss scale of the step's float16 gradients; None in other precisions.
         overflowed: whether the step was skipped because a float16 gradient is not finite.
+        beyond_grid: names of the tensors for whose gradients the grid of [run] exact was too fine, so that the step was
+            skipped.
     """
 
     loss: float
@@ -96,6 +98,7 @@ class StepResult(NamedTuple):
     means: dict[str, float]
     loss_scale: float | None = None
     overflowed: bool = False
+    beyond_grid: tuple[str, ...] = ()
 
 
 def train_step(run: Stepping, batch: StepBatch) -> StepResult:
@@ -115,24 +118,31 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
     # The norm counts each element of the model once; clipping scales every copy of an element.
     counted, gradients = model.gradients(), model.gradients(every=True)
-    if scale is not None:
+    if scale is not None and model.exact is None:
         optim.unscale(gradients, scale)
     totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
+    beyond_grid: list[str] = []
+    if model.exact is not None:
+        fixed_point.check_scalars(totals)
+        squared_norm = exact.squared_norm(model.exact, model.counted_once(), world.groups["shards"])
+        beyond_grid = model.exact.overflowed
     means = means_of(sums, totals, counts)
     loss = loss_of(sums, means)
     # An infinity or NaN on any rank makes this norm infinite or NaN on all ranks, so all ranks skip the step together.
     grad_norm = math.sqrt(squared_norm)
-    overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
+    overflowed = run.loss_scale is not None and not math.isfinite(grad_norm) and not beyond_grid
     if run.loss_scale is not None:
         run.loss_scale.update(overflowed)
     skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
+    if model.exact is not None:
+        model.exact.settle(skip)
     run.phases.enter(phases.OPTIMIZER)
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()
     # On a GPU the update has only been launched. Wait for the update, so that the step time includes it.
     mesh.synchronize(world.device)
-    return StepResult(loss, grad_norm, skip, means, scale, overflowed)
+    return StepResult(loss, grad_norm, skip, means, scale, overflowed, tuple(beyond_grid))
 
 
 def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:

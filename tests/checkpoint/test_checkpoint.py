@@ -30,9 +30,11 @@ from dtmega import __version__, config
 from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
-from dtmega.checkpoint.resume import HealthState, Progress, State, open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, SaveOutcome, tensors_of
 from dtmega.checkpoint.staging import Stager
+from dtmega.checkpoint.state import HealthState, Progress, State
+from dtmega.ops.fixed_point import ExactState
 from dtmega.ops.loss_scale import ScaleState
 
 CPU = torch.device("cpu")
@@ -205,6 +207,7 @@ def test_every_field_of_the_state_is_read_back_as_it_was_given():
     given = {
         "progress": Progress(step=7, samples=55, skipped=3, overflowed=2, overflowed_samples=16),
         "loss_scale": ScaleState(scale=1024.0, growth=5, hysteresis=1),
+        "exact": ExactState({"a": 1 / 3}, {"torch's version": "2", "[mesh] tp": 1}),
         "health": HealthState(losses_above=2, rises=1, best_loss=1 / 3, best_step=5, stopped="a reason"),
         "recent": [(2.5, 0.25), (2.4, 0.125)],
         "updates": 4,

@@ -21,7 +21,7 @@ import torch
 
 from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.manifest import Damaged, OtherFormat
-from dtmega.checkpoint.resume import State
+from dtmega.checkpoint.state import State
 from tests.faults import BLOCK_BYTES, IDENTITY, Trained, alone, value
 from tests.ranks import Forks, forks
 

@@ -18,7 +18,8 @@ from dtmega.checkpoint import manifest, reader, tensor_files
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged, Entry, Manifest
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.resume import State, open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint
+from dtmega.checkpoint.state import State
 from dtmega.checkpoint.tensor_files import DataFile
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]

@@ -14,7 +14,7 @@ import pytest
 
 from dtmega import config
 from dtmega.checkpoint import resume
-from dtmega.checkpoint.resume import State
+from dtmega.checkpoint.state import State
 from dtmega.data import text
 from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
 from dtmega.data.indexed_files.record import text_of

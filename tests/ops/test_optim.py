@@ -282,3 +282,25 @@ def test_without_a_bound_nothing_is_kept():
     spikes = Spikes(0)
     spikes.is_spike(2.0, 1.0)
     assert list(spikes.recent) == []
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_an_exact_update_of_an_element_does_not_depend_on_the_part_of_the_tensor(name: str):
+    initial = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+
+    def updated(cuts: list[int]) -> torch.Tensor:
+        parts = [nn.Parameter(part.clone()) for part in initial.tensor_split(cuts)]
+        named = [(f"{i}.weight", part) for i, part in enumerate(parts)]
+        optimizer = build_optimizer(named, Optim(name=name), exact=True)
+        set_rates(optimizer, 1e-2, 0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(5):
+            gradient = torch.randn(1000, generator=generator)
+            for part, of_part in zip(parts, gradient.tensor_split(cuts), strict=True):
+                part.grad = of_part.clone()
+            optimizer.step()
+        return torch.cat([part.detach() for part in parts])
+
+    whole = updated([])
+    for cuts in ([500], [333, 667], [7, 13, 100], list(range(1, 60, 3))):
+        assert torch.equal(updated(cuts), whole)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from dtmega.checkpoint.manifest import Manifest
-from dtmega.checkpoint.resume import HEALTHY, HealthState, open_checkpoint, state_of
+from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.checkpoint.state import HEALTHY, HealthState
 from dtmega.checkpoint.tensor_files import Failed
 from dtmega.config import keys
 from dtmega.training import evaluate

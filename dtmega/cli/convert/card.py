@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dtmega import __version__
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.resume import Progress, State
+from dtmega.checkpoint.state import Progress, State
 from dtmega.config import Data, mixtures
 from dtmega.files.console import counted, printable
 from dtmega.interop.hf.files.export import GENERATION, TOKENIZER

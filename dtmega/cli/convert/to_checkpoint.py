@@ -10,7 +10,8 @@ from dtmega import config
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import Entry, Manifest
-from dtmega.checkpoint.resume import ELSEWHERE, Progress, State, split_path
+from dtmega.checkpoint.resume import split_path
+from dtmega.checkpoint.state import ELSEWHERE, Progress, State
 from dtmega.checkpoint.tensor_files import DataFile
 from dtmega.formats.sources import Source
 from dtmega.ops.loss_scale import ScaleState

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtmega.ops import fixed_point
+
 NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -39,6 +41,7 @@ class Tally:
         device: device of the totals.
         counts: counts of the global batch, from `divisors`; not needed in an evaluation, which has no backward pass.
         scale: loss scale; the backward pass multiplies all gradients by this factor.
+        exact: whether to round each sum so that no order of the sums changes a bit of the totals.
 
     Attributes:
         totals: this rank's total of each sum, fp64 [sums]. The totals of all ranks of the `loss` group add up to the
@@ -46,10 +49,15 @@ class Tally:
     """
 
     def __init__(
-        self, sums: Sequence[Sum], device: torch.device, counts: Mapping[str, float] = NO_COUNTS, scale: float = 1.0
+        self,
+        sums: Sequence[Sum],
+        device: torch.device,
+        counts: Mapping[str, float] = NO_COUNTS,
+        scale: float = 1.0,
+        exact: bool = False,
     ) -> None:
         self.totals = torch.zeros(len(sums), dtype=torch.float64, device=device)
-        self._sums, self._counts, self._scale = sums, counts, scale
+        self._sums, self._counts, self._scale, self._exact = sums, counts, scale, exact
 
     def factors(self) -> dict[str, float]:
         """The derivative of the scaled loss with respect to each sum, by name: scale x weight / count."""
@@ -73,7 +81,8 @@ class Tally:
         in_loss = []
         for i, term in enumerate(self._sums):
             if term.name in outputs:
-                self.totals[i] += outputs[term.name].detach()
+                found = outputs[term.name].detach()
+                self.totals[i] += fixed_point.scalar(found) if self._exact else found
                 if term.weight and outputs[term.name].requires_grad:
                     in_loss.append((outputs[term.name], factors[term.name]))
         return in_loss

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtmega import config
-from dtmega.checkpoint.resume import Progress
+from dtmega.checkpoint.state import Progress
 from dtmega.interop.megatron.launch.architecture import FAMILY_OF_SCRIPT
 from dtmega.interop.megatron.launch.command import Command
 from dtmega.interop.megatron.launch.flags import FLAGS, by_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtmega.checkpoint.resume import Progress
+from dtmega.checkpoint.state import Progress
 from dtmega.cli.convert import inspect
 from dtmega.distributed import exit_codes
 from tests.checkpoint.test_reader import store

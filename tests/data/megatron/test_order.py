@@ -16,7 +16,7 @@ import torch
 
 from dtmega import config, train
 from dtmega.checkpoint import resume
-from dtmega.checkpoint.resume import State
+from dtmega.checkpoint.state import State
 from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
 from dtmega.data.megatron import blend as megatron_blend
 from dtmega.data.megatron import index as megatron_index

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint.resume import Progress, open_checkpoint, state_of
+from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.state import Progress
 from dtmega.cli.convert import to_checkpoint
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.data.tokenizers.tokenizer import load_tokenizer

@@ -1,0 +1,310 @@
+"""Gradients added as integers, so that no data layout, pipeline or order of microbatches changes a bit ([run] exact).
+
+After each microbatch the gradients are taken from where autograd left them, rounded to the grid of their tensor
+(`ops/fixed_point.py`), and added as int64. A parameter that FSDP2 shards has its sum in shards: the integers of each
+microbatch are reduced and scattered at once. All other sums stay whole, and are all-reduced once a step.
+
+    sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
+    sums.of_stage[0].swept()             # after each microbatch's backward
+    sums.finish(tied)                    # after the last one: every parameter gets its gradient, or the step fails
+    sums.settle(skipped)                 # after the step: the next grids follow this step's largest gradients
+
+A grid depends on what is equal on all layouts: the largest gradient of any microbatch in the last step that was not
+skipped. In a tensor's first step, it is 1 / the number of microbatches. If a gradient exceeds its grid, all ranks skip
+the step, and the grid is made coarser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from dtmega.fsdp.sends import ReducesAndScatters
+from dtmega.fsdp.slots import Place, Slot
+from dtmega.ops import host
+from dtmega.ops.fixed_point import ExactState, Grid, largest_of
+from dtmega.ops.shards import local
+
+
+class Groups(NamedTuple):
+    """The groups over which gradients are summed.
+
+    Attributes:
+        everyone: all ranks, which agree on the largest gradients.
+        shards: the ranks that hold the shards of a parameter.
+        replicas: the ranks that hold the same shard.
+        tp: the ranks that compute parts of some gradients.
+    """
+
+    everyone: dist.ProcessGroup
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    tp: dist.ProcessGroup
+
+
+class SharedByStages(Protocol):
+    """A parameter of which several stages have copies (`pipelining.tied.Tied`)."""
+
+    @property
+    def copies(self) -> Mapping[int, nn.Parameter]: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+
+class StageSums:
+    """The sums of one stage; a `Sums` of the pipeline.
+
+    Args:
+        stage: the stage. Its parameters must not be gathered when the first step begins.
+        full_name: function from a parameter's name in the stage to its name in the whole model.
+        ties: names that share one parameter, in groups.
+        partial: names of the parameters of whose gradients each tp rank has a part.
+        owner: the sums of all stages.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        full_name: Callable[[str], str],
+        ties: Sequence[Sequence[str]],
+        partial: Sequence[str],
+        owner: ExactSums,
+    ) -> None:
+        self._stage, self._full_name, self._partial, self._owner = stage, full_name, partial, owner
+        self._places: dict[nn.Parameter, list[Place]] = {}
+        here = dict(stage.named_parameters(remove_duplicate=False))
+        self._further: list[tuple[str, Place]] = []
+        for names in ties:
+            first, *others = [name for name in names if name in here] or [""]
+            for name in others:
+                module, _, attribute = name.rpartition(".")
+                self._further.append((first, Place(stage.get_submodule(module), attribute)))
+        self.slots_of_units: list[list[Slot]] = []
+
+    def build(self) -> None:
+        """List the slots: a unit for each group of parameters that FSDP2 gathers at once, or a single unit."""
+        fsdp_units: list[list[Any]] = []
+        for module in self._stage.modules():
+            if isinstance(module, FSDPModule):
+                group = fully_shard.state(module)._fsdp_param_group  # pyright: ignore[reportFunctionMemberAccess]
+                fsdp_units.append([] if group is None else list(group.fsdp_params))
+        named = dict(self._stage.named_parameters())
+        unit_of: dict[int, tuple[int, Any]] = {}
+        for number, records in enumerate(fsdp_units):
+            for record in records:
+                unit_of[id(record.sharded_param)] = number, record
+        self.slots_of_units = [[] for _ in fsdp_units or [None]]
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                number, record = unit_of.get(id(parameter), (0, None))
+                places = [place for first, place in self._further if first == name]
+                slot = Slot(self._full_name(name), parameter, record, places, name in self._partial)
+                self.slots_of_units[number].append(slot)
+
+    def slots(self) -> Iterator[Slot]:
+        for unit in self.slots_of_units:
+            yield from unit
+
+    def expect(self, last: bool) -> None:
+        """Before a backward in a pipeline, keep FSDP2 from summing gradients."""
+        if isinstance(self._stage, FSDPModule):
+            self._stage.set_is_last_backward(False)
+            self._stage.set_reshard_after_backward(False)
+            self._stage.set_requires_gradient_sync(False)
+
+    def units(self) -> Iterator[set[nn.Parameter]]:
+        """Yield all parameters at once: `swept` takes the gradients of a whole microbatch."""
+        yield set(self._stage.parameters())
+
+    def swept(self) -> None:
+        """Add the gradients of a microbatch whose backward has ended."""
+        for unit in self.slots_of_units:
+            self._owner.add(unit)
+
+    def finish(self) -> None:
+        """Free the gathered weights after a step or an evaluation of a pipeline."""
+        if isinstance(self._stage, FSDPModule):
+            self._stage.set_is_last_backward(True)
+            self._stage.set_reshard_after_backward(True)
+            state = fully_shard.state(self._stage)  # pyright: ignore[reportFunctionMemberAccess]
+            state._root_post_backward_final_callback()
+
+
+class ExactSums:
+    """The gradients of a step on this rank, as sums of integers.
+
+    Args:
+        sizes: number of elements of each parameter of the whole model, by name; the same on all ranks.
+        n_parts: number of gradients that one microbatch may contribute to an element: places x tp x cp ranks.
+        groups: groups of ranks to sum over.
+        device: device of the sums.
+
+    Attributes:
+        sizes: the argument of this name.
+        of_stage: the sums of each stage of this rank, by number.
+        state: largest gradients of the last step that was not skipped, as checkpoints store them.
+        overflowed: names of the tensors whose gradients exceeded their grid in the last step.
+        finite: whether all gradients of the last step were finite.
+        grids: the grid of each tensor in this step, by name.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], n_parts: int, groups: Groups, device: torch.device) -> None:
+        self.sizes = sizes
+        self._index = {name: i for i, name in enumerate(sizes)}
+        self._n_parts, self._groups, self._device = n_parts, groups, device
+        self.of_stage: dict[int, StageSums] = {}
+        self.state = ExactState({}, {})
+        self.overflowed: list[str] = []
+        self.finite = True
+        self.grids: dict[str, Grid] = {}
+        self._scale = 1.0
+        self._largest = torch.zeros(len(sizes), dtype=torch.float64, device=device)
+        self._found: list[float] = []
+
+    def begin(self, n_microbatches: int, scale: float) -> None:
+        """Choose the grids of a step.
+
+        Args:
+            n_microbatches: number of microbatches of the global batch, on all data ranks together.
+            scale: loss scale, which is divided out before the gradients are rounded.
+        """
+        for stage in self.of_stage.values():
+            if not stage.slots_of_units:
+                stage.build()
+        n_terms = n_microbatches * self._n_parts
+        first = 1.0 / n_microbatches
+        self.grids = {name: Grid.of(self.state.maxima.get(name, first), n_terms) for name in self._index}
+        self._scale = scale
+        self._largest.zero_()
+
+    @torch.no_grad()
+    def add(self, unit: Sequence[Slot]) -> None:
+        """Round the gradients that a microbatch has left in a unit, and add them to the sums."""
+        shards = self._groups.shards.size() > 1
+        sums: list[Tensor] = []
+        for slot in unit:
+            integers = None if shards else slot.total
+            if integers is None:
+                integers = torch.zeros(slot.whole_shape, dtype=torch.int64, device=self._device)
+            i = self._index[slot.name]
+            for gradient in slot.take():
+                self._largest[i] = torch.maximum(self._largest[i], largest_of(gradient))
+                self.grids[slot.name].add(integers, gradient, self._scale)
+            sums.append(integers)
+        if shards:
+            sums = self._scatter(unit, sums)
+        for slot, integers in zip(unit, sums, strict=True):
+            slot.total = integers if slot.total is None or not shards else slot.total.add_(integers)
+
+    def _scatter(self, unit: Sequence[Slot], wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Sum whole tensors over the ranks with the shards of a parameter: each rank keeps the sum of its shards."""
+        n = self._groups.shards.size()
+        rows: list[Tensor] = []
+        for slot, whole in zip(unit, wholes, strict=True):
+            dim = slot.fsdp.fsdp_placement.dim
+            length = -(-whole.shape[dim] // n)
+            missing = n * length - whole.shape[dim]
+            padded = F.pad(whole, [0, 0] * (whole.ndim - 1 - dim) + [0, missing])
+            rows.append(padded.unflatten(dim, (n, length)).movedim(dim, 0))
+        packed = torch.cat([row.reshape(n, -1) for row in rows], dim=1)
+        out = packed.new_empty(packed.shape[1])
+        if self._device.type == "cpu":
+            ReducesAndScatters()(out, packed.flatten(), self._groups.shards, dist.ReduceOp.SUM)
+        else:
+            dist.reduce_scatter_tensor(out, packed, group=self._groups.shards)
+        sums = []
+        for slot, row, flat in zip(unit, rows, out.split([row[0].numel() for row in rows]), strict=True):
+            dim = slot.fsdp.fsdp_placement.dim
+            n_mine = local(slot.parameter).shape[dim]
+            sums.append(flat.view(row.shape[1:]).narrow(dim, 0, n_mine).contiguous())
+        return sums
+
+    @torch.no_grad()
+    def finish(self, tied: Sequence[SharedByStages]) -> None:
+        """Sum over the remaining ranks, and give every trained parameter its gradient.
+
+        If a gradient is not finite or exceeds its grid, no parameter gets a gradient; all ranks agree.
+
+        Args:
+            tied: the parameters of which several stages have copies.
+        """
+        dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._groups.everyone)
+        self._found = [value / self._scale for value in host.read(self._largest).tolist()]
+        self.finite = all(map(math.isfinite, self._found))
+        self.overflowed = []
+        if self.finite:
+            for name, i in self._index.items():
+                if self._found[i] > self.grids[name].limit:
+                    self.overflowed.append(name)
+        if self.succeeded:
+            self._sum_over_ranks(tied)
+        for stage in self.of_stage.values():
+            for slot in stage.slots():
+                if self.succeeded:
+                    self._write(slot)
+                slot.total = None
+
+    @property
+    def succeeded(self) -> bool:
+        """True if all gradients of the last step were finite, and none exceeded its grid."""
+        return self.finite and not self.overflowed
+
+    def _sum_over_ranks(self, tied: Sequence[SharedByStages]) -> None:
+        for stage in self.of_stage.values():
+            for unit in stage.slots_of_units:
+                totals = [_sum_of(slot) for slot in unit]
+                _all_reduce(totals, self._groups.replicas)
+                partial = [total for slot, total in zip(unit, totals, strict=True) if slot.partial]
+                _all_reduce(partial, self._groups.tp)
+        slot_of = {slot.parameter: slot for stage in self.of_stage.values() for slot in stage.slots()}
+        for shared in tied:
+            slots = [slot_of[copy] for copy in shared.copies.values() if copy in slot_of]
+            if not slots:
+                continue
+            total = _sum_of(slots[0])
+            for slot in slots[1:]:
+                total += _sum_of(slot)
+            if shared.group is not None:
+                _all_reduce([total], shared.group)
+            for slot in slots:
+                slot.total = total
+
+    def _write(self, slot: Slot) -> None:
+        gradient = torch.empty_like(slot.parameter, memory_format=torch.contiguous_format)
+        self.grids[slot.name].write(_sum_of(slot), local(gradient))
+        slot.parameter.grad = gradient
+
+    def settle(self, skipped: bool) -> None:
+        """Note the largest gradients of a step, for the grids of the next one.
+
+        Args:
+            skipped: whether the step has changed no weight. Such a step only makes the grids coarser that it exceeded.
+        """
+        names = self.overflowed if skipped else self._index
+        for name in names:
+            largest = self._found[self._index[name]]
+            if largest > 0:
+                self.state.maxima[name] = largest
+
+
+def _sum_of(slot: Slot) -> Tensor:
+    assert slot.total is not None
+    return slot.total
+
+
+def _all_reduce(totals: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum integers over a group, in place, with one message."""
+    if group.size() == 1 or not totals:
+        return
+    flat = torch.cat([total.flatten() for total in totals])
+    dist.all_reduce(flat, group=group)
+    for total, part in zip(totals, flat.split([total.numel() for total in totals]), strict=True):
+        total.copy_(part.view_as(total))

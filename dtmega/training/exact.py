@@ -1,0 +1,209 @@
+"""The rules of [run] exact: what may run with it, and what may not change when a run resumes.
+
+Every combination is refused unless a list below allows it: the lists hold what benchmarks/exact.py has proved to the
+bit. `fsdp/exact.py` adds the gradients, `ops/fixed_point.py` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtmega import config, families
+from dtmega.fsdp.exact import ExactSums, Groups, StageSums
+from dtmega.mesh import World
+from dtmega.models.model import Model
+from dtmega.ops import fixed_point
+from dtmega.ops.fixed_point import ExactState
+from dtmega.ops.shards import local
+
+FAMILIES = ("bloom", "gpt", "llama", "bert")
+DEVICES = ("cpu",)
+OPTIMIZERS = ("adamw", "adam", "sgd")
+OBJECTIVES = ("auto",)
+
+
+def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Refuse what is not proved to keep every bit on all layouts.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: resolved size of each mesh axis.
+        device: device that the rank computes on.
+
+    Raises:
+        ValueError: the configuration asks for [run] exact together with something outside the lists.
+    """
+    if not cfg.run.exact:
+        return
+    # Each row: what is asked for, what is allowed, the key, and why nothing else is.
+    rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
+        (cfg.model.name, FAMILIES, "[model] name", "other families add gradients of shared tables inside autograd"),
+        (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
+        (cfg.optim.name, OPTIMIZERS, "[optim] name", "the update must be elementwise"),
+        (cfg.data.objective, OBJECTIVES, "[data] objective", "other objectives are not proved"),
+        (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
+        (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
+    ]
+    for asked, allowed, key, why in rows:
+        if asked not in allowed:
+            expected = ", ".join(map(repr, allowed))
+            raise ValueError(f"[run] exact needs {key} in ({expected}), got {asked!r}: {why} ({key}, [run] exact)")
+
+
+def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mapping[int, Sequence[str]]) -> ExactSums:
+    """Make the integer sums of this rank's stages.
+
+    Args:
+        world: the processes and the mesh.
+        whole: the whole model.
+        stages: this rank's stages, by number.
+        partial: names of the parameters whose gradients must be summed over tp, by stage.
+    """
+    sizes = {whole.full_name(name): parameter.numel() for name, parameter in whole.named_parameters()}
+    n_places = max([len(names) for names in whole.ties], default=1)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
+    n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
+    found = ExactSums(sizes, n_parts, groups, world.device)
+    for number, stage in stages.items():
+        found.of_stage[number] = StageSums(stage, stage.full_name, stage.ties, partial[number], found)
+    return found
+
+
+def squared_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
+    """The square of the gradient's norm; infinity if the step has no gradient, because it failed.
+
+    Args:
+        sums: the sums of the step.
+        counted: this rank's part of the parameters, by name, each element of which no other rank of the group has.
+        group: the ranks that hold the model once.
+    """
+    if not sums.succeeded:
+        return math.inf
+    parts = {name: local(p.grad) for name, p in counted.items() if p.grad is not None}
+    return fixed_point.squared_norm(parts, sums.sizes, group)
+
+
+def weights_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
+    """The norm of all weights; the arguments are those of `squared_norm`."""
+    parts = {name: local(parameter.detach()) for name, parameter in counted.items()}
+    return math.sqrt(fixed_point.squared_norm(parts, sums.sizes, group))
+
+
+def grid_overflow(step: int, names: Sequence[str]) -> str:
+    """The line about a step that is skipped because gradients exceeded their grid.
+
+    Args:
+        step: number of the step.
+        names: names of the tensors.
+    """
+    others = f" and of {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return (
+        f"step {step}: a gradient of {names[0]}{others} is over 1,000 times the last step's largest, so the step is "
+        f"skipped and the grid made coarser ([run] exact)"
+    )
+
+
+def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, compiled: bool) -> dict[str, Any]:
+    """What changes the bits of one microbatch, and therefore may not change within a run.
+
+    Args:
+        cfg: the run's configuration, with all open values filled in.
+        sizes: resolved size of each mesh axis.
+        device: device that the rank computes on.
+        compiled: whether blocks are compiled.
+    """
+    return {
+        "[batch] micro_batch_size": cfg.batch.micro_batch_size,
+        "[precision] params": cfg.precision.params,
+        "[mesh] tp": sizes["tp"],
+        "[mesh] cp": sizes["cp"],
+        "[mesh] cp_form = 'heads'": sizes["cp"] > 1 and families.of(cfg.model).attends_by_heads(cfg, sizes),
+        "[mesh] sequence_parallel": sizes["tp"] > 1 and cfg.mesh.sequence_parallel,
+        "[compile] enable": compiled,
+        "[recompute] mode": cfg.recompute.mode,
+        "[recompute] method": cfg.recompute.method,
+        "[recompute] layers": cfg.recompute.layers,
+        "torch's version": torch.__version__,
+        "the kind of processor": kind_of_processor(device),
+    }
+
+
+def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
+    """Refuse to go on with other bits than those that the run began with.
+
+    Args:
+        was: what the checkpoint stores; None for a new run.
+        now: what `fixed` returns for this start.
+
+    Raises:
+        ValueError: a value differs.
+    """
+    if was is None:
+        return
+    changed: list[str] = []
+    for key, value in now.items():
+        before = was.fixed.get(key)
+        if before != value:
+            changed.append(f"{key} was {before!r}, is {value!r}")
+    if changed:
+        raise ValueError(
+            f"the bits of this run would change: {'; '.join(changed)} ([run] exact; to start anew: another [run] dir)"
+        )
+
+
+def kind_of_processor(device: torch.device) -> str:
+    """The name of the GPU, or the name of the CPU with the instructions that torch uses on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.machine()
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+            break
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def begin(
+    sums: ExactSums | None,
+    cfg: config.Config,
+    sizes: Mapping[str, int],
+    device: torch.device,
+    compiled: bool,
+    was: ExactState | None,
+) -> None:
+    """Record what may not change in a new run, or go on with the grids of a resumed one. Without [run] exact: nothing.
+
+    Args:
+        sums: the run's sums; None without [run] exact.
+        cfg: the run's configuration, with all open values filled in.
+        sizes: resolved size of each mesh axis.
+        device: device that the rank computes on.
+        compiled: whether blocks are compiled.
+        was: what the checkpoint stores; None for a new run.
+
+    Raises:
+        ValueError: the run began with other bits.
+    """
+    if sums is None:
+        return
+    now = fixed(cfg, sizes, device, compiled)
+    check_fixed(was, now)
+    sums.state = ExactState(dict(was.maxima) if was else {}, now)
+
+
+def prepare(cfg: config.Config) -> None:
+    """Give this process one thread: how many threads share a product changes its bits."""
+    if cfg.run.exact:
+        torch.set_num_threads(1)

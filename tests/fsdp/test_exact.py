@@ -1,0 +1,360 @@
+"""[run] exact: every bit of losses, norms and weights on all data layouts and pipelines, against one process.
+
+Its arithmetic is tested in tests/ops/test_fixed_point.py, its refusals in tests/training/test_exact.py, and a run that
+goes on with another layout in tests/test_resume_exact.py. benchmarks/exact.py prints the whole table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtmega import config, mesh
+from dtmega.data.loader import StepBatch
+from dtmega.data.objectives.objective import IGNORED
+from dtmega.ops import fixed_point
+from dtmega.ops.fixed_point import Grid
+from dtmega.ops.loss_scale import LossScale
+from dtmega.ops.optim import Spikes, build_optimizer, set_rates
+from dtmega.ops.shards import full_tensor
+from dtmega.training.parallelize import ShardedModel, check, parallelize
+from dtmega.training.step import StepResult, train_step
+from tests import ranks
+
+V, D, HEADS, S, B, STEPS = 37, 16, 4, 8, 1, 2
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+MODELS: dict[str, dict[str, Any]] = {
+    "bloom": {"name": "bloom", **DROPOUT},
+    "gpt": {"name": "gpt", "max_position_embeddings": S, **DROPOUT},
+    "llama": {"name": "llama", "n_kv_heads": 2, "ffn_hidden_size": 24},
+    "bert": {"name": "bert", "max_position_embeddings": S, **DROPOUT},
+}
+ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
+BF16 = {"precision": {"params": "bfloat16"}}
+FP16 = {"precision": {"params": "float16", "initial_loss_scale": 20000.0}}
+SGD = {"optim": {"name": "sgd", "lr": 0.1, "clip_grad": 0.3}}
+ADAM = {"optim": {"name": "adam", "lr": 1e-2, "eps": 1e-6, "clip_grad": 0.3}}
+
+
+class Layout(NamedTuple):
+    """A mesh, and what the process that it is compared with has in common with it.
+
+    Attributes:
+        n: number of processes.
+        sizes: the [mesh].
+        how: sections that only this layout has; None: none.
+        same: sections that the truth has, too; None: none.
+        layers: number of layers of both.
+    """
+
+    n: int
+    sizes: dict[str, Any]
+    how: dict[str, Any] | None = None
+    same: dict[str, Any] | None = None
+    layers: int = 2
+
+
+LAYOUTS = {
+    "dp_shard 2": Layout(2, {"dp_shard": 2}),
+    "dp_shard 3": Layout(3, {"dp_shard": 3}),
+    "dp_shard 4": Layout(4, {"dp_shard": 4}),
+    "dp_replicate 2": Layout(2, {"dp_replicate": 2}),
+    "HSDP 2 x 2": Layout(4, {"dp_replicate": 2, "dp_shard": 2}),
+    **{
+        f"pp 2, {name}": Layout(2, {"pp": 2}, {"pipeline": {"schedule": name}}, layers=4)
+        for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")
+    },
+    "pp 2, GPipe": Layout(2, {"pp": 2}, {"pipeline": {"schedule": "GPipe"}}),
+    "pp 2, 1F1B": Layout(2, {"pp": 2}),
+    "pp 2, ZBV": Layout(2, {"pp": 2}, ZBV, layers=4),
+    "pp 2 x dp_shard 2": Layout(4, {"pp": 2, "dp_shard": 2}),
+    "pp 2 x dp_replicate 2, ZBV": Layout(4, {"pp": 2, "dp_replicate": 2}, ZBV, layers=4),
+    "tp 2 x dp_shard 2": Layout(4, {"tp": 2, "dp_shard": 2}),
+    "tp 2 x dp_replicate 2": Layout(4, {"tp": 2, "dp_replicate": 2}),
+    "tp 2 x pp 2": Layout(4, {"tp": 2, "pp": 2}),
+    **{
+        f"cp 2 x {axis} 2, {form}": Layout(4, {"cp": 2, "cp_form": form, axis: 2})
+        for axis in ("dp_shard", "dp_replicate", "pp")
+        for form in ("gather", "heads")
+    },
+    "bf16, dp_shard 2": Layout(2, {"dp_shard": 2}, same=BF16),
+    "bf16, dp_replicate 2": Layout(2, {"dp_replicate": 2}, same=BF16),
+    "bf16, pp 2": Layout(2, {"pp": 2}, same=BF16),
+    "fp16, dp_shard 2": Layout(2, {"dp_shard": 2}, same=FP16),
+    "fp16, pp 2": Layout(2, {"pp": 2}, same=FP16),
+    "sgd, dp_shard 3": Layout(3, {"dp_shard": 3}, same=SGD),
+    "adam, dp_shard 3": Layout(3, {"dp_shard": 3}, same=ADAM),
+    "recompute, dp_shard 2": Layout(2, {"dp_shard": 2}, same={"recompute": {"mode": "full"}}),
+    "compile, dp_shard 2": Layout(2, {"dp_shard": 2}, same={"compile": {"enable": True}}),
+    "compile, pp 2": Layout(2, {"pp": 2}, same={"compile": {"enable": True}}),
+    "selective recompute, pp 2": Layout(2, {"pp": 2}, same={"recompute": {"mode": "selective"}}),
+}
+# Shards with uneven cuts and a tied weight; whole gradients; copies on stages of one rank, and of two; both reductions;
+# sums over tp.
+LIGHT = [
+    ("bloom", "dp_shard 3"),
+    ("bert", "dp_replicate 2"),
+    ("gpt", "pp 2, ZBV"),
+    ("bloom", "pp 2, 1F1B"),
+    ("bloom", "HSDP 2 x 2"),
+    ("gpt", "tp 2 x dp_shard 2"),
+]
+CASES = [(family, name) for family in MODELS for name in LAYOUTS]
+
+
+def configured(family: str, layout: Layout) -> config.Config:
+    keys: dict[str, Any] = {
+        "run": {"exact": True},
+        "model": {"vocab_size": V, "hidden_size": D, "n_heads": HEADS, "n_layers": layout.layers, "init_std": 0.2}
+        | MODELS[family],
+        "data": {"seq_len": S},
+        "batch": {"micro_batch_size": B, "global_batch_size": 12},
+        "train": {"steps": STEPS},
+        "optim": {"eps": 1e-6, "lr": 1e-2, "clip_grad": 0.3},
+        "compile": {"enable": False},
+        "mesh": {"dp_shard": 1} | layout.sizes,
+    }
+    return config.validate({**keys, **(layout.how or {}), **(layout.same or {})}, "test")
+
+
+def microbatch(family: str, ids: list[int]) -> dict[str, Tensor]:
+    """Sequences by their numbers, each with another number of labels."""
+    rows: list[dict[str, Tensor]] = []
+    for i in ids:
+        generator = torch.Generator().manual_seed(i)
+        tokens = torch.randint(V - 1, (S + 1,), generator=generator)
+        labels = tokens[1:].where(torch.arange(S) >= i % S, IGNORED)
+        row = {"tokens": tokens[:-1], "labels": labels, "sample_ids": torch.tensor(i), "places": torch.arange(S)}
+        if family == "bert":
+            row |= {"token_types": (torch.arange(S) > S // 2).long(), "swapped": torch.tensor(i % 2)}
+        rows.append(row)
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class NoPhases:
+    """What a step tells about its phases, which nobody hears."""
+
+    def enter(self, name: str) -> None:
+        """Forget the name."""
+
+
+class Step(NamedTuple):
+    """What a step uses (`training.stepping.Stepping`)."""
+
+    cfg: config.Config
+    world: mesh.World
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    spikes: Spikes
+    phases: NoPhases
+    loss_scale: LossScale | None
+
+
+def begun(family: str, layout: Layout) -> Step:
+    cfg = configured(family, layout)
+    world = mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, dist.get_world_size()))
+    check(cfg, world.sizes, world.device)
+    model = parallelize(cfg, world)
+    model.draw(seed=0)
+    optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact)
+    set_rates(optimizer, cfg.optim.lr, 0.1)
+    loss_scale = LossScale(cfg.precision) if cfg.precision.params == "float16" else None
+    return Step(cfg, world, model, optimizer, Spikes(0), NoPhases(), loss_scale)
+
+
+def stepped(run: Step, step: int) -> StepResult:
+    size = run.cfg.batch.global_batch_size
+    n_mine = size // run.world.data_size
+    first = step * size + run.world.data_rank * n_mine
+    parts = [[*range(i, i + B)] for i in range(first, first + n_mine, B)]
+    return train_step(run, StepBatch(0, size, [microbatch(run.cfg.model.name, ids) for ids in parts]))
+
+
+class Bits(NamedTuple):
+    """What a layout may not change: all numbers and grids of each step, validation's sums, the norm and all weights."""
+
+    steps: list[StepResult]
+    grids: list[dict[str, Grid]]
+    validation: list[float]
+    statistics: dict[str, float]
+    weights: dict[str, str]
+
+
+def bits_of(cases: list[tuple[str, Layout]]) -> list[Bits]:
+    return [_bits(*case) for case in cases]
+
+
+def _bits(family: str, layout: Layout) -> Bits:
+    run = begun(family, layout)
+    steps, grids = [], []
+    for step in range(STEPS):
+        steps.append(stepped(run, step))
+        assert run.model.exact is not None
+        grids.append(run.model.exact.grids)
+    statistics = run.model.statistics(num_zeros=True, params_norm=True)
+    n_mine = 12 // run.world.data_size
+    mine = range(run.world.data_rank * n_mine, (run.world.data_rank + 1) * n_mine)
+    totals = run.model.losses([microbatch(family, [i]) for i in mine])
+    dist.all_reduce(totals, group=run.world.groups["loss"])
+    run.model.check_copies()
+    weights: dict[str, str] = {}
+    for name, tensor in run.model.owned().items():
+        weights[name] = hashlib.sha256(full_tensor(tensor.detach()).contiguous().numpy().tobytes()).hexdigest()
+    return Bits(steps, grids, totals.tolist(), statistics, weights)
+
+
+def truth_of(layout: Layout) -> Layout:
+    """The same tp and cp on as few processes as possible, without a pipeline."""
+    sizes = {key: value for key, value in layout.sizes.items() if key in ("tp", "cp", "cp_form")}
+    n = sizes.get("tp", 1) * sizes.get("cp", 1)
+    return Layout(n, sizes, same=layout.same, layers=layout.layers)
+
+
+def of_all(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[list[Bits], Bits]]:
+    """The bits of every rank of the wanted cases, and those of their truth; one group of ranks for each size."""
+    jobs: list[tuple[str, Layout]] = []
+    for family, name in wanted:
+        jobs += [(family, LAYOUTS[name]), (family, truth_of(LAYOUTS[name]))]
+    found: dict[str, list[Bits]] = {}
+    for n in sorted({layout.n for _, layout in jobs}):
+        here = {repr(job): job for job in jobs if job[1].n == n}
+        of_ranks = ranks.run(n, bits_of, [*here.values()], timeout_s=600.0)
+        for i, key in enumerate(here):
+            found[key] = [of_rank[i] for of_rank in of_ranks]
+    bits = {}
+    for family, name in wanted:
+        truth = found[repr((family, truth_of(LAYOUTS[name])))]
+        bits[family, name] = found[repr((family, LAYOUTS[name]))], truth[0]
+    return bits
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> Mapping[tuple[str, str], tuple[list[Bits], Bits]]:
+    items = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
+    return of_all([(item.callspec.params["family"], item.callspec.params["name"]) for item in items])
+
+
+def cases() -> list[Any]:
+    return [pytest.param(*case, marks=() if case in LIGHT else pytest.mark.full) for case in CASES]
+
+
+@pytest.mark.parametrize(("family", "name"), cases())
+def test_every_loss_norm_and_weight_has_the_bits_of_one_process(found, family: str, name: str):
+    of_ranks, truth = found[family, name]
+    assert truth.steps[0].loss != truth.steps[-1].loss
+    assert math.isfinite(truth.steps[-1].loss)
+    assert not any(step.skipped for step in truth.steps)
+    held = set[str]()
+    for rank in of_ranks:
+        assert rank.steps == truth.steps
+        assert rank.grids == truth.grids
+        assert rank.validation == truth.validation
+        assert rank.statistics == truth.statistics
+        assert rank.weights == {weight: truth.weights[weight] for weight in rank.weights}
+        held |= rank.weights.keys()
+    assert held == truth.weights.keys()
+
+
+NARROW = "layers.1.mlp.up.weight"
+
+
+def beyond_grid() -> tuple[list[StepResult], list[bool], list[float]]:
+    """Four steps, of which the second begins with a grid that is much too fine for one tensor."""
+    run = begun("bloom", Layout(2, {"dp_shard": -1}))
+    assert run.model.exact is not None
+    results, changed, largest = [], [], []
+    for step in range(4):
+        if step == 1:
+            run.model.exact.state.maxima[NARROW] = 2.0**-60
+        before = [weight.clone() for weight in run.model.weights()]
+        results.append(stepped(run, step))
+        after = run.model.weights()
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        largest.append(run.model.exact.state.maxima[NARROW])
+    return results, changed, largest
+
+
+def test_a_gradient_beyond_its_grid_is_named_and_all_ranks_skip_that_step_and_not_the_next():
+    of_one = ranks.run(1, beyond_grid)
+    of_two = ranks.run(2, beyond_grid)
+    assert of_two == of_one * 2
+    results, changed, largest = of_one[0]
+    assert [result.beyond_grid for result in results] == [(), (NARROW,), (), ()]
+    assert [result.skipped for result in results] == [False, True, False, False]
+    assert changed == [True, False, True, True]
+    assert largest[1] > 1e-9
+
+
+def overflowing_in_fp16() -> tuple[StepResult, dict[str, float], dict[str, float], float]:
+    """A step whose loss scale is far too large, between two that are not."""
+    scaled = {"precision": {"params": "float16", "initial_loss_scale": 1024.0, "hysteresis": 1}}
+    run = begun("bloom", Layout(2, {"dp_shard": -1}, same=scaled))
+    assert run.model.exact is not None
+    assert run.loss_scale is not None
+    stepped(run, 0)
+    before = dict(run.model.exact.state.maxima)
+    run.loss_scale.state = run.loss_scale.state._replace(scale=2.0**60)
+    result = stepped(run, 1)
+    return result, before, run.model.exact.state.maxima, run.loss_scale.scale
+
+
+def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_the_grids():
+    for result, before, after, scale in ranks.run(2, overflowing_in_fp16):
+        assert result.overflowed
+        assert result.beyond_grid == ()
+        assert before == after
+        assert scale == 2.0**59
+
+
+def beyond_grid_in_fp16() -> tuple[StepResult, float]:
+    """A step with a grid that is much too fine, in float16, and the loss scale after it."""
+    run = begun("bloom", Layout(1, {}, same=FP16))
+    assert run.model.exact is not None
+    assert run.loss_scale is not None
+    run.model.exact.state.maxima[NARROW] = 2.0**-60
+    return stepped(run, 0), run.loss_scale.scale
+
+
+def test_a_gradient_beyond_its_grid_leaves_the_loss_scale():
+    ((result, scale),) = ranks.run(1, beyond_grid_in_fp16)
+    assert result.beyond_grid == (NARROW,)
+    assert not result.overflowed
+    assert scale == 20000.0
+
+
+def norms_in_fp16() -> list[float]:
+    """The norms of the first gradient with loss scales of 2^10 and 2^14, which round the same in float16."""
+    found = []
+    for exponent in (10, 14):
+        scaled = {"precision": {"params": "float16", "initial_loss_scale": 2.0**exponent}}
+        found.append(stepped(begun("llama", Layout(1, {}, same=scaled)), 0).grad_norm)
+    found.append(stepped(begun("llama", Layout(1, {})), 0).grad_norm)
+    return found
+
+
+def test_the_loss_scale_is_in_no_gradient():
+    (norms,) = ranks.run(1, norms_in_fp16)
+    assert norms[0] == pytest.approx(norms[2], rel=1e-2)
+    assert norms[1] == pytest.approx(norms[2], rel=1e-2)
+
+
+def sums_of_losses() -> tuple[float, float]:
+    """A microbatch's sum of losses, in training and in validation."""
+    run = begun("llama", Layout(1, {}))
+    fixed_point.SCALAR = 2.0**10  # a coarse grid, as a loss in fp32 has few bits
+    rows = [microbatch("llama", [S - 1])]
+    return run.model.forward_backward(rows, {"tokens": 1.0}).item(), run.model.losses(rows).item()
+
+
+def test_sums_of_losses_are_multiples_of_the_grid_in_training_and_validation():
+    (found,) = ranks.run(1, sums_of_losses)
+    for total in found:
+        assert 0 < total < 8
+        assert (total * 2**10).is_integer()

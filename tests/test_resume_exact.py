@@ -1,0 +1,127 @@
+"""Runs with [run] exact that go on with another layout, as commands, to the bit; and what they refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtmega import train
+from dtmega.checkpoint import resume
+from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.training import start
+from tests import ranks
+from tests.layouts import DEBUG, Run, debug_keys, train_debug_model, write_text
+from tests.resumed import flags
+
+STEPS, CUT = 4, 2
+KEYS: dict[str, Any] = {
+    **DEBUG,
+    "run.exact": True,
+    "model.n_layers": 2,
+    "train.steps": STEPS,
+    "batch.micro_batch_size": 2,
+    "optim.warmup": 1,
+    "eval.interval": 2,
+    "eval.sample_tokens": 0,
+    "checkpoint.interval": CUT,
+}
+CUT_SHORT = {"train.exit_interval": CUT}
+# What a later start may not change -> what is said about it.
+CHANGES = {
+    "batch.micro_batch_size": (4, "[batch] micro_batch_size was 2, is 4"),
+    "recompute.mode": ("full", "[recompute] mode was 'none', is 'full'"),
+    "precision.params": ("bfloat16", "[precision] params was 'float32', is 'bfloat16'"),
+    "compile.enable": (True, "[compile] enable was False, is True"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, str]:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def truth_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("truth")
+
+
+@pytest.fixture(scope="module")
+def truth(data: dict[str, str], truth_folder: Path) -> Run:
+    """The run on one process, without a break."""
+    return train_debug_model(1, KEYS | data, truth_folder)
+
+
+def said(argv: list[str]) -> tuple[int, str, int]:
+    """The exit code of train.py on this process, all that it prints, and the number of threads that it leaves."""
+    torch.set_num_threads(2)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = train.main(argv)
+    return code, output.getvalue(), torch.get_num_threads()
+
+
+def refused(of_starts: list[list[str]]) -> list[tuple[int, str, int]]:
+    return [said(argv) for argv in of_starts]
+
+
+def test_a_resumed_run_refuses_what_would_change_its_bits(data: dict[str, str], tmp_path: Path):
+    train_debug_model(1, KEYS | data | CUT_SHORT, tmp_path)
+    run_dir = tmp_path / "run"
+    starts = [flags(debug_keys(KEYS | data | {key: value}), run_dir) for key, (value, _) in CHANGES.items()]
+    starts.append(flags(debug_keys(KEYS | data | {"run.exact": False}), run_dir))
+    *changed, plain = ranks.run(1, refused, starts)[0]
+    for (code, output, n_threads), (_, words) in zip(changed, CHANGES.values(), strict=True):
+        assert code == 2
+        assert n_threads == 1
+        assert f"the bits of this run would change: {words} ([run] exact" in " ".join(output.split())
+    assert plain[0] == 2
+    assert "[run] exact was True, is False" in plain[1]
+
+
+def maxima(folder: Path) -> dict[str, float]:
+    """The largest gradients that the checkpoint after step CUT holds."""
+    state = state_of(open_checkpoint(str(folder / "run" / "checkpoints" / resume.name(CUT))))
+    assert state.exact is not None
+    return state.exact.maxima
+
+
+def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_was_not(
+    data, truth, truth_folder: Path, tmp_path: Path
+):
+    train_debug_model(2, KEYS | data | CUT_SHORT | {"mesh.dp_shard": 2}, tmp_path)
+    resumed = train_debug_model(1, KEYS | data, tmp_path)
+    assert resumed.loss.tolist() == truth.loss.tolist()
+    assert resumed.grad_norm.tolist() == truth.grad_norm.tolist()
+    assert resumed.params_norm.tolist() == truth.params_norm.tolist()
+    assert resumed.val_loss.tolist() == truth.val_loss.tolist()
+    assert maxima(tmp_path) == maxima(truth_folder)
+    assert maxima(tmp_path).keys() == truth.final.keys()
+    assert resumed.final.keys() == truth.final.keys()
+    for name, tensor in truth.final.items():
+        assert torch.equal(resumed.final[name], tensor), name
+
+
+def optimizers_of(argv: list[str]) -> list[object]:
+    """What `foreach` is in each group of the optimizer that a run builds."""
+    found: list[object] = []
+    honest = start.optim.build_optimizer
+
+    def build_optimizer(*args: Any) -> torch.optim.Optimizer:
+        optimizer = honest(*args)
+        found.extend((group["foreach"], group["fused"]) for group in optimizer.param_groups)
+        return optimizer
+
+    start.optim.build_optimizer = build_optimizer
+    assert train.main(argv) == 0
+    return found
+
+
+def test_an_exact_run_has_an_elementwise_optimizer(data: dict[str, str], tmp_path: Path):
+    argv = flags(debug_keys(KEYS | data | {"train.steps": 1, "optim.warmup": 0}), tmp_path / "run")
+    (found,) = ranks.run(1, optimizers_of, argv)
+    assert found == [(True, None)] * 2

@@ -1,0 +1,85 @@
+"""What [run] exact refuses, and what it lets through."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtmega import config, mesh
+from dtmega.config.reading import ConfigError
+from dtmega.fsdp.exact import ExactSums, Groups
+from dtmega.ops.fixed_point import ExactState, Grid
+from dtmega.training import exact
+from dtmega.training.parallelize import check
+
+CPU = torch.device("cpu")
+
+
+def configured(**sections: dict[str, Any]) -> config.Config:
+    keys: dict[str, Any] = {
+        "run": {"exact": True},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 4},
+        "train": {"steps": 1},
+    }
+    return config.validate({**keys, **sections}, "test")
+
+
+REFUSED = {
+    "a T5": ({"model": {"name": "t5"}}, "[model] name in ('bloom', 'gpt', 'llama', 'bert'), got 't5'"),
+    "offload": ({"fsdp": {"cpu_offload": True}}, "[fsdp] cpu_offload in (False), got True"),
+    "sums in bf16": ({"precision": {"reduce": "bfloat16"}}, "[precision] reduce in ('float32'), got 'bfloat16'"),
+    "prefixes": ({"data": {"objective": "prefix-lm"}}, "[data] objective in ('auto'), got 'prefix-lm'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_proved_is_refused_with_what_is_allowed(name: str):
+    sections, words = REFUSED[name]
+    cfg = configured(**sections)
+    with pytest.raises(ValueError, match=re.escape(f"[run] exact needs {words}")):
+        check(cfg, mesh.resolve(cfg.mesh, 1), CPU)
+
+
+def test_a_gpu_is_refused():
+    cfg = configured()
+    with pytest.raises(ValueError, match=r"\[run\] exact needs \[run\] device in \('cpu'\), got 'cuda'"):
+        check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cuda"))
+
+
+def test_an_open_size_of_microbatches_is_refused():
+    with pytest.raises(ConfigError, match="micro_batch_size = 0 would follow the layout"):
+        configured(batch={"micro_batch_size": 0, "global_batch_size": 4})
+
+
+def test_without_the_key_nothing_is_refused():
+    cfg = configured(run={"exact": False}, fsdp={"cpu_offload": True})
+    check(cfg, mesh.resolve(cfg.mesh, 1), CPU)
+
+
+def test_every_value_that_the_first_step_recorded_is_compared_and_named():
+    cfg = configured()
+    now = exact.fixed(cfg, mesh.resolve(cfg.mesh, 1), CPU, compiled=False)
+    exact.check_fixed(ExactState({}, dict(now)), now)
+    exact.check_fixed(None, now)
+    for key, value in now.items():
+        with pytest.raises(ValueError, match=re.escape(f"would change: {key} was 'other', is {value!r} (")):
+            exact.check_fixed(ExactState({}, now | {key: "other"}), now)
+
+
+def test_a_resumed_run_goes_on_with_the_grids_of_its_checkpoint():
+    cfg = configured()
+    sizes = mesh.resolve(cfg.mesh, 1)
+    group = cast(dist.ProcessGroup, None)
+    sums = ExactSums({"a": 4}, 1, Groups(group, group, group, group), CPU)
+    was = ExactState({"a": 2.0**-20}, exact.fixed(cfg, sizes, CPU, compiled=False))
+    exact.begin(sums, cfg, sizes, CPU, compiled=False, was=was)
+    assert sums.state == was
+    sums.begin(n_microbatches=4, scale=1.0)
+    assert sums.grids["a"] == Grid.of(2.0**-20, 4)
+    exact.begin(sums, cfg, sizes, CPU, compiled=False, was=None)
+    sums.begin(n_microbatches=4, scale=1.0)
+    assert sums.grids["a"] == Grid.of(1 / 4, 4)
