@@ -17,10 +17,10 @@ from dtmega.planning.search.memory import NOT_IN_STATES, WHOLE, cut_of, n_scores
 from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
-# What kernels without products move for each microbatch, by counts in which compiled blocks are fused: the bytes that a
-# layer keeps, in forward and in backward; for each score of plain attention, forward and backward; bytes for each logit;
-# for each gradient in 16 bits that is added to a sum in 32; and for each number of the embedding and of the head, which
-# are looked up, or whose gradient is scaled.
+# What kernels without products move for each microbatch, by counts in which compiled blocks are fused: how often the
+# bytes that a layer keeps, in forward and in backward; bytes for each score of plain attention, forward and backward;
+# for each logit; for each gradient in 16 bits that is added to a sum in 32; and for each number of the embedding and of
+# the head, which are looked up, or whose gradient is scaled, or added to the other one's if they are tied.
 FORWARD_PASSES, BACKWARD_PASSES = 3.7, 4.8
 SCORE_FORWARD, SCORE_BACKWARD = 7, 20
 LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
@@ -86,8 +86,8 @@ class TimeEstimator:
         state_bytes = tokens * self._bytes * hidden
         if tp > 1:
             # A layer has two regions. Each gathers its input and scatters its sum, forward and backward, and gathers
-            # again for the weights' gradients; without sequence parallelism it adds up instead. A layer that is computed
-            # again repeats the sum of its first region.
+            # again for the weights' gradients; without sequence parallelism it adds up instead. A layer that is
+            # computed again repeats the sum of its first region.
             repeated = 0 if layout.mode == "none" else 1
             gathers, scatters, adds = (6, 4 + repeated, 0) if cut > 1 else (0, 0, 4 + repeated)
             group = "tp", _sizes(layout)

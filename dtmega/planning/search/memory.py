@@ -25,9 +25,9 @@ WHOLE = 4
 BACKWARD = 0.7
 # Share of what tp divides in a layer that selective recomputation keeps.
 OF_PRODUCTS = 0.7
-# Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. Korthikanti et al. 2022
-# (arXiv:2205.05198, table 2) have 5; the softmax's result is kept once here. Backward has two scores in 32 bits at once
-# and no longer needs these, so it takes as many bytes more.
+# Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
+# 2022, arXiv:2205.05198, table 2, have 5, with the softmax's result before and after dropout.) Backward has two scores
+# in 32 bits at once, when it no longer needs what was kept, so it takes the difference.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
 # Tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`), and bytes for each number of the head's
 # gradient if it is summed in 32 bits, because there are more than twice as many tokens (`ops.head_gradient`).
