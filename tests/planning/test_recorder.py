@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dtmega.ops import host
 from dtmega.ops.softmax import slices
@@ -143,3 +145,20 @@ def test_buffers_and_moves_to_the_same_device_launch_no_kernel():
         recorder.begin()
         torch.ops.prims.device_put(torch.empty_like(x), GPU)
         assert recorder.works == []
+
+
+def moved_by_a_sum_of_parts() -> tuple[int, int]:
+    """Bytes that `add_` moves on plain parts of N / 2 numbers, and on DTensors of N numbers cut over two ranks."""
+    with recording() as recorder:
+        ranks = init_device_mesh("cuda", (2,))
+        parts = [torch.empty(N // 2, device=GPU) for _ in range(2)]
+        whole = [DTensor.from_local(part, ranks, [Shard(0)], run_check=False) for part in parts]
+        recorder.begin()
+        parts[0].add_(parts[1])
+        whole[0].add_(whole[1])
+        plain, cut = (one.moved_bytes for one in recorder.works if one.operator == "aten.add_")
+        return plain, cut
+
+
+def test_an_operator_of_cut_tensors_moves_the_bytes_of_this_ranks_parts():
+    assert moved_by_a_sum_of_parts() == (3 * 4 * N // 2, 3 * 4 * N // 2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dtmega.planning.counting.ledger import Ledger
+from dtmega.planning.counting.ledger import Ledger, local_part
 from dtmega.planning.work import Message, Work
 
 # torch's operators that send, by the name behind "c10d::" or "_c10d_functional::", and the kind of the message.
@@ -132,7 +132,7 @@ def launched(
     if not any(on_device) or (operator.name == "device_put" and all(on_device)):
         return Launch()
     # A fused kernel neither reads nor writes the results that are never in memory.
-    moved_bytes = sum(tensor.nbytes for tensor in read_or_written if not ledger.hides(tensor))
+    moved_bytes = sum(local_part(tensor).nbytes for tensor in read_or_written if not ledger.hides(tensor))
     if hidden and not moved_bytes:
         return Launch()
     flops = 0

@@ -60,7 +60,7 @@ class Ledger:
             owner: owner of the storage.
             hidden: whether the storage takes no memory.
         """
-        part = _local(tensor)
+        part = local_part(tensor)
         if part.device.type != self.device_type:
             return False
         storage = part.untyped_storage()
@@ -91,7 +91,7 @@ class Ledger:
 
     def hides(self, tensor: Tensor) -> bool:
         """True if the tensor was entered as hidden."""
-        return _local(tensor).untyped_storage()._cdata in self._hidden
+        return local_part(tensor).untyped_storage()._cdata in self._hidden
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Take note that the memory of a storage was freed or allocated again."""
@@ -100,7 +100,7 @@ class Ledger:
 
     def give(self, tensor: Tensor, owner: str) -> None:
         """Change the owner of a tensor's storage."""
-        key = _local(tensor).untyped_storage()._cdata
+        key = local_part(tensor).untyped_storage()._cdata
         if key not in self._entries:
             return
         n_bytes, before, reference = self._entries[key]
@@ -137,6 +137,6 @@ class Ledger:
         return {owner: n_bytes for owner, n_bytes in self.owners.items() if n_bytes}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor. `to_local` would run an operator, which the ledger would see."""
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor. `DTensor.to_local` would run an operator, which the ledger would see."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -13,24 +13,22 @@ from dtmega.mesh import AXES, DERIVED, rank_groups
 from dtmega.planning.prices import pricing
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.search.layout import Layout
-from dtmega.planning.search.memory import NOT_IN_STATES, WHOLE, cut_of, score_bytes, tokens_of
+from dtmega.planning.search.memory import NOT_IN_STATES, WHOLE, cut_of, n_scores, tokens_of
 from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
-# What operators between products move for each microbatch, fitted to counts: the numbers that a layer keeps, the scores
-# of plain attention, bytes for each logit, for each gradient that is added to a sum, and for each number in the
-# embedding and the head, whose gradients are made and added by themselves.
-FORWARD_PASSES, BACKWARD_PASSES, SCORE_PASSES = 8, 17, 55
-LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES = 60, 20, 14
+# What kernels without products move for each microbatch, by counts in which compiled blocks are fused: how often the
+# bytes that a layer keeps, in forward and in backward; bytes for each score of plain attention, forward and backward;
+# for each logit; for each gradient in 16 bits that is added to a sum in 32; and for each number of the embedding and of
+# the head, which are looked up, or whose gradient is scaled, or added to the other one's if they are tied.
+FORWARD_PASSES, BACKWARD_PASSES = 3.7, 4.8
+SCORE_FORWARD, SCORE_BACKWARD = 7, 20
+LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
+# Copies into and out of the buffer in which FSDP gathers weights, or sums gradients, for each byte of the buffer.
+GATHER_COPIES, SUM_COPIES = 4, 2
+LAUNCHES = 240  # kernels of one layer, forward and backward
 # Bytes that AdamW moves for each parameter: reads gradient, weight and two moments, and writes the last three.
 OPTIMIZER_BYTES = 28
-# The share of a pipeline's bubble that is left if backward runs in two parts, if F, I and W take equally long.
-SPLIT_BUBBLE = 1 / 3
-# Bytes that the plain formula of attention keeps for each head and pair of tokens (Korthikanti et al. 2022,
-# arXiv:2205.05198, table 2: 5), of which a causal mask leaves out some.
-SCORE_BYTES = 4.2
-# Tokens whose logits are in memory at once on a GPU, and bytes for each logit (`ops.cross_entropy`).
-LOSS_TOKENS, LOGIT_BYTES = 4096, 6
 NOT_IN_MICROBATCH: dict[str, Any] = {"schedule": "", "virtual_stages": 0}
 
 
@@ -83,25 +81,25 @@ class TimeEstimator:
         attention = tokens * place.attention_flops * (1 + again / 3) / tp
         attention_s = attention / pricing.reached_flops(gpu, dtype, None)
         traffic_s = self._moved_bytes(place, layout) / gpu.memory_bytes_per_s
-        seconds = products_s + attention_s + traffic_s
+        launches_s = LAUNCHES * place.layers * gpu.launch_s
+        seconds = products_s + attention_s + traffic_s + launches_s
         state_bytes = tokens * self._bytes * hidden
         if tp > 1:
             # A layer has two regions. Each gathers its input and scatters its sum, forward and backward, and gathers
-            # again for the weights' gradients; without sequence parallelism it adds up instead.
-            gathers, scatters = (6 - 2 * (again > 0), 4) if cut > 1 else (0, 0)
-            adds = 0 if cut > 1 else 4
-            extra = 2 * again
+            # again for the weights' gradients; without sequence parallelism it adds up instead. A layer that is
+            # computed again repeats the sum of its first region.
+            repeated = 0 if layout.mode == "none" else 1
+            gathers, scatters, adds = (6, 4 + repeated, 0) if cut > 1 else (0, 0, 4 + repeated)
             group = "tp", _sizes(layout)
             one_s = self._collective_s("all-gather", round(state_bytes), *group)
             add_s = self._collective_s("all-reduce", round(state_bytes), *group)
-            per_layer = (gathers + scatters) * one_s + adds * add_s + extra * (2 * one_s if cut > 1 else add_s)
-            seconds += place.layers * per_layer
+            seconds += place.layers * ((gathers + scatters) * one_s + adds * add_s)
         if layout.cp > 1:
             group = "cp", _sizes(layout)
             whole = round(2 * state_bytes * layout.cp / tp)
             exchanged = 2 * whole // layout.cp
             if layout.cp_form == "heads":
-                per_layer = (4 + 2 * again) * self._collective_s("all-to-all", exchanged, *group)
+                per_layer = (2 + again) * self._collective_s("all-to-all", exchanged, *group)
             else:
                 per_layer = (1 + again) * self._collective_s("all-gather", whole, *group)
                 per_layer += self._collective_s("all-to-all", whole, *group)
@@ -111,13 +109,23 @@ class TimeEstimator:
     def _moved_bytes(self, place: Place, layout: Layout) -> float:
         """Bytes that operators without products move for one microbatch at a place."""
         tokens, hidden, tp = tokens_of(self.cfg, layout), self.cfg.model.hidden_size, layout.tp
-        again = {"none": 0.0, "selective": 1.0, "full": 1.0}[layout.mode]
+        again = 0.0 if layout.mode == "none" else 1.0
         numbers = WHOLE * hidden * place.layers / cut_of(layout) + place.sides / tp
         moved = (FORWARD_PASSES * (1 + again) + BACKWARD_PASSES) * tokens * self._bytes * numbers
-        moved += SCORE_PASSES * (1 + again / 2) * score_bytes(self.cfg, tokens) * place.layers / tp
-        moved += LOSS_BYTES * tokens * place.head_elements / hidden / tp
+        scores = n_scores(self.cfg, tokens) * place.layers / tp
+        moved += (SCORE_FORWARD * (1 + again) + SCORE_BACKWARD) * scores
+        moved += LOSS_BYTES * tokens * place.labelled * place.head_elements / hidden / tp
         moved += GRADIENT_BYTES * place.elements / tp
-        return moved + TABLE_BYTES * (place.embedding_elements + place.head_elements) / tp
+        moved += TABLE_BYTES * (place.embedding_elements + place.head_elements) / tp
+        if place.is_tied:
+            moved += TIED_BYTES * place.embedding_elements / tp
+        if self._gathers_again(layout):
+            moved += 2 * GATHER_COPIES * self._bytes * (place.elements - place.outside) / tp
+        return moved
+
+    def _gathers_again(self, layout: Layout) -> bool:
+        """True if each microbatch gathers the weights."""
+        return layout.n_shards > 1 and layout.pp == 1 and layout.reshard_after_forward is not False
 
     def _exchanged_s(self, place: Place, layout: Layout) -> float:
         """The time of FSDP's messages of one microbatch, beside which the microbatch computes."""
@@ -126,7 +134,7 @@ class TimeEstimator:
         group = "fsdp", _sizes(layout)
         n = place.elements / layout.tp
         seconds = 0.0
-        if layout.pp == 1 and layout.reshard_after_forward is not False:
+        if self._gathers_again(layout):
             seconds += 2 * self._collective_s("all-gather", round(self._bytes * n), *group)
         if layout.accumulate == "sharded":
             seconds += self._collective_s("reduce-scatter", round(self._reduce_bytes * n), *group)
@@ -143,7 +151,8 @@ class TimeEstimator:
             whole_s = self._collective_s("reduce-scatter", round(self._reduce_bytes * n), "fsdp", key)
             # Without a pipeline the last microbatch's backward covers the sums of all layers but the first.
             covered = 1.0 if layout.pp > 1 else (place.outside + place.largest) / max(1, place.elements)
-            seconds += whole_s * covered
+            copies_s = SUM_COPIES * self._reduce_bytes * n / self.fabric.gpu.memory_bytes_per_s
+            seconds += whole_s * covered + copies_s
         if shards > 1 and layout.pp > 1:
             seconds += self._collective_s("all-gather", round(self._bytes * n), "fsdp", key)
         return seconds

@@ -21,15 +21,19 @@ from dtmega.planning.search.places import Place, Places
 MASTER_BYTES = 4  # a parameter, its gradient after the sum over ranks, or a moment
 # Numbers of width D for each token that the operators between products keep, and that tp alone does not divide.
 WHOLE = 4
-# Memory for the results of one layer's backward, in units of what tp divides in the layer's forward.
-BACKWARD = 1.4
+# Memory for the results of one layer's backward, in units of what tp divides in the layer's forward without scores.
+BACKWARD = 0.7
 # Share of what tp divides in a layer that selective recomputation keeps.
 OF_PRODUCTS = 0.7
-# Bytes that the plain formula of attention keeps for each head and pair of tokens (Korthikanti et al. 2022,
-# arXiv:2205.05198, table 2: 5), of which a causal mask leaves out some.
-SCORE_BYTES = 4.2
-# Tokens whose logits are in memory at once on a GPU, and bytes for each logit (`ops.cross_entropy`).
-LOSS_TOKENS, LOGIT_BYTES = 4096, 6
+# Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
+# 2022, arXiv:2205.05198, table 2, have 5, with the softmax's result before and after dropout.) Backward has two scores
+# in 32 bits at once, when it no longer needs what was kept, so it takes the difference.
+SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
+# Tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`), and bytes for each number of the head's
+# gradient if it is summed in 32 bits, because there are more than twice as many tokens (`ops.head_gradient`).
+LOSS_TOKENS, SUMMED_BYTES = 4096, 8
+# Numbers of width D for each token beside the loss: the last norm in 32 bits, its input and its gradient.
+BESIDE_LOSS = 6
 # Values for the keys of a layout that a part of the estimate does not read, so that its result serves many layouts.
 NOT_IN_STATES: dict[str, Any] = {
     "micro_batch_size": 0,
@@ -116,16 +120,19 @@ class MemoryEstimator:
         hidden, layers = self.cfg.model.hidden_size, max(1, place.layers)
         tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
         width = tokens * self._bytes
-        divided = width * place.sides / layers / tp
-        divided += score_bytes(self.cfg, tokens) / tp
+        sides = width * place.sides / layers / tp
+        scores = n_scores(self.cfg, tokens) / tp
+        divided = sides + SCORE_BYTES * scores
         whole = width * WHOLE * hidden / cut
         layer = whole + divided
-        working = BACKWARD * divided
+        # The gradients of all weights of a layer are there before they are added to their sums.
+        gradients = self._bytes * place.largest / tp
+        working = max(BACKWARD * sides, gradients) + SCORE_BACKWARD_BYTES * scores
         if layout.mode == "full":
             kept = width * hidden / cut
             working += layer + (width * 2 * hidden if cut > 1 else 0)
         elif layout.mode == "selective":
-            kept = width * (hidden / cut + 2 * hidden) + OF_PRODUCTS * divided
+            kept = width * (hidden / cut + 2 * hidden) + OF_PRODUCTS * sides
             working += layer - kept
         else:
             kept = layer
@@ -133,11 +140,16 @@ class MemoryEstimator:
             working += 2 * width * hidden  # the whole sequence's input of a product
         loss = 0.0
         if place.head_elements:
-            rows = min(LOSS_TOKENS, tokens)
-            n_columns = place.head_elements / hidden / tp
-            loss = rows * n_columns * LOGIT_BYTES + MASTER_BYTES * place.head_elements / tp
-        # The embedding's gradient has all rows, and a tied head's gradient is added to it.
-        loss = max(loss, self._bytes * place.embedding_elements * (3 if place.is_tied else 1) / tp)
+            n_labelled = tokens * place.labelled
+            logits = self._bytes * min(LOSS_TOKENS, n_labelled) * place.head_elements / hidden / tp
+            in_32_bits = n_labelled > 2 * LOSS_TOKENS
+            of_head = place.head_elements / tp
+            loss = logits + (SUMMED_BYTES if in_32_bits else self._bytes) * of_head + BESIDE_LOSS * width * hidden
+            working += self._bytes * of_head  # the head's gradient waits for its sum
+        # The embedding's gradient has all rows, and a tied head's gradient is added to it. By then the microbatch keeps
+        # nothing else.
+        table = self._bytes * place.embedding_elements * (3 if place.is_tied else 1) / tp
+        loss = max(loss, table - kept * place.layers)
         first = width * hidden / cut if place.ends else 0.0
         return kept * place.layers + first, max(working, loss)
 
@@ -160,8 +172,8 @@ def cut_of(layout: Layout) -> int:
     return layout.tp if layout.sequence_parallel else 1
 
 
-def score_bytes(cfg: config.Config, tokens: float) -> float:
-    """Bytes of the attention's scores in one layer: dropout needs the plain formula, which keeps them."""
+def n_scores(cfg: config.Config, tokens: float) -> float:
+    """Number of the attention's scores that one layer keeps: dropout needs the plain formula, which keeps them."""
     if not getattr(cfg.model, "attention_dropout", 0.0):
         return 0.0
-    return SCORE_BYTES * cfg.model.n_heads * cfg.data.seq_len * tokens
+    return cfg.model.n_heads * cfg.data.seq_len * tokens

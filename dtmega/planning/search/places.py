@@ -26,6 +26,7 @@ class Place(NamedTuple):
         largest: number of elements in the largest layer.
         outside: number of elements outside of layers.
         head_elements: number of elements in the weights of the loss; 0 without the head.
+        labelled: share of the tokens whose logits are computed.
         embedding_elements: number of elements in the embedding; 0 without it.
         is_tied: True if the embedding and the head at this place are the same weights.
         layers: number of layers.
@@ -40,6 +41,7 @@ class Place(NamedTuple):
     largest: int
     outside: int
     head_elements: int
+    labelled: float
     embedding_elements: int
     is_tied: bool
     layers: int
@@ -102,10 +104,13 @@ class Places:
         outside = elements - sum(piece.elements for piece in layers)
         head = self.pieces[-1]
         head_elements = head.elements + head.shared if has_last else 0
+        labelled = data.mask_prob if head.label_flops else 1.0
+        if head.decoder_flops:
+            labelled = decoder_share
         in_layers = layer_flops / product_flops if product_flops else 0.0
         ends = has_first + has_last
         return Place(
-            *(number, elements, largest, outside, head_elements),
+            *(number, elements, largest, outside, head_elements, labelled),
             *(self.pieces[0].elements if has_first else 0, has_first and has_last and head.shared > 0),
             *(len(layers), sides),
             *(product_flops, attention_flops, in_layers, ends),
