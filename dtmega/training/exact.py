@@ -28,6 +28,7 @@ FAMILIES = ("bloom", "gpt", "llama", "bert")
 DEVICES = ("cpu",)
 OPTIMIZERS = ("adamw", "adam", "sgd")
 OBJECTIVES = ("auto",)
+COMPILED = ("bloom", "llama")
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -52,6 +53,10 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
     ]
+    if cfg.model.name not in COMPILED:
+        rows.append(
+            (cfg.compile.enable is True, (False,), "[compile] enable", f"proved for {', '.join(COMPILED)} only")
+        )
     for asked, allowed, key, why in rows:
         if asked not in allowed:
             expected = ", ".join(map(repr, allowed))

@@ -32,6 +32,10 @@ REFUSED = {
     "a T5": ({"model": {"name": "t5"}}, "[model] name in ('bloom', 'gpt', 'llama', 'bert'), got 't5'"),
     "offload": ({"fsdp": {"cpu_offload": True}}, "[fsdp] cpu_offload in (False), got True"),
     "sums in bf16": ({"precision": {"reduce": "bfloat16"}}, "[precision] reduce in ('float32'), got 'bfloat16'"),
+    "a compiled GPT": (
+        {"model": {"name": "gpt"}, "compile": {"enable": True}},
+        "[compile] enable in (False), got True: proved for bloom, llama only",
+    ),
     "prefixes": ({"data": {"objective": "prefix-lm"}}, "[data] objective in ('auto'), got 'prefix-lm'"),
 }
 
