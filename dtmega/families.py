@@ -71,6 +71,7 @@ class BuiltInFamily:
     directory: bool = False
     objectives: Mapping[str, Objective] = field(default_factory=lambda: DECODER)
     show: Show = CONTINUATION
+    exact: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     vocabulary_of: Callable[[Tokenizer, config.Data], ExportedTokenizer] = exported.of_documents
 
@@ -181,13 +182,20 @@ class BuiltInFamily:
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": BuiltInFamily(bloom.Bloom, bloom_plan, {"hf": [bloom_names.HF], "megatron": [megatron.BLOOM_FORM]}),
-    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], **core.GPT_FORMS}),
-    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama_names.HF], **core.LLAMA_FORMS}),
+    "bloom": BuiltInFamily(
+        *(bloom.Bloom, bloom_plan, {"hf": [bloom_names.HF], "megatron": [megatron.BLOOM_FORM]}),
+        exact=("eager", "compiled"),
+    ),
+    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], **core.GPT_FORMS}, exact=("eager",)),
+    "llama": BuiltInFamily(
+        *(llama.Llama, llama_plan, {"hf": [llama_names.HF], **core.LLAMA_FORMS}),
+        exact=("eager", "compiled"),
+    ),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},
         show=FILLS,
+        exact=("eager",),
     ),
     "t5": BuiltInFamily(
         *(t5.T5, t5_plan, {"hf": [t5_names.HF], "megatron": [megatron.T5_FORM]}),

@@ -24,11 +24,9 @@ from dtmega.ops import fixed_point
 from dtmega.ops.fixed_point import ExactState
 from dtmega.ops.shards import local
 
-FAMILIES = ("bloom", "gpt", "llama", "bert")
 DEVICES = ("cpu",)
 OPTIMIZERS = ("adamw", "adam", "sgd")
 OBJECTIVES = ("auto",)
-COMPILED = ("bloom", "llama")
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -46,21 +44,25 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         return
     # Each row: what is asked for, what is allowed, the key, and why nothing else is.
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
-        (cfg.model.name, FAMILIES, "[model] name", "other families add gradients of shared tables inside autograd"),
+        (cfg.model.name, proved("eager"), "[model] name", "other families add gradients of shared tables in autograd"),
         (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
         (cfg.optim.name, OPTIMIZERS, "[optim] name", "the update must be elementwise"),
         (cfg.data.objective, OBJECTIVES, "[data] objective", "other objectives are not proved"),
         (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
     ]
-    if cfg.model.name not in COMPILED:
-        rows.append(
-            (cfg.compile.enable is True, (False,), "[compile] enable", f"proved for {', '.join(COMPILED)} only")
-        )
+    compiled = proved("compiled")
+    if cfg.model.name not in compiled:
+        rows.append((cfg.compile.enable, (False, "auto"), "[compile] enable", f"proved for {', '.join(compiled)} only"))
     for asked, allowed, key, why in rows:
         if asked not in allowed:
             expected = ", ".join(map(repr, allowed))
             raise ValueError(f"[run] exact needs {key} in ({expected}), got {asked!r}: {why} ({key}, [run] exact)")
+
+
+def proved(way: str) -> tuple[Any, ...]:
+    """Names of the families that keep every bit if blocks run in this way, "eager" or "compiled"."""
+    return tuple(name for name, family in families.FAMILIES.items() if way in family.exact)
 
 
 def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mapping[int, Sequence[str]]) -> ExactSums:

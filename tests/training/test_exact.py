@@ -34,7 +34,7 @@ REFUSED = {
     "sums in bf16": ({"precision": {"reduce": "bfloat16"}}, "[precision] reduce in ('float32'), got 'bfloat16'"),
     "a compiled GPT": (
         {"model": {"name": "gpt"}, "compile": {"enable": True}},
-        "[compile] enable in (False), got True: proved for bloom, llama only",
+        "[compile] enable in (False, 'auto'), got True: proved for bloom, llama only",
     ),
     "prefixes": ({"data": {"objective": "prefix-lm"}}, "[data] objective in ('auto'), got 'prefix-lm'"),
 }
