@@ -230,7 +230,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         {
             **{"config": "a", "keys": ["--mesh.tp", "-1", "--optim.lr=1e-3"], "world": 4, "device": "cpu"},
             **{"fabric": "", "memory": None, "reserve": None, "tokens": None, "json": None},
-            **{"page": None, "search": False, "top": 10, "write": None},
+            **{"page": None, "search": False, "top": 10, "write": None, "calibrate": None},
         },
     ),
     ("inspect a", {"checkpoint": "a", "other": None, "quick": False}),

@@ -46,9 +46,9 @@ def trained(keys: dict[str, Any], folder: Path, starts: int = 1) -> tuple[list[W
     gradients: list[Weights] = []
     weights: list[Weights] = []
 
-    def noting(named: Any, section: Any) -> torch.optim.Optimizer:
+    def noting(named: Any, section: Any, exact: bool) -> torch.optim.Optimizer:
         parameters = dict(named)
-        optimizer = honest(parameters.items(), section)
+        optimizer = honest(parameters.items(), section, exact)
         update = optimizer.step
 
         def step() -> None:
