@@ -103,6 +103,8 @@ def plan_job(
         table = make_table(cfg.pipeline, sizes["pp"], n)
         kinds = [_kind(numbers, stages, pieces) for numbers in cut.ranks]
         held = in_flight(table, HELD_BETWEEN_PARTS)
+        if sent_after(cfg.pipeline, sizes["pp"], n):
+            kinds = list(range(sizes["pp"]))  # alike places run the two actions of a cell in different orders
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
     for kind in dict.fromkeys(kinds):

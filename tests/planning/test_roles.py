@@ -45,6 +45,11 @@ def test_both_ends_of_a_v_are_at_its_first_place_and_its_turn_at_the_last(monkey
     assert shared(V, monkeypatch) == {0: [0], 2: [1, 2], 3: [3]}
 
 
+def test_where_a_cell_has_two_actions_each_place_has_a_role_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    keys = V | {"pipeline.schedule": "DualPipeV", "batch.global_batch_size": 16}
+    assert shared(keys, monkeypatch) == {0: [0], 1: [1], 2: [2], 3: [3]}
+
+
 def test_an_encoder_and_a_decoder_have_different_roles(monkeypatch: pytest.MonkeyPatch):
     assert shared(T5 | {"pipeline.split": 2}, monkeypatch) == {0: [0], 1: [1], 2: [2], 3: [3]}
 
@@ -53,7 +58,6 @@ FULL: dict[str, dict[str, Any]] = {
     "bloom, 1F1B": {"model.n_layers": 6, "pipeline.stages": ENDS_SHORT, **DROPOUT},
     "bloom, ZBV": V,
     "bloom, InterleavedZeroBubble": V | {"pipeline.schedule": "InterleavedZeroBubble"},
-    "bloom, DualPipeV": V | {"pipeline.schedule": "DualPipeV", "batch.global_batch_size": 16},
     "t5, 1F1B": {**T5, "pipeline.split": 2},
 }
 

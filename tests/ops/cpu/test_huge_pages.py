@@ -85,4 +85,5 @@ def before_and_after() -> tuple[float, float]:
 def test_a_step_finds_the_memory_that_the_one_before_has_freed():
     ((before, after),) = ranks.run(1, before_and_after)
     assert before >= 4 * LARGE_BYTES // 2**21  # of huge pages, if not more and smaller ones
-    assert after == 0
+    # A forked process copies a page when it first writes there, so Python's own objects may take one or two.
+    assert after <= 2
