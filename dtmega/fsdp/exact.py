@@ -50,7 +50,7 @@ class Groups(NamedTuple):
 
 
 class SharedByStages(Protocol):
-    """A parameter of which several stages have copies (`pipelining.tied.Tied`)."""
+    """A parameter with copies in several stages (`pipelining.tied.Tied`)."""
 
     @property
     def copies(self) -> Mapping[int, nn.Parameter]: ...

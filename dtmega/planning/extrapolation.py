@@ -43,8 +43,8 @@ def in_flight(table: Table, between_parts: float = 0) -> list[float]:
 
     Args:
         table: the pipeline's actions.
-        between_parts: what a microbatch counts in addition while the first part of its backward has run and the second
-            one has not, for the gradients that it then holds.
+        between_parts: share of a microbatch that is added while a microbatch waits between the two parts of its
+            backward, for the gradients that it then holds.
 
     Returns:
         The number for each rank.

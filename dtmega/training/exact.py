@@ -121,7 +121,7 @@ def grid_overflow(step: int, names: Sequence[str]) -> str:
 
 
 def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, compiled: bool) -> dict[str, Any]:
-    """What changes the bits of one microbatch, and therefore may not change within a run.
+    """The settings that decide the bits of one microbatch, and therefore may not change within a run.
 
     Args:
         cfg: the run's configuration, with all open values filled in.
@@ -149,8 +149,8 @@ def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
     """Refuse to go on with other bits than those that the run began with.
 
     Args:
-        was: what the checkpoint stores; None for a new run.
-        now: what `fixed` returns for this start.
+        was: state that the checkpoint stores; None for a new run.
+        now: settings of this start, from `fixed`.
 
     Raises:
         ValueError: a value differs.
@@ -198,7 +198,7 @@ def begin(
         sizes: resolved size of each mesh axis.
         device: device that the rank computes on.
         compiled: whether blocks are compiled.
-        was: what the checkpoint stores; None for a new run.
+        was: state that the checkpoint stores; None for a new run.
 
     Raises:
         ValueError: the run began with other bits.

@@ -57,7 +57,10 @@ class Tally:
         exact: bool = False,
     ) -> None:
         self.totals = torch.zeros(len(sums), dtype=torch.float64, device=device)
-        self._sums, self._counts, self._scale, self._exact = sums, counts, scale, exact
+        self._sums = sums
+        self._counts = counts
+        self._scale = scale
+        self._exact = exact
 
     def factors(self) -> dict[str, float]:
         """The derivative of the scaled loss with respect to each sum, by name: scale x weight / count."""

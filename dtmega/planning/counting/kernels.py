@@ -160,7 +160,7 @@ def _grouped_product(mode: FakeTensorMode, operator: Any, a: Tensor, b: Tensor, 
 
 
 def _flops_of_groups(share: float, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """The product of each group's rows, of which a rank computes only those of its own experts."""
+    """FLOPs of the products of all groups with their matrices. A rank computes those of its own experts, a share."""
     n_products = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return round(2 * n_products * a.shape[-2] * a.shape[-1] * b.shape[-1] * share)
 

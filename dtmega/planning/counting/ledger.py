@@ -74,7 +74,7 @@ class Ledger:
         return not hidden
 
     def allocate(self, n_bytes: int, owner: str) -> int:
-        """Enter a storage of which there is no tensor, and return its key for `free`. Keys are no addresses: < 0."""
+        """Enter a storage without a tensor, and return its key for `free`: a negative number, unlike an address."""
         self._n_allocated += 1
         key = -self._n_allocated
         self._entries[key] = 0, owner, None
