@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from dtmega.__main__ import main
 from dtmega.planning.prices import calibrate, fabric, pricing
@@ -73,3 +74,16 @@ def test_the_command_writes_a_file_that_a_plan_takes_as_its_fabric(tmp_path: Pat
 def test_a_calibration_with_what_only_a_plan_reads_is_refused(more: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--calibrate", "here.toml", *more]) == 2
     assert f"plans nothing: expected no {more[0]}" in capsys.readouterr().err
+
+
+def test_a_product_has_two_long_sides_and_a_short_one():
+    shapes: list[tuple[int, ...]] = []
+
+    def one_second(work: Callable[[], Tensor], _: torch.device) -> float:
+        shapes.append(tuple(work().shape))
+        return 1.0
+
+    with quickly(), patch.object(calibrate, "ENOUGH_S", 2.0), patch.object(calibrate, "_shortest_s", one_second):
+        points = calibrate._products(CPU, torch.float32)
+    assert shapes == [(64, 64), (64, 64)]
+    assert points == [(32, 2 * 64 * 32 * 64), (64, 2 * 64 * 64 * 64)]
