@@ -3,9 +3,9 @@
     python benchmarks/exact.py                  all tables; some minutes
     python benchmarks/exact.py bits llama       one of `bits`, `precision`, `cost`; with families, their rows only
 
-Each row of the first table trains a small model for 20 steps on a layout, and compares all losses, norms, validation
-sums and weights with those of one process (with tp or cp: of as few processes as have the same tp and cp). The row
-"without" is the same layout without [run] exact.
+Each row of the first tables trains a small model for 20 steps on a layout, and compares all losses, norms, weights and
+moments after each step, and the sums of a validation, with those of one process (with tp or cp: of as few processes as
+have the same tp and cp). A cell counts the steps up to the first difference.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,10 +23,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dtmega.ops.fixed_point import Grid
 from tests import ranks
 from tests.fsdp import test_exact
-from tests.fsdp.test_exact import CASES, LAYOUTS, MODELS, Bits, Layout, begun, bits_of, stepped, truth_of
+from tests.fsdp.test_exact import (
+    BF16,
+    CASES,
+    FP16,
+    LAYOUTS,
+    MODELS,
+    Bits,
+    Layout,
+    begun,
+    bits_of,
+    configured,
+    stepped,
+    truth_of,
+)
+from tests.planning.real_step import Measured, measured
 
 STEPS = 20
+PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": BF16, "float16": FP16}
 ELEMENTS, TERMS = 1_000_000, 64
+# A model with 0.9 M parameters.
+WIDE = {"model": {"name": "bloom", "vocab_size": 1024, "hidden_size": 128, "n_heads": 4, "n_layers": 4}}
 
 
 def long_bits_of(cases: list[tuple[str, Layout]]) -> list[Bits]:
@@ -34,29 +52,41 @@ def long_bits_of(cases: list[tuple[str, Layout]]) -> list[Bits]:
 
 
 def bits(families: list[str]) -> None:
-    """A row for each layout, and a column for each family: how many of the tensors of all ranks have equal bits."""
-    print("| layout | processes | " + " | ".join(families) + " |\n| --- |" + " --- |" * (1 + len(families)), flush=True)
-    truths: dict[str, list[Bits]] = {}
-    for name, layout in LAYOUTS.items():
-        if any((family, name) not in CASES for family in families):
-            continue
-        truth = truth_of(layout)
-        if repr(truth) not in truths:
-            truths[repr(truth)] = ranks.run(truth.n, long_bits_of, [(f, truth) for f in families], timeout_s=600.0)[0]
-        of_ranks = ranks.run(layout.n, long_bits_of, [(f, layout) for f in families], timeout_s=600.0)
-        cells: list[str] = []
-        for i in range(len(families)):
-            cells.append(_cell([of_rank[i] for of_rank in of_ranks], truths[repr(truth)][i]))
-        print(f"| {name} | {layout.n} | " + " | ".join(cells) + " |", flush=True)
+    """A table for each precision: a row for each layout, a column for each family."""
+    for title, same in PRECISIONS.items():
+        print(f"| {title} | processes | " + " | ".join(families) + " |\n| --- |" + " --- |" * (1 + len(families)))
+        truths: dict[str, list[Bits]] = {}
+        for name, layout in LAYOUTS.items():
+            if same and (layout.same or {"tp", "cp"} & layout.sizes.keys()):
+                continue
+            layout = layout._replace(same={**(layout.same or {}), **same})
+            here = [family for family in families if (family, name) in CASES]
+            truth = truth_of(layout)
+            if repr(truth) not in truths:
+                truths[repr(truth)] = _trained(truth, here)[0]
+            of_ranks = _trained(layout, here)
+            cells = dict.fromkeys(families, "")
+            for i, family in enumerate(here):
+                cells[family] = _cell([of_rank[i] for of_rank in of_ranks], truths[repr(truth)][i])
+            print(f"| {name} | {layout.n} | " + " | ".join(cells.values()) + " |", flush=True)
+        print()
+
+
+def _trained(layout: Layout, families: list[str]) -> list[list[Bits]]:
+    """For each rank, the bits of each family."""
+    return ranks.run(layout.n, long_bits_of, [(family, layout) for family in families], timeout_s=1800.0)
 
 
 def _cell(of_ranks: list[Bits], truth: Bits) -> str:
-    """The number of steps with an equal loss and norm, and of tensors with equal bits."""
-    steps = min(sum(a == b for a, b in zip(rank.steps, truth.steps, strict=True)) for rank in of_ranks)
+    """How many steps are equal in every number and tensor, of all steps; and how many tensors there are."""
+    equal = STEPS
+    for rank in of_ranks:
+        for step in range(STEPS):
+            expected = {key: truth.tensors[step][key] for key in rank.tensors[step]}
+            if rank.steps[step] != truth.steps[step] or rank.tensors[step] != expected:
+                equal = min(equal, step)
     sums = all(rank.validation == truth.validation and rank.statistics == truth.statistics for rank in of_ranks)
-    equal = sum(rank.weights[name] == truth.weights[name] for rank in of_ranks for name in rank.weights)
-    n_tensors = sum(len(rank.weights) for rank in of_ranks)
-    return f"{steps}/{STEPS} steps, {equal}/{n_tensors} tensors" + ("" if sums else ", validation differs")
+    return f"{equal} of {STEPS}, {len(truth.tensors[0])} tensors" + ("" if sums else ", validation differs")
 
 
 def precision() -> None:
@@ -94,15 +124,26 @@ def cost() -> None:
     print("| one thread | ns per element |\n| --- | --- |")
     for name, action in rows.items():
         print(f"| {name} | {_seconds(action) / 2**22 * 1e9:.2f} |", flush=True)
-    for name in ("dp_shard 2", "dp_replicate 2"):
-        seconds = [max(ranks.run(2, step_seconds, LAYOUTS[name], exactly)) for exactly in (True, False)]
-        print(f"| CPU ms of a step, {name}, with and without | {seconds[0] * 1e3:.0f}, {seconds[1] * 1e3:.0f} |")
+    print("\n| layout | [run] exact | CPU ms of a step | held MiB | peak MiB | sent MiB |\n| --- |" + " --- |" * 5)
+    for name in ("dp_shard 2", "dp_replicate 2", "pp 2, 1F1B"):
+        for exactly in (False, True):
+            layout = LAYOUTS[name]._replace(same={**WIDE, "run": {"exact": exactly}})
+            seconds = max(ranks.run(2, step_seconds, layout))
+            of_ranks = ranks.run(2, measured, configured("bloom", layout).model_dump(), timeout_s=600.0)
+            held = max(rank.held_bytes for rank in of_ranks) / 2**20
+            peak = max(rank.peak_bytes for rank in of_ranks) / 2**20
+            sent = max(map(sent_bytes, of_ranks)) / 2**20
+            print(f"| {name} | {exactly} | {seconds * 1e3:.0f} | {held:.1f} | {peak:.1f} | {sent:.1f} |", flush=True)
 
 
-def step_seconds(layout: Layout, exactly: bool) -> float:
-    """CPU seconds of a step of a model with 6.5 M parameters."""
-    wide = {"model": {"name": "bloom", "vocab_size": 2048, "hidden_size": 256, "n_heads": 8, "n_layers": 8}}
-    run = begun("bloom", Layout(layout.n, layout.sizes, {**wide, "run": {"exact": exactly}}))
+def sent_bytes(measured: Measured) -> int:
+    """Bytes that a rank hands to others in a step, each payload counted once."""
+    return sum(n * n_bytes for (kind, _, n_bytes), n in measured.messages.items() if kind != "receive")
+
+
+def step_seconds(layout: Layout) -> float:
+    """CPU seconds of a step."""
+    run = begun("bloom", layout)
     stepped(run, 0)
     started = time.process_time()
     for step in range(1, 4):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,11 @@ from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.training import start
 from tests import ranks
-from tests.layouts import DEBUG, Run, debug_keys, train_debug_model, write_text
+from tests.layouts import DEBUG, Run, debug_keys, one_rank, train_debug_model, write_text
 from tests.resumed import flags
+from tests.training.test_metrics import events
 
-STEPS, CUT = 4, 2
+STEPS, CUT = 6, 2
 KEYS: dict[str, Any] = {
     **DEBUG,
     "run.exact": True,
@@ -29,7 +34,10 @@ KEYS: dict[str, Any] = {
     "eval.interval": 2,
     "eval.sample_tokens": 0,
     "checkpoint.interval": CUT,
+    "log.tensorboard": True,
 }
+# Numbers that the machine decides, besides seconds and rates per second ("_s").
+MACHINES = ("mfu", "peak_memory_bytes")
 CUT_SHORT = {"train.exit_interval": CUT}
 # What a later start may not change -> what is said about it.
 CHANGES = {
@@ -84,16 +92,47 @@ def test_a_resumed_run_refuses_what_would_change_its_bits(data: dict[str, str], 
 
 
 def maxima(folder: Path) -> dict[str, float]:
-    """The largest gradients that the checkpoint after step CUT holds."""
-    state = state_of(open_checkpoint(str(folder / "run" / "checkpoints" / resume.name(CUT))))
+    """The largest gradients that the last checkpoint holds."""
+    state = state_of(open_checkpoint(str(folder / "run" / "checkpoints" / resume.name(STEPS))))
     assert state.exact is not None
     return state.exact.maxima
 
 
-def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_was_not(
+def shown(folder: Path) -> dict[tuple[int, str], float]:
+    """The last value of each number that TensorBoard shows, but for those of the machine."""
+    found: dict[tuple[int, str], float] = {}
+    for event in events(folder / "run"):
+        for value in event.summary.value:
+            if value.tag not in MACHINES and not value.tag.endswith("_s"):
+                found[event.step, value.tag] = value.simple_value
+    return found
+
+
+def kill_in(step: int) -> None:
+    """Let this rank die of SIGKILL in a step, when its weights have changed and nothing is written down."""
+    honest = train.train_step
+
+    def train_step(run: Any, batch: Any) -> Any:
+        result = honest(run, batch)
+        if batch.first_sample + batch.samples == step * run.cfg.batch.global_batch_size:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    train.train_step = train_step
+
+
+def killed(n: int, keys: dict[str, Any], folder: Path, plant: Callable[[], None]) -> None:
+    """Train on n processes, all of which are killed."""
+    argv = flags(debug_keys(keys), folder / "run")
+    ended = ranks.forks().run(n, one_rank, argv, str(folder), plant)
+    assert [rank.code for rank in ended] == [-signal.SIGKILL] * n, ended
+
+
+def test_a_run_killed_on_four_processes_then_on_two_ends_on_one_with_the_bits_of_one_that_was_not(
     data, truth, truth_folder: Path, tmp_path: Path
 ):
-    train_debug_model(2, KEYS | data | CUT_SHORT | {"mesh.dp_shard": 2}, tmp_path)
+    killed(4, KEYS | data | {"mesh.dp_shard": 4}, tmp_path, functools.partial(kill_in, 3))
+    killed(2, KEYS | data | {"mesh.dp_shard": 2}, tmp_path, functools.partial(kill_in, 5))
     resumed = train_debug_model(1, KEYS | data, tmp_path)
     assert resumed.loss.tolist() == truth.loss.tolist()
     assert resumed.grad_norm.tolist() == truth.grad_norm.tolist()
@@ -104,6 +143,12 @@ def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_
     assert resumed.final.keys() == truth.final.keys()
     for name, tensor in truth.final.items():
         assert torch.equal(resumed.final[name], tensor), name
+    # What TensorBoard's writer held when it was killed is lost.
+    numbers, expected = shown(tmp_path), shown(truth_folder)
+    assert numbers == {key: expected[key] for key in numbers}
+    after_the_last_kill = {key for key in expected if key[0] > 4}
+    assert after_the_last_kill <= numbers.keys()
+    assert {"loss", "grad_norm", "val_loss"} <= {name for _, name in after_the_last_kill}
 
 
 def optimizers_of(argv: list[str]) -> list[object]:

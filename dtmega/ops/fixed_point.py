@@ -24,8 +24,8 @@ from dtmega.ops import host
 
 BITS = 62  # magnitude of a whole sum: int64 holds 63, and the last bit is spare for the rounding of the terms
 HEADROOM = 10  # a term may exceed the largest term expected by the factor 2^10
-SCALAR = 2.0**22  # sums of losses: multiples of 2^-22, exact in fp64 up to 2^31
-LARGEST_SCALAR = 2.0**31
+SCALAR = 2.0**20  # sums of losses: multiples of 2^-20, exact in fp64 up to 2^33
+LARGEST_SCALAR = 2.0**33
 PIECE = 2**18  # elements to convert to fp64 at a time
 
 
@@ -82,25 +82,19 @@ class ExactState(NamedTuple):
 
 
 def scalar(term: Tensor) -> Tensor:
-    """Round a scalar to a multiple of 2^-22, in fp64. Infinities and NaN stay.
+    """Round a scalar to a multiple of 2^-20, in fp64. Infinities and NaN stay.
 
     A sum of such numbers is exact in fp64, and so has no order, while it is below `LARGEST_SCALAR`.
     """
     return (term.double() * SCALAR).round() / SCALAR
 
 
-def check_scalars(totals: Tensor) -> None:
-    """Refuse totals of `scalar` that are no longer exact.
+def exact_or_infinite(totals: Tensor) -> Tensor:
+    """Replace each total of `scalar` from `LARGEST_SCALAR` on by infinity, because its order may have changed a bit.
 
-    Raises:
-        RuntimeError: a finite total is too large.
+    Losses are not negative, so all orders of their terms agree whether the total is that large.
     """
-    finite = totals[totals.isfinite()].abs()
-    if len(finite) and float(finite.max()) >= LARGEST_SCALAR:
-        raise RuntimeError(
-            f"a sum of losses is {float(finite.max()):.3g}, expected below 2^31, up to which it is exact "
-            f"([run] exact, [batch] global_batch_size, [eval] steps)"
-        )
+    return totals.where(~(totals >= LARGEST_SCALAR), math.inf)
 
 
 def largest_of(tensor: Tensor) -> Tensor:

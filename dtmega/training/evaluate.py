@@ -66,7 +66,7 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
         counts.update(count(world, objective, batch))
     dist.all_reduce(totals, group=world.groups["loss"])
     if run.model.exact is not None:
-        fixed_point.check_scalars(totals)
+        totals = fixed_point.exact_or_infinite(totals)
     return means_of(objective.sums, totals, divisors(counts))
 
 

@@ -123,7 +123,7 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
     beyond_grid: list[str] = []
     if model.exact is not None:
-        fixed_point.check_scalars(totals)
+        totals = fixed_point.exact_or_infinite(totals)
         squared_norm = exact.squared_norm(model.exact, model.counted_once(), world.groups["shards"])
         beyond_grid = model.exact.overflowed
     means = means_of(sums, totals, counts)

@@ -180,13 +180,21 @@ def stepped(run: Step, step: int) -> StepResult:
 
 
 class Bits(NamedTuple):
-    """What a layout may not change: all numbers and grids of each step, validation's sums, the norm and all weights."""
+    """What a layout may not change.
+
+    Attributes:
+        steps: all numbers of each step.
+        grids: the grids of each step.
+        tensors: digests of this rank's weights and of the optimizer's state for them after each step, by name.
+        validation: sums of the losses of a validation after the last step.
+        statistics: the number of zeros, and the norm of the weights.
+    """
 
     steps: list[StepResult]
     grids: list[dict[str, Grid]]
+    tensors: list[dict[str, str]]
     validation: list[float]
     statistics: dict[str, float]
-    weights: dict[str, str]
 
 
 def bits_of(cases: list[tuple[str, Layout]]) -> list[Bits]:
@@ -195,21 +203,33 @@ def bits_of(cases: list[tuple[str, Layout]]) -> list[Bits]:
 
 def _bits(family: str, layout: Layout) -> Bits:
     run = begun(family, layout)
-    steps, grids = [], []
+    steps, grids, tensors = [], [], []
     for step in range(STEPS):
         steps.append(stepped(run, step))
         assert run.model.exact is not None
         grids.append(run.model.exact.grids)
+        tensors.append(digests(run))
     statistics = run.model.statistics(num_zeros=True, params_norm=True)
     n_mine = 12 // run.world.data_size
     mine = range(run.world.data_rank * n_mine, (run.world.data_rank + 1) * n_mine)
     totals = run.model.losses([microbatch(family, [i]) for i in mine])
     dist.all_reduce(totals, group=run.world.groups["loss"])
     run.model.check_copies()
-    weights: dict[str, str] = {}
-    for name, tensor in run.model.owned().items():
-        weights[name] = hashlib.sha256(full_tensor(tensor.detach()).contiguous().numpy().tobytes()).hexdigest()
-    return Bits(steps, grids, totals.tolist(), statistics, weights)
+    return Bits(steps, grids, tensors, totals.tolist(), statistics)
+
+
+def digests(run: Step) -> dict[str, str]:
+    """Digests of the weights that this rank has a part of, and of the optimizer's state for them, by name."""
+    found: dict[str, str] = {}
+    for name, parameter in run.model.owned().items():
+        found[name] = digest(parameter.detach())
+        for key, value in run.optimizer.state[parameter].items():
+            found[f"{name} {key}"] = digest(value)
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(full_tensor(tensor).contiguous().numpy().tobytes()).hexdigest()
 
 
 def truth_of(layout: Layout) -> Layout:
@@ -259,9 +279,10 @@ def test_every_loss_norm_and_weight_has_the_bits_of_one_process(found, family: s
         assert rank.grids == truth.grids
         assert rank.validation == truth.validation
         assert rank.statistics == truth.statistics
-        assert rank.weights == {weight: truth.weights[weight] for weight in rank.weights}
-        held |= rank.weights.keys()
-    assert held == truth.weights.keys()
+        for step in range(STEPS):
+            assert rank.tensors[step] == {key: truth.tensors[step][key] for key in rank.tensors[step]}
+        held |= rank.tensors[0].keys()
+    assert held == truth.tensors[0].keys()
 
 
 NARROW = "layers.1.mlp.up.weight"
