@@ -197,8 +197,8 @@ class Corpora:
         """Check a corpus against the configuration. Returns False if the corpus has no record of its tokenizer.
 
         Raises:
-            ValueError: ids are outside the vocabulary, the text was made with another tokenizer, or the text is split
-                into sentences although the objective reads documents, or vice versa.
+            ValueError: ids are outside the vocabulary, the text was made with another tokenizer, or the text is not
+                in the form (documents, sentences, conversations) that the objective reads.
         """
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
         # Check the record first: ids outside the vocabulary mostly come from another tokenizer, which the record names.
@@ -207,6 +207,7 @@ class Corpora:
         n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
         check_token_ids(dataset, n_ids)
         if not is_default:
+            record.check_conversations(dataset, objective.conversations)
             record.check_sentences(dataset, objective.sentences)
         return has_record
 

@@ -2,12 +2,17 @@
 
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
 
+The record of conversations (`conversations.py`) has one more entry:
+
+    "chat": {"template": "83f0a1…", "train_on": "assistant", "learned": 412, "refused": {"no token to learn": 2}}
+
 Without the record, training on token ids from the wrong vocabulary would raise no error if the ids are small enough.
 Megatron writes no such record.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,6 +26,23 @@ MAX_BYTES = 1 << 16
 LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
+class ChatRecord(BaseModel):
+    """The part of a record that makes the documents conversations.
+
+    Attributes:
+        template: digest of the chat template in 12 hex digits.
+        train_on: the turns that bear loss: "all", "assistant" or "last".
+        learned: number of tokens that bear loss.
+        refused: number of conversations that are not in the `.bin`, by cause.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    template: str
+    train_on: str
+    learned: int
+    refused: dict[str, int]
+
+
 class Record(BaseModel):
     """The content of a PREFIX.meta.json: how a text was tokenised.
 
@@ -32,6 +54,7 @@ class Record(BaseModel):
             sequence is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
             this `.bin`.
+        chat: how the conversations were made; None if the documents are not conversations.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -42,9 +65,21 @@ class Record(BaseModel):
     sentences: bool
     documents: int
     tokens: int
+    chat: ChatRecord | None = None
+
+    def text(self) -> str:
+        """The content of a PREFIX.meta.json."""
+        return f"{self.model_dump_json(exclude_none=True)}\n"
 
 
-def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = False, sentences: bool = False) -> str:
+def text_of(
+    tokenizer: Tokenizer,
+    writer: IndexedWriter,
+    *,
+    append_eod: bool = False,
+    sentences: bool = False,
+    chat: ChatRecord | None = None,
+) -> str:
     """The content of PREFIX.meta.json, for a writer that already has all documents."""
     record = Record(
         tokenizer=tokenizer.name,
@@ -54,8 +89,9 @@ def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = F
         sentences=sentences,
         documents=writer.n_documents,
         tokens=writer.n_tokens,
+        chat=chat,
     )
-    return f"{record.model_dump_json()}\n"
+    return record.text()
 
 
 def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
@@ -82,6 +118,58 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
             f"text with --append-eod"
         )
     return True
+
+
+def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
+    """Check that the documents of a data set are conversations if conversations are expected, and that no others are.
+
+    Only the record can say so: without it, conversations look like documents of several sentences.
+
+    Args:
+        dataset: the text.
+        expected: whether the objective reads conversations.
+
+    Raises:
+        ValueError: the documents are conversations although the objective reads other text, or the reverse.
+    """
+    record = record_of(dataset)
+    is_chat = record is not None and record.chat is not None
+    if expected and not is_chat:
+        raise ValueError(
+            f"{dataset.prefix}.bin: expected conversations, as dtmega tokenize --chat writes them, got "
+            f"{'other text' if record else 'no record of this .bin'} ({dataset.prefix}.meta.json; [data] path, "
+            f"[data] objective)"
+        )
+    if is_chat and not expected:
+        raise ValueError(
+            f"{dataset.prefix}.bin holds conversations, whose prompts bear no loss: expected [data] objective = "
+            f'"conversations", or another [data] path'
+        )
+
+
+def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
+    """Check that several data sets of conversations have one template, and loss on the same turns.
+
+    Args:
+        datasets: data sets that have passed `check_conversations`.
+
+    Raises:
+        ValueError: two data sets differ; the message names both.
+    """
+    made: dict[tuple[str, str], str] = {}
+    for dataset in datasets:
+        record = record_of(dataset)
+        assert record is not None
+        assert record.chat is not None
+        made.setdefault((record.chat.template, record.chat.train_on), dataset.prefix)
+    if len(made) > 1:
+        (template, train_on), (other_template, other_train_on) = list(made)[:2]
+        prefix, other = list(made.values())[:2]
+        raise ValueError(
+            f"{other}.bin: expected conversations in template {template} with --train-on {train_on}, as {prefix}.bin "
+            f"has, got template {other_template} with --train-on {other_train_on}: tokenize both in the same way, or "
+            f"train on one of them ([data] path)"
+        )
 
 
 def check_sentences(dataset: IndexedDataset, expected: bool) -> None:

@@ -45,6 +45,7 @@ class Objective(Protocol):
         reads: keys of [data] that this objective reads but some other objectives ignore; the samples depend on these
             keys.
         sentences: whether the objective reads texts that are split into sentences, one per sequence of the data set.
+        conversations: whether the objective reads conversations (`indexed_files/conversations.py`).
         not_in_megatrons_order: reason why the objective cannot follow Megatron's orders ([data] order); '' if the
             objective can follow them.
         prompt_is_prefix: whether the tokens of a prompt all see each other, like the tokens of a prefix in training; if
@@ -64,6 +65,9 @@ class Objective(Protocol):
 
     @property
     def sentences(self) -> bool: ...
+
+    @property
+    def conversations(self) -> bool: ...
 
     @property
     def not_in_megatrons_order(self) -> str: ...
@@ -123,6 +127,7 @@ class NextToken:
     aim = "next tokens"
     reads = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     sentences = False
+    conversations = False
     not_in_megatrons_order = ""
     prompt_is_prefix = False
     order = 2
@@ -198,6 +203,7 @@ class Masked:
     aim = "masked tokens and the order of sentences"
     reads = ("short_seq_prob", "mask_prob", "max_ngram")
     sentences = True
+    conversations = False
     not_in_megatrons_order = "Megatron's samples depend on random draws in a compiled helper"
     prompt_is_prefix = False
     order = 1
@@ -237,6 +243,7 @@ class Spans:
     aim = "hidden spans"
     reads: tuple[str, ...] = ("decoder_seq_len", "mask_prob", "mean_span", "sentinels")
     sentences = False
+    conversations = False
     not_in_megatrons_order = "Megatron's T5 chooses spans by another rule"
     prompt_is_prefix = False
     order = 1

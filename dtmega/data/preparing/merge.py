@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def write(args: argparse.Namespace) -> str:
             writer.add_all(part)
         if merged:
             totals = {"documents": writer.n_documents, "tokens": writer.n_tokens}
-            writer.about = f"{merged.model_copy(update=totals).model_dump_json()}\n"
+            writer.about = merged.model_copy(update=totals).text()
     known = "" if merged else ", without a record of the tokenizer, as the parts have none"
     return (
         f"{counted(len(parts), 'part')}: {counted(writer.n_documents, 'document')}, "
@@ -79,7 +80,7 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
 
 
 def _record(parts: Sequence[IndexedDataset]) -> Record | None:
-    """The record that all parts share; None if no part has a record.
+    """The record that all parts share, with the sums of what they count; None if no part has a record.
 
     Raises:
         ValueError: the parts' records differ, or only some parts have a record.
@@ -93,9 +94,17 @@ def _record(parts: Sequence[IndexedDataset]) -> Record | None:
                 f"{part.prefix}.meta.json and {parts[0].prefix}.meta.json say how the parts were tokenised: expected "
                 f"the same of both, got {how_made or 'nothing'} and {expected or 'nothing'}"
             )
-    return records[0]
+    chats = [part_record.chat for part_record in records if part_record and part_record.chat]
+    if records[0] is None or not chats:
+        return records[0]
+    refused: Counter[str] = Counter()
+    for chat in chats:
+        refused.update(chat.refused)
+    sums = {"learned": sum(chat.learned for chat in chats), "refused": dict(sorted(refused.items()))}
+    return records[0].model_copy(update={"chat": chats[0].model_copy(update=sums)})
 
 
 def _how_made(part_record: Record | None) -> dict[str, Any] | None:
-    """The settings that must be equal in all records, with the tokenizer's fingerprint but without its name."""
-    return part_record and part_record.model_dump(exclude={"documents", "tokens", "tokenizer"})
+    """The settings that must be equal in all records: those that are neither a count nor the tokenizer's name."""
+    counts = {"documents": True, "tokens": True, "chat": {"learned", "refused"}}
+    return part_record and part_record.model_dump(exclude={"tokenizer": True, **counts}, exclude_none=True)

@@ -1,0 +1,131 @@
+"""Conversations in a `.bin/.idx` pair: the tokens of each, and which of them bear loss.
+
+A conversation is a document. Its sequences alternate: the first has tokens without loss, the second has tokens that
+bear loss, the third has tokens without loss, and so on. No sequence is empty. So a conversation has at least one token
+that bears loss, and its first token never does, because nothing comes before this token from which to predict it.
+
+    | User:\\nHi<end>Assistant:\\n | Hello<end> | User:\\nBye<end>Assistant:\\n | See you<end> | \\n |
+      sequence 0: no loss           1: loss       2: no loss                   3: loss         4: no loss
+
+Megatron's formats have no mark for loss. Only the record (`record.py`, `chat`) says that the documents are
+conversations; without it, they look like documents of several sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.data.indexed_files import record
+from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
+
+
+class Conversation(NamedTuple):
+    """The tokens of one conversation.
+
+    Attributes:
+        tokens: ids of all tokens, a read-only view of the file, [length].
+        learns: True for each token that bears loss, bool [length]; the first is always False.
+    """
+
+    tokens: NDArray[Any]
+    learns: NDArray[np.bool_]
+
+
+class Conversations:
+    """The conversations of a data set, checked when opened.
+
+        conversations = Conversations(IndexedDataset("data/chat"))
+        tokens, learns = conversations[3]
+        labels = np.where(learns, tokens, IGNORED)  # labels of these tokens, not yet shifted by one
+
+    Args:
+        dataset: data set that `dtmega tokenize --chat` has written.
+
+    Attributes:
+        dataset: the data set.
+        record: the record's entry `chat`.
+        lengths: number of tokens of each conversation, int64 [n].
+        first_learned: place of the first token that bears loss in each conversation, int64 [n], at least 1. A
+            conversation that is cut to its first L tokens has a token to learn if L > first_learned.
+
+    Raises:
+        ValueError: the data set has no record of conversations, or its sequences or its number of learned tokens
+            contradict the record.
+    """
+
+    def __init__(self, dataset: IndexedDataset) -> None:
+        record.check_conversations(dataset, True)
+        made = record.record_of(dataset)
+        assert made is not None
+        assert made.chat is not None
+        self.dataset, self.record = dataset, made.chat
+        starts = np.asarray(dataset.document_index)
+        self._check(starts)
+        bounds = dataset.tokens_before(starts)
+        self.lengths: NDArray[np.int64] = np.diff(bounds)
+        self.first_learned: NDArray[np.int64] = dataset.sizes[starts[:-1]].astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Conversation:
+        """The tokens of conversation i, and which of them bear loss.
+
+        Raises:
+            IndexError: there is no conversation i.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.dataset.prefix}: conversation {i} of {len(self)}")
+        first, end = self.dataset.document_index[i : i + 2]
+        sizes = self.dataset.sizes[first:end]
+        start, stop = self.dataset.tokens_before(np.array([first, end]))
+        bears_loss = np.arange(len(sizes)) % 2 == 1
+        return Conversation(self.dataset.tokens[start:stop], np.repeat(bears_loss, sizes))
+
+    def _check(self, starts: NDArray[np.int64]) -> None:
+        """Check the form of the sequences, and the number of learned tokens.
+
+        Args:
+            starts: first sequence of each document, then the number of sequences, [documents + 1].
+        """
+        path = f"{self.dataset.prefix}.idx"
+        counts = np.diff(starts)
+        if (counts < 2).any():
+            i = int(np.argmax(counts < 2))
+            raise ValueError(
+                f"{path}: expected at least 2 sequences in each conversation, one without loss and one with loss, got "
+                f"{counts[i]} in conversation {i}: tokenize the conversations again"
+            )
+        learned = 0
+        for start in range(0, len(counts), CHUNK):
+            piece = starts[start : start + CHUNK + 1]
+            sizes = self.dataset.sizes[piece[0] : piece[-1]]
+            if (sizes == 0).any():
+                sequence = int(piece[0]) + int(np.argmax(sizes == 0))
+                raise ValueError(
+                    f"{path}: expected no empty sequence in conversations, got sequence {sequence}: tokenize the "
+                    f"conversations again"
+                )
+            place = np.arange(piece[0], piece[-1]) - np.repeat(piece[:-1], np.diff(piece))
+            learned += int(sizes[place % 2 == 1].sum(dtype=np.int64))
+        if learned != self.record.learned:
+            raise ValueError(
+                f"{path}: expected {self.record.learned} tokens that bear loss, as {self.dataset.prefix}.meta.json "
+                f"says, got {learned}: tokenize the conversations again"
+            )
+
+
+def sequence_sizes(learns: Sequence[bool]) -> list[int]:
+    """The sizes of a conversation's sequences.
+
+    Args:
+        learns: True for each token that bears loss; the first is False, and at least one is True.
+    """
+    assert not learns[0]
+    assert any(learns)
+    changes = np.flatnonzero(np.diff(np.asarray(learns))) + 1
+    return np.diff([0, *changes, len(learns)]).tolist()
