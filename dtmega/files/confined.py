@@ -1,6 +1,6 @@
 """A child process that reads an untrusted file with a library, under limits on time and memory.
 
-    child = Confined("dtmega.data.tokenizers.chat:read_conversations", folder, where="DIR/chat_template.jinja")
+    child = Confined("dtmega.data.tokenizers.rendering:read_prompts", *arguments, where="DIR/chat_template.jinja")
     ids = child.ask(messages)           # any number of times, with the same child
     child.close()
 

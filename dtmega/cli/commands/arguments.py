@@ -114,6 +114,14 @@ def prefix(text: str) -> str:
     return text
 
 
+def role(text: str) -> tuple[str, str]:
+    """Parse a name of a role and the role, as in bot=assistant."""
+    name, _, meant = text.partition("=")
+    if not name or not meant:
+        raise argparse.ArgumentTypeError(f"expected NAME=ROLE, such as bot=assistant, got '{text}'")
+    return name, meant
+
+
 def encoding(text: str) -> str:
     """Translate the name of a text encoding into Python's name for the encoding; '' for UTF-8."""
     try:

@@ -3,6 +3,7 @@
 dtmega tokenize --input texts --tokenizer stdlib-8k --output data/mine
 dtmega tokenize --input play.txt --split-documents blank-lines --tokenizer gpt2 --output data/play
 dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer DIR/tokenizer.json --append-eod --output data/corpus
+dtmega tokenize --chat --input chat.jsonl --tokenizer DIR/tokenizer.json --output data/chat
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 
-from dtmega.cli.commands.arguments import encoding, integer, places_to_cut, prefix
+from dtmega.cli.commands.arguments import encoding, integer, places_to_cut, prefix, role
 from dtmega.cli.commands.endings import write_output
-from dtmega.data.preparing import tokenize
+from dtmega.data.preparing import conversations, tokenize
 from dtmega.data.preparing.input_files import KINDS
 from dtmega.data.preparing.sentences import BLOCKS, PROSE
+from dtmega.data.tokenizers.chat import TURNS
+from dtmega.data.tokenizers.rendering import ALL, ASSISTANT, LAST
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx if they exist")
     parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="JSON key or parquet column of the text (default %(default)s)"
+        "--json-key",
+        metavar="KEY",
+        help="JSON key or parquet column of the text (default text), or of the list of messages (default: found)",
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
@@ -74,10 +79,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="stop at the first malformed record instead of skipping it with a warning"
     )
+    _add_chat_arguments(parser.add_argument_group("conversations"))
+
+
+def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="a line of JSON is a conversation: messages, conversations (ShareGPT), prompt and completion, or "
+        "instruction and output",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="the tokenizer's chat template with {%% generation %%} markers, which must make the same text; or any "
+        f"template if the tokenizer has none ({TURNS}: the shipped one, which dtmega's own tokenizers have)",
+    )
+    group.add_argument(
+        "--train-on",
+        choices=(ALL, ASSISTANT, LAST),
+        help="the turns that bear loss: all text, each of the assistant (the default), or its last",
+    )
+    group.add_argument(
+        "--roles",
+        nargs="+",
+        type=role,
+        metavar="NAME=ROLE",
+        help="roles by the names that the records have for them, such as bot=assistant",
+    )
+    group.add_argument(
+        "--skip-empty",
+        action="store_true",
+        help="leave out and count conversations without a token to learn, which otherwise are an error",
+    )
 
 
 def command(args: argparse.Namespace) -> int:
-    return write_output(tokenize.write, args)
+    """Tokenize the input.
+
+    Raises:
+        ValueError: an option means nothing with --chat, or without it.
+    """
+    if not args.chat:
+        _refuse(args, ("chat_template", "train_on", "roles", "skip_empty"), "without --chat")
+        return write_output(tokenize.write, args)
+    _refuse(args, ("append_eod", "split_documents", "split_sentences"), "with --chat")
+    args.train_on = args.train_on or ASSISTANT
+    args.roles = dict(args.roles or [])
+    return write_output(conversations.write, args)
+
+
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], when: str) -> None:
+    """Refuse options that are given although they mean nothing."""
+    for name in names:
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing {when}")
 
 
 def _n_cpus() -> int:

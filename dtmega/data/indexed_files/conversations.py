@@ -13,7 +13,6 @@ conversations; without it, they look like documents of several sentences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,13 +118,13 @@ class Conversations:
             )
 
 
-def sequence_sizes(learns: Sequence[bool]) -> list[int]:
+def sequence_sizes(learns: NDArray[np.bool_]) -> list[int]:
     """The sizes of a conversation's sequences.
 
     Args:
-        learns: True for each token that bears loss; the first is False, and at least one is True.
+        learns: True for each token that bears loss, bool [length]; the first is False, and at least one is True.
     """
     assert not learns[0]
-    assert any(learns)
-    changes = np.flatnonzero(np.diff(np.asarray(learns))) + 1
+    assert learns.any()
+    changes = np.flatnonzero(np.diff(learns)) + 1
     return np.diff([0, *changes, len(learns)]).tolist()

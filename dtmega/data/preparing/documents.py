@@ -9,6 +9,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from dtmega.data.preparing.text_files import RecordBatch, part_starts
 
@@ -55,25 +56,10 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
     Raises:
         ValueError: the record is malformed; the message gives the reason.
     """
-    if record is None:
-        raise ValueError(f"expected a string in '{key}', got null")
-    # Drop a byte order mark at the start of a .txt, and at the start of every line of JSON: concatenated files have
-    # byte order marks in the middle, and no JSON text begins with this character.
-    starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
-    try:
-        text = record.decode("utf-8-sig" if starts_file else "utf-8")
-    except UnicodeDecodeError as error:
-        cure = "" if kind == ".parquet" else f"; --encoding names another, such as {_likely(record)}"
-        byte = record[error.start : error.start + 1]
-        raise ValueError(f"expected UTF-8, got {byte!r} at byte {error.start}{cure}") from None
+    text = _decoded(record, number, kind, key)
     if kind in (".txt", ".parquet"):
         return text
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"bad JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("bad JSON: nested too deeply") from None
+    value = _parsed(text)
     if not isinstance(value, dict) or key not in value:
         got = f"keys {list(value)[:8]}" if isinstance(value, dict) else type(value).__name__
         raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
@@ -81,6 +67,49 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
     value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d), valid in JSON
     return value[key]
+
+
+def json_object(record: bytes, number: int, kind: str) -> dict[str, Any]:
+    """The JSON object in a record.
+
+    Args:
+        record: bytes of the record.
+        number: line number of the record.
+        kind: ".jsonl" or ".json".
+
+    Raises:
+        ValueError: the record is no JSON object; the message gives the reason.
+    """
+    value = _parsed(_decoded(record, number, kind, ""))
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    json.dumps(value, ensure_ascii=False).encode()  # as above, for half a surrogate pair
+    return value
+
+
+def _decoded(record: bytes | None, number: int, kind: str, key: str) -> str:
+    """The text of a record; the arguments are those of `document_text`."""
+    if record is None:
+        raise ValueError(f"expected a string in '{key}', got null")
+    # Drop a byte order mark at the start of a .txt, and at the start of every line of JSON: concatenated files have
+    # byte order marks in the middle, and no JSON text begins with this character.
+    starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
+    try:
+        return record.decode("utf-8-sig" if starts_file else "utf-8")
+    except UnicodeDecodeError as error:
+        cure = "" if kind == ".parquet" else f"; --encoding names another, such as {_likely(record)}"
+        byte = record[error.start : error.start + 1]
+        raise ValueError(f"expected UTF-8, got {byte!r} at byte {error.start}{cure}") from None
+
+
+def _parsed(text: str) -> Any:
+    """The JSON value of a text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"bad JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("bad JSON: nested too deeply") from None
 
 
 def _likely(text: bytes) -> str:

@@ -3,26 +3,18 @@
     python -m dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer gpt2 --output data/mine --append-eod
     python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
 
-This process reads and writes; workers parse and tokenize. Results are written in input order, so the output
-is the same for any number of workers. Only a few batches are in flight, so memory use does not grow with the input.
+This process reads and writes; workers parse and tokenize (`workers.py`). Results are written in input order, so the
+output is the same for any number of workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -33,9 +25,11 @@ from dtmega.data.indexed_files.dataset import IndexedWriter, check_free, token_d
 from dtmega.data.indexed_files.record import text_of
 from dtmega.data.preparing import input_files, sentences, text_files
 from dtmega.data.preparing.documents import document_text, records_of
+from dtmega.data.preparing.workers import Result, in_order
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.files.console import counted
 
+TEXT_KEY = "text"
 SHOWN = 5  # number of malformed records to print; the other malformed records are only counted
 
 Document = list[list[int]]  # token ids of each sequence: one sequence, or one for each sentence
@@ -62,10 +56,11 @@ def write(args: argparse.Namespace) -> str:
     tokenizer = load_tokenizer(args.tokenizer)
     cut = args.split_documents
     at_blank_lines = cut == text_files.BLANK_LINES
-    batches = text_files.read_batches(files, args.json_key, at_blank_lines=at_blank_lines, encoding=args.encoding)
+    key = args.json_key or TEXT_KEY
+    batches = text_files.read_batches(files, key, at_blank_lines=at_blank_lines, encoding=args.encoding)
     job = Job(
         tokenizer=args.tokenizer,
-        key=args.json_key,
+        key=key,
         append_eod=args.append_eod,
         longest=cut if isinstance(cut, int) else 0,
         sentences=args.split_sentences,
@@ -75,7 +70,7 @@ def write(args: argparse.Namespace) -> str:
     with (
         IndexedWriter(args.output, token_dtype(tokenizer.vocab_size)) as writer,
         tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar,
-        contextlib.closing(_in_order(batches, job, args.workers)) as results,
+        contextlib.closing(in_order(batches, job, args.workers)) as results,
     ):
         for result in results:
             for where in result.malformed:
@@ -85,7 +80,7 @@ def write(args: argparse.Namespace) -> str:
                     bar.write(f"skipped {where}", file=sys.stderr)
                 n_malformed += 1
             n_empty += result.n_empty
-            _add_documents(writer, result)
+            result.write(writer)
             bar.update(result.position_bytes - bar.n)
         if len(writer) == 0:
             raise ValueError(
@@ -131,14 +126,6 @@ def _check_sentences(args: argparse.Namespace) -> None:
         )
 
 
-def _add_documents(writer: IndexedWriter, result: Result) -> None:
-    start = 0
-    for sizes in result.sizes:
-        end = start + sum(sizes)
-        writer.add(result.ids[start:end], sizes)
-        start = end
-
-
 @dataclass(frozen=True)
 class Job:
     """The settings that a worker needs, in a form that can be pickled.
@@ -159,24 +146,9 @@ class Job:
     longest: int = 0
     sentences: str | None = None
 
-
-@dataclass(frozen=True)
-class Result:
-    """The documents of one batch of records.
-
-    Attributes:
-        ids: token ids of all documents, one after another, [sum(sizes)] in the output's dtype.
-        sizes: number of tokens in each sequence, as one list per document.
-        n_empty: number of records whose text has no tokens.
-        malformed: message "file:line: reason" for each record that could not be read.
-        position_bytes: position in the input after this batch, as in `RecordBatch`.
-    """
-
-    ids: NDArray[Any]
-    sizes: list[list[int]]
-    n_empty: int
-    malformed: list[str]
-    position_bytes: int
+    def worker(self) -> Worker:
+        """The worker of this job."""
+        return Worker(self)
 
 
 class Worker:
@@ -226,88 +198,3 @@ class Worker:
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
         longest = self.job.longest if kind == ".txt" and self.job.longest else len(ids)
         return [[ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
-
-
-def _in_order(batches: Iterator[text_files.RecordBatch], job: Job, n_workers: int) -> Generator[Result, None, None]:
-    """Tokenize batches in worker processes; yield the results in the order of the batches.
-
-    Batch n goes to worker n % n_workers. No worker has more than two unfinished batches.
-
-    Raises:
-        ChildProcessError: a worker died.
-    """
-    if n_workers == 1:
-        yield from map(Worker(job), batches)
-        return
-    workers: list[tuple[BaseProcess, Connection]] = []
-    n_sent = n_received = 0
-    try:
-        for batch in batches:
-            if n_sent < n_workers:
-                workers.append(_start_worker(job))
-            if n_sent - n_received == 2 * n_workers:
-                yield _receive(workers[n_received % n_workers][1])
-                n_received += 1
-            workers[n_sent % n_workers][1].send(batch)
-            n_sent += 1
-        for n in range(n_received, n_sent):
-            yield _receive(workers[n % n_workers][1])
-    except (EOFError, ConnectionError):
-        raise ChildProcessError("a worker process died (if it was killed for memory: fewer --workers)") from None
-    finally:
-        for process, pipe in workers:
-            pipe.close()
-            process.join()
-
-
-def _receive(pipe: Connection) -> Result:
-    """Receive the next result of a worker.
-
-    Raises:
-        EOFError: the worker died, between two messages or while it sent a message.
-    """
-    try:
-        return pipe.recv()
-    except OSError as error:
-        raise EOFError from error
-
-
-def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the worker and this process's end of the worker's pipe."""
-    # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
-    context = multiprocessing.get_context("spawn")
-    pipe, workers_end = context.Pipe()
-    process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
-    # A terminal sends Ctrl-C to all processes, but only the parent should react. So SIGINT is blocked while the worker
-    # starts, and the worker inherits the block. Spawning needs the resource tracker, and starting the tracker
-    # unblocks SIGINT in this process, so the tracker is started first.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        workers_end.close()
-    return process, pipe
-
-
-def _serve(pipe: Connection, job: Job) -> None:
-    """Run a worker process until the parent closes its end of the pipe, or is killed."""
-    batches: SimpleQueue[text_files.RecordBatch] = SimpleQueue()
-
-    # A separate thread receives while the main thread computes. Otherwise both processes could block in `send`, each
-    # waiting for the other to receive.
-    def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):  # OSError: the parent ended while it sent a message
-            while True:
-                batches.put(pipe.recv())
-        os._exit(0)
-
-    threading.Thread(target=receive, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use all cores
-    worker = Worker(job)
-    with contextlib.suppress(ConnectionError):
-        while True:
-            pipe.send(worker(batches.get()))
-    # While a thread is still receiving, the interpreter's own shutdown may hang, and the parent would hang too.
-    os._exit(0)

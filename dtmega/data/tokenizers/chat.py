@@ -1,48 +1,113 @@
-"""Conversations in the form that a model was trained on, rendered by the chat template next to its tokenizer.json.
+"""Chat templates: the form in which a model reads conversations.
 
-    chat = Chat.beside(tokenizer)                           # None if there is no template
+    template = find_template(tokenizer)                     # the tokenizer's own, or the shipped one
+    chat = Chat(tokenizer, template)
     ids = chat.ids([{"role": "user", "content": "Hi"}])     # ends where the assistant's answer begins
 
-The template is a Jinja program that transformers runs in a sandbox. The sandbox keeps the template from reading files,
-but cannot stop an endless loop, so the template runs in a child process with limits. Unlike a training document, a
-conversation contains special ids, because the template writes special tokens.
+A template is a Jinja program that transformers runs in a sandbox. The sandbox keeps the template from reading files,
+but cannot stop an endless loop, so the template runs in a child process with limits (`rendering.py`). Unlike a training
+document, a conversation contains special ids, because the template writes special tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dtmega.data.tokenizers.tokenizer import Tokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer, is_wordpiece
 from dtmega.files import optional_imports
 from dtmega.files.confined import Confined
-from dtmega.files.untrusted_json import read_object
+from dtmega.files.untrusted_json import dangling, read_object
 
-Message = dict[str, str]  # role, content
+Message = dict[str, Any]  # role, content
+
+# The shipped template, for tokenizers without special tokens for turns.
+TURNS = "turns"
+TURNS_FILE = Path(__file__).with_name("turns.jinja")
+
+
+class Template(NamedTuple):
+    """The files of a chat template.
+
+    Attributes:
+        own: file beside the tokenizer that holds its own template; None if it has none.
+        given: file of a template that replaces the tokenizer's own; None to use its own.
+    """
+
+    own: Path | None
+    given: Path | None
+
+    @property
+    def path(self) -> Path:
+        """The file of the template that is used."""
+        path = self.given or self.own
+        assert path is not None
+        return path
+
+
+def find_template(tokenizer: Tokenizer, given: str | None = None) -> Template:
+    """The chat template of a tokenizer. One of dtmega's own tokenizers has the shipped template.
+
+    Args:
+        tokenizer: the tokenizer.
+        given: path of a template, or TURNS for the shipped one; None for the tokenizer's own.
+
+    Raises:
+        ValueError: there is no template, or the tokenizer loses the blanks of a text.
+    """
+    if is_wordpiece(tokenizer.name):
+        raise ValueError(
+            f"tokenizer '{tokenizer.name}' loses line ends and blanks, which conversations need: expected a tokenizer "
+            f"of a model of the next token"
+        )
+    is_file = tokenizer.name.endswith(".json")
+    own = _beside(Path(tokenizer.name).parent) if is_file else None
+    if given is None and own is None and is_file:
+        raise ValueError(
+            f"{tokenizer.name}: expected a chat template beside it (chat_template.jinja, or chat_template in "
+            f"tokenizer_config.json), or --chat-template FILE; --chat-template {TURNS} is the one that dtmega ships"
+        )
+    if given is None and not is_file:
+        return Template(own=None, given=TURNS_FILE)
+    path = None if given is None else Path(given)
+    if path is not None and not path.is_file():
+        if given != TURNS:
+            raise ValueError(f"--chat-template {given}: expected a file, or {TURNS}{dangling(path)}")
+        path = TURNS_FILE
+    return Template(own, path)
+
+
+def end_of_document(tokenizer: Tokenizer) -> str:
+    """The name of the end-of-document token."""
+    return tokenizer.decode([tokenizer.eod_id])
 
 
 class Chat:
-    """The chat template of one tokenizer.
+    """The conversations of one tokenizer, as a model reads them.
 
     Args:
-        template: path of the file that holds the template.
-        tokenizer: tokenizer loaded from the tokenizer.json in the same folder.
+        tokenizer: the tokenizer.
+        template: its template.
 
     Attributes:
-        end_ids: ids that end the assistant's turn: end-of-document, and the ids that generation_config.json lists.
+        end_ids: ids that end the assistant's turn: end-of-document, and the ids that a generation_config.json beside
+            the tokenizer's own template lists.
 
     Raises:
         ValueError: transformers is not installed.
     """
 
-    def __init__(self, template: Path, tokenizer: Tokenizer) -> None:
-        optional_imports.check("transformers", "hf", f"the chat template {template}")
+    def __init__(self, tokenizer: Tokenizer, template: Template) -> None:
+        optional_imports.check("transformers", "hf", f"the chat template {template.path}")
         self._child = Confined(
-            "dtmega.data.tokenizers.chat:read_conversations", str(template.parent), where=str(template)
+            "dtmega.data.tokenizers.rendering:read_prompts",
+            *(tokenizer.name, end_of_document(tokenizer), str(template.given) if template.given else None),
+            where=str(template.path),
         )
         self._vocab_size = tokenizer.vocab_size
-        self.end_ids = frozenset([tokenizer.eod_id, *_end_ids(template.parent)])
+        beside = _end_ids(Path(tokenizer.name).parent) if tokenizer.name.endswith(".json") else []
+        self.end_ids = frozenset([tokenizer.eod_id, *beside])
 
     @staticmethod
     def beside(tokenizer: Tokenizer) -> Chat | None:
@@ -51,10 +116,8 @@ class Chat:
         Raises:
             ValueError: transformers is not installed.
         """
-        if not tokenizer.name.endswith(".json"):
-            return None
-        template = _template(Path(tokenizer.name).parent)
-        return None if template is None else Chat(template, tokenizer)
+        own = _beside(Path(tokenizer.name).parent) if tokenizer.name.endswith(".json") else None
+        return None if own is None else Chat(tokenizer, Template(own, None))
 
     def start(self) -> None:
         """Start the process that runs the template and serves any number of conversations.
@@ -80,27 +143,7 @@ class Chat:
         self._child.close()
 
 
-def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
-    """Read a folder's tokenizer and template; return a function from a conversation to its ids.
-
-    This function runs in the confined process.
-    """
-    from jinja2 import TemplateError
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-
-    def ids(messages: list[Message]) -> list[int]:
-        try:
-            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses this conversation: {error}") from None
-        return list(rendered["input_ids"])
-
-    return ids
-
-
-def _template(folder: Path) -> Path | None:
+def _beside(folder: Path) -> Path | None:
     """The file in a folder that holds the chat template; None if there is no template."""
     template = folder / "chat_template.jinja"
     if template.is_file():

@@ -25,7 +25,7 @@ import zstandard
 
 from dtmega.__main__ import main as command
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.preparing import input_files, text_files, tokenize
+from dtmega.data.preparing import input_files, text_files, tokenize, workers
 from dtmega.data.tokenizers import tokenizer as tokenizer_module
 from dtmega.data.tokenizers.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_encoding, load_tokenizer
 from dtmega.distributed import exit_codes
@@ -843,13 +843,13 @@ def test_a_worker_that_dies_in_the_middle_of_a_message_is_a_worker_that_died():
     os.write(theirs.fileno(), struct.pack("!i", 1000) + b"not all of them")
     theirs.close()
     with pytest.raises(EOFError):
-        tokenize._receive(ours)
+        workers._receive(ours)
     ours.close()
 
 
 def in_a_fork(pipe, parents_end):
     parents_end.close()
-    tokenize._serve(pipe, tokenize.Job("bytes", "text", append_eod=False, longest=0))
+    workers._serve(pipe, tokenize.Job("bytes", "text", append_eod=False, longest=0))
 
 
 def test_kill_9_leaves_nothing_under_the_final_name_and_no_worker_behind(tmp_path, endless):

@@ -1,0 +1,302 @@
+"""Turn conversations into `.bin/.idx` files; `python -m dtmega tokenize --chat` calls `write`.
+
+    python -m dtmega tokenize --chat --input chat.jsonl --tokenizer DIR/tokenizer.json --output data/chat
+
+`messages.py` reads the records, `tokenizers/rendering.py` makes tokens of them, and `indexed_files/conversations.py`
+describes the files. Each worker has a confined process that runs the chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from dtmega.data.indexed_files.conversations import sequence_sizes
+from dtmega.data.indexed_files.dataset import IndexedWriter, check_free, token_dtype
+from dtmega.data.indexed_files.record import ChatRecord, text_of
+from dtmega.data.preparing import input_files, text_files
+from dtmega.data.preparing.documents import json_object, records_of
+from dtmega.data.preparing.messages import messages_of, tools_of
+from dtmega.data.preparing.workers import Result, in_order
+from dtmega.data.tokenizers.chat import Template, end_of_document, find_template
+from dtmega.data.tokenizers.rendering import ALL, MARKERS
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.files import optional_imports
+from dtmega.files.confined import Confined
+from dtmega.files.console import counted
+
+SHOWN = 5  # number of refused conversations to print; the others are only counted
+MALFORMED = "malformed"
+NOTHING_TO_LEARN = "no token to learn"
+
+
+def write(args: argparse.Namespace) -> str:
+    """Write the `.bin/.idx` pair. If writing fails, an existing pair of that name stays unchanged.
+
+    Args:
+        args: the options of `python -m dtmega tokenize --chat`.
+
+    Returns:
+        A line for the user: counts of conversations, tokens, learned tokens and refused conversations by cause; how
+        the learned tokens were found; the time, and the names of the files.
+
+    Raises:
+        ValueError: an argument, the template or the input cannot be used, or a conversation has no token to learn.
+        OSError: a file cannot be read or written, or a worker died.
+    """
+    start_s = time.perf_counter()
+    check_free(args.output, args.overwrite)
+    files = input_files.find_files(args.input, args.kind)
+    for file in files:
+        if file.kind not in (".jsonl", ".json"):
+            raise ValueError(
+                f"{file.path}: expected lines of JSON for --chat, got {file.kind} (--kind jsonl for files with other "
+                f"suffixes and for standard input)"
+            )
+    tokenizer = load_tokenizer(args.tokenizer)
+    template = find_template(tokenizer, args.chat_template)
+    optional_imports.check("transformers", "hf", f"the chat template {template.path}")
+    job = Job(args.tokenizer, end_of_document(tokenizer), template, args.json_key, args.roles, args.train_on)
+    batches = text_files.read_batches(files, "", encoding=args.encoding)
+    tally = Tally(args.strict, args.skip_empty)
+    with (
+        IndexedWriter(args.output, token_dtype(tokenizer.vocab_size)) as writer,
+        tqdm(total=sum(file.n_bytes for file in files) or None, unit="B", unit_scale=True, disable=None) as bar,
+        contextlib.closing(in_order(batches, job, args.workers)) as results,
+    ):
+        for result in results:
+            tally.add(result, bar)
+            result.write(writer)
+            bar.update(result.position_bytes - bar.n)
+        if len(writer) == 0:
+            raise ValueError(f"no conversations in {counted(len(files), 'file')} ({tally.refusals()})")
+        chat = ChatRecord(
+            template=tally.template, train_on=args.train_on, learned=tally.learned, refused=tally.by_cause()
+        )
+        writer.about = text_of(tokenizer, writer, chat=chat)
+    return (
+        f"{counted(writer.n_documents, 'conversation')}, {counted(writer.n_tokens, 'token')}, {tally.learned:,} of "
+        f"them learned ({tally.how()}), {tally.refusals()}; template {template.path} ({tally.template}), "
+        f"{time.perf_counter() - start_s:.1f} s: {args.output}.bin, {args.output}.idx"
+    )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A conversation that is left out.
+
+    Attributes:
+        where: its "file:line".
+        cause: MALFORMED, NOTHING_TO_LEARN, or a cause of `rendering.py`.
+        why: details for the user.
+    """
+
+    where: str
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ChatResult(Result):
+    """The conversations of one batch of records.
+
+    Attributes:
+        refused: conversations that are left out, in order.
+        learned: number of tokens that bear loss.
+        template, by: digest of the template, and how it shows the learned tokens; '' in a batch without conversations.
+        ends: names of the tokens that end the learned turns.
+        fatal: message "file:line: reason" if the template cannot be used at all; '' if it can.
+    """
+
+    refused: list[Refusal]
+    learned: int
+    template: str
+    by: str
+    ends: frozenset[str]
+    fatal: str
+
+
+class Tally:
+    """What was found in all batches so far.
+
+    Args:
+        strict: whether to raise an error at the first conversation that is refused.
+        skip_empty: whether to count conversations without a token to learn, instead of raising an error.
+
+    Attributes:
+        learned: number of tokens that bear loss.
+        template: digest of the template.
+    """
+
+    def __init__(self, strict: bool, skip_empty: bool) -> None:
+        self._strict, self._skip_empty = strict, skip_empty
+        self._refused: Counter[str] = Counter()
+        self._ends: set[str] = set()
+        self._by = ""
+        self.learned, self.template = 0, ""
+
+    def add(self, result: ChatResult, bar: tqdm[Any]) -> None:
+        """Count a batch, and print its first refusals.
+
+        Raises:
+            ValueError: the template cannot be used, or a conversation must not be refused.
+        """
+        for refusal in result.refused:
+            line = f"{refusal.where}: {refusal.cause}: {refusal.why}"
+            if refusal.cause == NOTHING_TO_LEARN and not self._skip_empty:
+                raise ValueError(f"{line}; --skip-empty leaves such conversations out and counts them")
+            if self._strict:
+                raise ValueError(f"{line} (--strict)")
+            if self._refused.total() < SHOWN:
+                bar.write(f"skipped {line}", file=sys.stderr)
+            self._refused[refusal.cause] += 1
+        if result.fatal:
+            raise ValueError(result.fatal)
+        self.learned += result.learned
+        self.template = self.template or result.template
+        self._by = self._by or result.by
+        self._ends |= result.ends
+
+    def by_cause(self) -> dict[str, int]:
+        """The number of refused conversations by cause."""
+        return dict(sorted(self._refused.items()))
+
+    def refusals(self) -> str:
+        """The refused conversations, for the user."""
+        causes = ", ".join(f"{n:,} {cause}" for cause, n in self.by_cause().items())
+        return f"{self._refused.total():,} refused" + (f" ({causes})" if causes else "")
+
+    def how(self) -> str:
+        """How the learned tokens were found, and the tokens that end a turn, for the user."""
+        if not self._ends:
+            return "all but the first of each conversation"
+        found = "marked by the template" if self._by == MARKERS else "shown by prefixes"
+        return f"{found}; turns end with {', '.join(sorted(self._ends))}, which is learned"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings of a worker.
+
+    Attributes:
+        tokenizer: spec of the tokenizer.
+        eod: name of the end-of-document token.
+        template: the chat template.
+        key: key of the list of messages; None to find it.
+        roles: roles of the template by the names that the records have for them.
+        train_on: the turns that bear loss, as in `rendering.py`.
+    """
+
+    tokenizer: str
+    eod: str
+    template: Template
+    key: str | None
+    roles: Mapping[str, str]
+    train_on: str
+
+    def worker(self) -> Worker:
+        """The worker of this job."""
+        return Worker(self)
+
+
+@dataclass
+class _Found:
+    """The conversations of a batch, while they are collected."""
+
+    tokens: list[NDArray[Any]] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    learned: int = 0
+    about: tuple[str, str] = ("", "")
+    ends: set[str] = field(default_factory=set)
+    fatal: str = ""
+
+
+class Worker:
+    """A callable that turns a batch of records into conversations."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._vocab_size = load_tokenizer(job.tokenizer).vocab_size
+        self._dtype = token_dtype(self._vocab_size)
+        given = job.template.given
+        self._child = Confined(
+            "dtmega.data.tokenizers.rendering:read_conversations",
+            *(job.tokenizer, job.eod, str(given) if given else None, job.template.own is not None, job.train_on),
+            where=str(job.template.path),
+        )
+
+    def __call__(self, batch: text_files.RecordBatch) -> ChatResult:
+        found = _Found()
+        for number, record in records_of(batch):
+            assert record is not None  # only parquet has nulls
+            where = f"{batch.path}:{number}"
+            try:
+                value = json_object(record, number, batch.kind)
+                request = {"messages": messages_of(value, self._job.key, self._job.roles), "tools": tools_of(value)}
+            except ValueError as error:
+                found.refused.append(Refusal(where, MALFORMED, str(error)))
+                continue
+            try:
+                self._add(found, where, self._child.ask(request))
+            except ValueError as error:
+                found.fatal = f"{where}: {error}"
+            if found.fatal:
+                break
+        template, by = found.about
+        return ChatResult(
+            ids=np.concatenate(found.tokens) if found.tokens else np.zeros(0, self._dtype),
+            sizes=found.sizes,
+            n_empty=0,
+            malformed=[],
+            position_bytes=batch.position_bytes,
+            refused=found.refused,
+            learned=found.learned,
+            template=template,
+            by=by,
+            ends=frozenset(found.ends),
+            fatal=found.fatal,
+        )
+
+    def _add(self, found: _Found, where: str, answer: dict[str, Any]) -> None:
+        """Add an answer of `rendering.Renderer` to what was found.
+
+        Raises:
+            ValueError: the two templates differ, or an id is outside the vocabulary.
+        """
+        found.about = answer["template"], answer["by"]
+        if "differs" in answer:
+            raise ValueError(
+                f"{self._job.template.given} makes another text than {self._job.template.own}: {answer['differs']} "
+                f"(--chat-template takes the same template with {{% generation %}} markers)"
+            )
+        if "cause" in answer:
+            found.refused.append(Refusal(where, answer["cause"], answer["why"]))
+            return
+        tokens = np.array(answer["ids"], np.int64)
+        if len(tokens) and tokens.max() >= self._vocab_size:
+            raise ValueError(
+                f"{self._job.template.path} makes id {tokens.max()}, outside a vocabulary of {self._vocab_size}"
+            )
+        learns = np.zeros(len(tokens), np.bool_)
+        for start, stop in answer["learned"]:
+            learns[start:stop] = True
+        learns[:1] = False  # nothing comes before the first token from which to predict it
+        if not learns.any():
+            whose = "text" if self._job.train_on == ALL else "turn of the assistant"
+            found.refused.append(Refusal(where, NOTHING_TO_LEARN, f"no {whose}"))
+            return
+        found.tokens.append(tokens.astype(self._dtype))
+        found.sizes.append(sequence_sizes(learns))
+        found.learned += int(learns.sum())
+        found.ends |= set(answer["ends"])

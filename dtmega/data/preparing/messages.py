@@ -1,0 +1,106 @@
+"""The messages of a conversation, from the forms in which other projects store conversations:
+
+    {"messages": [{"role": "user", "content": "Hi"}, ...]}             OpenAI, TRL
+    {"conversations": [{"from": "human", "value": "Hi"}, ...]}         ShareGPT
+    {"prompt": "Hi", "completion": "Hello"}
+    {"instruction": "Translate", "input": "chat", "output": "cat"}     Alpaca; `input` may be missing or empty
+
+The first form of this list whose keys a record has is taken. In all forms, `system` is the text of a first message, and
+`tools` is a list that the template reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+LISTS = ("messages", "conversations")
+PAIRS = (("prompt", "completion"), ("instruction", "output"))
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+
+
+def messages_of(record: Mapping[str, Any], key: str | None, roles: Mapping[str, str]) -> list[Message]:
+    """The messages of a record.
+
+    Args:
+        record: the record.
+        key: key of the list of messages; None to find it.
+        roles: roles of the template by the names that the records have for them.
+
+    Raises:
+        ValueError: the record has none of the forms, or a message cannot be used.
+    """
+    names = [key] if key else [name for name in LISTS if name in record]
+    pairs = [pair for pair in PAIRS if all(isinstance(record.get(name), str) for name in pair)]
+    if names:
+        messages = _from_list(record, names[0], roles)
+    elif pairs:
+        messages = _from_pair(record, *pairs[0])
+    else:
+        forms = [*LISTS, *(" and ".join(pair) for pair in PAIRS)]
+        raise ValueError(f"expected {', '.join(forms)}, or --json-key, got keys {list(record)[:8]}")
+    system = record.get("system")
+    if isinstance(system, str) and system.strip():
+        if messages[0]["role"] == "system":
+            raise ValueError("expected one system message, got the key 'system' and a message of this role")
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
+    """The tools that a record offers to the assistant; None if there are none.
+
+    Raises:
+        ValueError: they are no list of objects.
+    """
+    tools = record.get("tools")
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"expected a list of objects in 'tools', got {type(tools).__name__}")
+    return tools
+
+
+def _from_pair(record: Mapping[str, Any], prompt: str, answer: str) -> list[Message]:
+    question = record[prompt]
+    more = record.get("input") if prompt == "instruction" else None
+    if isinstance(more, str) and more.strip():
+        question = f"{question}\n\n{more}"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": record[answer]}]
+
+
+def _from_list(record: Mapping[str, Any], key: str, roles: Mapping[str, str]) -> list[Message]:
+    items = record.get(key)
+    if not isinstance(items, list) or not items:
+        got = "an empty list" if items == [] else type(items).__name__
+        raise ValueError(f"expected a list of messages in '{key}' (--json-key), got {got}")
+    return [_message(item, number, roles) for number, item in enumerate(items)]
+
+
+def _message(item: Any, number: int, roles: Mapping[str, str]) -> Message:
+    """A message in the form that templates read.
+
+    Args:
+        item: JSON value of the message.
+        number: place of the message in the conversation.
+        roles: roles by name, as in `messages_of`.
+    """
+    if not isinstance(item, dict):
+        raise ValueError(f"message {number}: expected an object, got {type(item).__name__}")
+    message = {name: value for name, value in item.items() if value is not None}
+    names = dict(roles)
+    if "from" in message and "value" in message:
+        message["role"], message["content"] = message.pop("from"), message.pop("value")
+        names = SHAREGPT | names
+    role, content = message.get("role"), message.get("content")
+    role = names.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES and role not in names.values():
+        raise ValueError(f"message {number}: expected a role in {', '.join(ROLES)}, got {role!r} (--roles {role}=ROLE)")
+    if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+        raise ValueError(f"message {number}: expected text in 'content', got {type(content).__name__}")
+    if message.get("weight", 1) != 1 or message.get("train", True) is not True:
+        raise ValueError(f"message {number}: expected loss by --train-on only, got 'weight' or 'train' of this message")
+    return {**message, "role": role}
