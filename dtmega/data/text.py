@@ -15,6 +15,7 @@ from dtmega.data.loader import bears_loss
 from dtmega.data.megatron.order import FORKS, digest_of_order, ordered, wanted_samples
 from dtmega.data.objectives.objective import NEXT_TOKEN, Objective, check_keys
 from dtmega.data.objectives.rows import Rows
+from dtmega.data.preparing.conversations import prepare_shipped
 from dtmega.data.preparing.corpus import prepare_stdlib
 from dtmega.data.sampling.blend import (
     BY_DOCUMENT,
@@ -185,13 +186,18 @@ class Corpora:
         """
         if path not in self._opened:
             is_default = path == "stdlib"
-            sentences = self._objective.sentences
-            prefix = prepare_stdlib(self._tokenizer, in_sentences=sentences) if is_default else path
+            prefix = self._default_prefix() if is_default else path
             dataset = IndexedDataset(prefix, by_sequence=self._cfg.data.order != "auto")
             if not self._check(dataset, is_default):
                 self.without_record.append(prefix)
             self._opened[path] = dataset
         return self._opened[path]
+
+    def _default_prefix(self) -> str:
+        """The prefix of the default corpus in the form that the objective reads."""
+        if self._objective.conversations:
+            return prepare_shipped(self._tokenizer)
+        return prepare_stdlib(self._tokenizer, in_sentences=self._objective.sentences)
 
     def _check(self, dataset: IndexedDataset, is_default: bool) -> bool:
         """Check a corpus against the configuration. Returns False if the corpus has no record of its tokenizer.

@@ -127,4 +127,4 @@ def sequence_sizes(learns: NDArray[np.bool_]) -> list[int]:
     assert not learns[0]
     assert learns.any()
     changes = np.flatnonzero(np.diff(learns)) + 1
-    return np.diff([0, *changes, len(learns)]).tolist()
+    return np.diff(np.concatenate([[0], changes, [len(learns)]])).tolist()

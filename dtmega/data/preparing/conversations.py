@@ -3,7 +3,8 @@
     python -m dtmega tokenize --chat --input chat.jsonl --tokenizer DIR/tokenizer.json --output data/chat
 
 `messages.py` reads the records, `tokenizers/rendering.py` makes tokens of them, and `indexed_files/conversations.py`
-describes the files. Each worker has a confined process that runs the chat template.
+describes the files. Each worker has a confined process that runs the chat template. `prepare_shipped` makes the files
+of the conversations that dtmega ships, which `tools/shipped_chat.py` has written.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dtmega.data import cache_dir
 from dtmega.data.indexed_files.conversations import sequence_sizes
 from dtmega.data.indexed_files.dataset import IndexedWriter, check_free, token_dtype
 from dtmega.data.indexed_files.record import ChatRecord, text_of
@@ -29,12 +33,15 @@ from dtmega.data.preparing.documents import json_object, records_of
 from dtmega.data.preparing.messages import messages_of, tools_of
 from dtmega.data.preparing.workers import Result, in_order
 from dtmega.data.tokenizers.chat import Template, end_of_document, find_template
-from dtmega.data.tokenizers.rendering import ALL, MARKERS
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.rendering import ALL, ASSISTANT, MARKERS
+from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files import optional_imports
 from dtmega.files.confined import Confined
 from dtmega.files.console import counted
+from dtmega.files.lock import Lock
 
+SHIPPED = Path(__file__).with_name("shipped-chat.jsonl")
+FORMAT = 1  # raise this number when a code change alters the tokens of the shipped conversations
 SHOWN = 5  # number of refused conversations to print; the others are only counted
 MALFORMED = "malformed"
 NOTHING_TO_LEARN = "no token to learn"
@@ -89,6 +96,28 @@ def write(args: argparse.Namespace) -> str:
         f"them learned ({tally.how()}), {tally.refusals()}; template {template.path} ({tally.template}), "
         f"{time.perf_counter() - start_s:.1f} s: {args.output}.bin, {args.output}.idx"
     )
+
+
+def prepare_shipped(tokenizer: Tokenizer) -> str:
+    """Tokenize the shipped conversations, unless this is done already, and return their prefix in the cache directory.
+
+    The last tenth of the conversations has questions that the others do not have.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or no cache directory is writable.
+    """
+    template = find_template(tokenizer).path
+    digest = xxhash.xxh3_64_hexdigest(SHIPPED.read_bytes() + template.read_bytes())
+    prefix = str(cache_dir() / f"chat-{tokenizer.fingerprint}-{digest}-v{FORMAT}")
+    options = {"input": [str(SHIPPED)], "output": prefix, "overwrite": True, "kind": None, "encoding": "", "workers": 1}
+    options |= {"tokenizer": tokenizer.name, "chat_template": None, "json_key": None, "roles": {}}
+    options |= {"train_on": ASSISTANT, "strict": True, "skip_empty": False}
+    with Lock(Path(f"{prefix}.lock")):
+        # An .idx is only there beside a complete .bin and record.
+        if not Path(f"{prefix}.idx").exists():
+            print(f"tokenizing {SHIPPED} into {prefix}", file=sys.stderr, flush=True)
+            write(argparse.Namespace(**options))
+    return prefix
 
 
 @dataclass(frozen=True)

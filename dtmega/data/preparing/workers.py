@@ -95,7 +95,7 @@ def in_order(batches: Iterator[RecordBatch], job: Job[R], n_workers: int) -> Gen
             process.join()
 
 
-def _receive(pipe: Connection) -> Result:
+def _receive(pipe: Connection) -> Any:
     """Receive the next result of a worker.
 
     Raises:

@@ -206,7 +206,7 @@ class Renderer:
             )
         except Exception as error:  # a template can fail in any way: on a missing key, on a type
             raise Refused(TEMPLATE_FAILS, f"{type(error).__name__}: {error}".partition("\n")[0][:300]) from None
-        return Text(text, [tuple(span) for span in marked[0]] if marked else [])
+        return Text(text, [(start, stop) for start, stop in marked[0]] if marked else [])
 
     def _difference(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> str:
         """The first difference between a text and the text of the tokenizer's own template; '' if they are equal."""

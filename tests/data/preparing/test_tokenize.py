@@ -549,8 +549,8 @@ def mixed(tmp_path, monkeypatch):
 
 def test_the_output_is_the_same_for_any_number_of_workers(tmp_path, mixed):
     outputs = []
-    for workers in (1, 2, 3):
-        assert run(tmp_path, *mixed, tokenizer="stdlib-8k", options=["--append-eod", "--workers", workers]) == 0
+    for n_workers in (1, 2, 3):
+        assert run(tmp_path, *mixed, tokenizer="stdlib-8k", options=["--append-eod", "--workers", n_workers]) == 0
         outputs.append([(tmp_path / f"out.{suffix}").read_bytes() for suffix in ("bin", "idx")])
     assert outputs[0] == outputs[1] == outputs[2]
 
