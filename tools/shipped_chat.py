@@ -18,15 +18,15 @@ HELD_OUT, LONG = 40, 64  # number of conversations that are held out; with two q
 
 OPPOSITES = (
     "hot cold, big small, old new, fast slow, high low, wet dry, light dark, hard soft, open closed, full empty, "
-    "near far, early late, long short, thick thin, rich poor, loud quiet, clean dirty, happy sad, strong weak, up down, "
-    "left right, day night, front back, first last, sweet sour, deep shallow"
+    "near far, early late, long short, thick thin, rich poor, loud quiet, clean dirty, happy sad, strong weak, "
+    "up down, left right, day night, front back, first last, sweet sour, deep shallow"
 )
 COLOURS = (
     "grass green, the sky blue, snow white, coal black, a lemon yellow, blood red, a carrot orange, milk white, "
     "the sea blue, a cherry red, a raven black, a banana yellow, a leaf green, chocolate brown, ash grey, a plum purple"
 )
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+DAYS = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
+MONTHS = "January, February, March, April, May, June, July, August, September, October, November, December"
 
 
 def facts() -> Iterator[tuple[str, str, str]]:
@@ -37,7 +37,8 @@ def facts() -> Iterator[tuple[str, str, str]]:
     for pair in COLOURS.split(", "):
         thing, colour = pair.rsplit(" ", 1)
         yield f"What colour is {thing}?", f"Name the colour of {thing}.", f"The colour is {colour}."
-    for kind, names in (("day", DAYS), ("month", MONTHS)):
+    for kind, in_order in (("day", DAYS), ("month", MONTHS)):
+        names = in_order.split(", ")
         for name, following in zip(names, names[1:] + names[:1], strict=True):
             yield f"Which {kind} comes after {name}?", f"Name the {kind} after {name}.", f"After {name} is {following}."
     for a in range(1, 10):

@@ -18,7 +18,7 @@ from dtmega.checkpoint.state import State
 from dtmega.data import text
 from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
 from dtmega.data.indexed_files.record import text_of
-from dtmega.data.objectives.objective import MASKED, NEXT_TOKEN, Masked, NextToken
+from dtmega.data.objectives.objective import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Masked, NextToken
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.text import fingerprint, open_text, repetition_notes
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
@@ -223,6 +223,14 @@ def test_a_text_without_a_record_or_with_that_of_another_is_read_and_one_line_sa
             Path(f"{prefix}.meta.json").unlink()
     (note,) = opened(json.dumps(prefixes)).notes
     assert re.fullmatch(rf"{prefixes[0]}\.bin and 2 more: no record of the tokenizer .* taken to be in 'bytes'", note)
+
+
+@pytest.mark.parametrize("objective", [NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE_SPANS])
+def test_conversations_are_refused_by_each_objective_that_would_learn_their_prompts(tmp_path, objective):
+    chat = {"template": "t", "train_on": "assistant", "learned": 1, "refused": {}}
+    prefix = recorded(tmp_path / "text", chat=chat, sentences=objective.sentences)
+    with pytest.raises(ValueError, match=r'text\.bin holds conversations.*\[data\] objective = "conversations"'):
+        open_text(config.load([*KEYS, "--data.path", prefix, "--model.vocab_size", "400"]), objective)
 
 
 # ------------------------------------------------------------------------------------------------------------ losses

@@ -28,8 +28,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same as in transfo
 TEMPLATE_FAILS = "the template refuses"
 SPELLS_SPECIAL = "content spells a special token"
 PREFIX_DIFFERS = "a prefix does not hold"
-NO_END = "no special token ends the turn"
-END_OUTSIDE = "the end of the turn is not marked"
+NO_END = "no special token ends the learned turn"
 LAST_UNCLEAR = "the last turn is unclear"
 
 Span = tuple[int, int]  # first character (or token), and the one past the last
@@ -196,7 +195,7 @@ class Renderer:
 
         template = template or self._template
         try:
-            (text,), marked = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [list(messages)],
                 tools=tools,
                 chat_template=template,
@@ -206,6 +205,7 @@ class Renderer:
             )
         except Exception as error:  # a template can fail in any way: on a missing key, on a type
             raise Refused(TEMPLATE_FAILS, f"{type(error).__name__}: {error}".partition("\n")[0][:300]) from None
+        (text,), marked = rendered
         return Text(text, [(start, stop) for start, stop in marked[0]] if marked else [])
 
     def _difference(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> str:
@@ -243,13 +243,13 @@ class Renderer:
                 continue
             end = self._end_of_turn(whole.text, start, stop)
             if end is None and whole.text[stop:].lstrip().startswith(self._special):
-                raise Refused(END_OUTSIDE, f"{whole.text[stop:].lstrip()[:20]!r} stands behind {{% endgeneration %}}")
+                raise Refused(NO_END, _border(whole.text, stop))
             parts.append((start, stop if end is None else end))
             if end is not None:
                 turns.append(parts)
                 parts = []
         if parts:
-            raise Refused(NO_END, _tail(whole.text, parts[-1][1]))
+            raise Refused(NO_END, _border(whole.text, parts[-1][1]))
         return turns
 
     def _turns_by_prefixes(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> Iterator[list[Span]]:
@@ -263,7 +263,7 @@ class Renderer:
                 raise Refused(PREFIX_DIFFERS, f"message {i}; the template needs {{% generation %}} (--chat-template)")
             end = self._end_of_turn(text, len(before), len(after))
             if end is None:
-                raise Refused(NO_END, _tail(text, len(after)))
+                raise Refused(NO_END, _border(text, len(after)))
             yield [(len(before), end)]
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int | None:
@@ -301,5 +301,6 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _tail(text: str, end: int) -> str:
-    return f"the turn ends with {text[max(0, end - 20) : end]!r}"
+def _border(text: str, end: int) -> str:
+    """The text at the end of a learned part, for a message."""
+    return f"it ends with {text[max(0, end - 20) : end]!r}, before {text[end : end + 20]!r}"
