@@ -225,7 +225,7 @@ def test_a_text_without_a_record_or_with_that_of_another_is_read_and_one_line_sa
     assert re.fullmatch(rf"{prefixes[0]}\.bin and 2 more: no record of the tokenizer .* taken to be in 'bytes'", note)
 
 
-@pytest.mark.parametrize("objective", [NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE_SPANS])
+@pytest.mark.parametrize("objective", [NEXT_TOKEN, PREFIX, SPANS, SEPARATE_SPANS])
 def test_conversations_are_refused_by_each_objective_that_would_learn_their_prompts(tmp_path, objective):
     chat = {"template": "t", "train_on": "assistant", "learned": 1, "refused": {}}
     prefix = recorded(tmp_path / "text", chat=chat, sentences=objective.sentences)

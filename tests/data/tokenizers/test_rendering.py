@@ -94,9 +94,9 @@ def test_a_line_end_that_the_markers_hold_is_not_learned_either(folder):
     assert learned_text(folder, tokens(folder, template, TALK)) == ["Hello 漢字<|im_end|>", "See you<|im_end|>"]
 
 
-def test_a_token_whose_blanks_gpt2_leaves_out_of_its_offsets_is_learned_whole(folder):
-    template = MARKED.replace("{{ m.content", "{{ '  \n ' + m.content")
-    assert learned_text(folder, tokens(folder, template, TALK[:3])) == ["  \n Hello 漢字<|im_end|>"]
+def test_a_token_of_blanks_that_gpt2_leaves_out_of_its_offsets_is_learned(folder):
+    (text,) = learned_text(folder, tokens(folder, MARKED + "{{ '    ' }}", TALK, ALL))
+    assert text.endswith("See you<|im_end|>\n    ")
 
 
 def test_a_turn_may_be_marked_in_parts(folder):
