@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
-from dtmega.data.objectives.objective import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Objective
+from dtmega.data.objectives.known import CONVERSATIONS, MASKED, PREFIX, SEPARATE_SPANS, SPANS
+from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
 from dtmega.data.tokenizers import exported
 from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
@@ -51,7 +52,9 @@ from dtmega.plans.llama import plan as llama_plan
 from dtmega.plans.styles import Plan
 from dtmega.plans.t5 import plan as t5_plan
 
-DECODER: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "prefix-lm": PREFIX})
+DECODER: Mapping[str, Objective] = MappingProxyType(
+    {"auto": NEXT_TOKEN, "prefix-lm": PREFIX, "conversations": CONVERSATIONS}
+)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     # The run directory is not claimed yet, so an error is recorded there only if the directory already holds a run.
     with found.early_end_recorded(config.run_dir_of(argv), exit_status, first=startup.rank == 0):
         settings = start.read_configuration(argv, startup)
-        text, batches = start.open_data(settings, startup)
+        settings, text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
     # Open the log early: the exit stack then closes the log after everything that takes time to close.
     log = start.open_rank_log(settings, startup, closing)

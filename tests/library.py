@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.objectives.denoising.objectives import specials
 from dtmega.data.objectives.denoising.pairs import PairSamples
-from dtmega.data.objectives.objective import specials
 from dtmega.data.preparing import corpus, sentences
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
-from dtmega.data.objectives import objective
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.initial import init_weights
 from dtmega.models.t5 import T5
 from dtmega.ops import optim
@@ -71,7 +71,7 @@ def rows(step: int) -> dict[str, Tensor]:
     return {
         "tokens": torch.randint(V, (SEQUENCES, S), generator=generator).where(text, 0),
         "decoder_tokens": said[:, :-1].where(decoder_text, 0),
-        "labels": said[:, 1:].where(decoder_text, objective.IGNORED),
+        "labels": said[:, 1:].where(decoder_text, IGNORED),
         "sample_ids": step * SEQUENCES + number.squeeze(1),
         "places": torch.arange(S).expand(SEQUENCES, S).contiguous(),
         "decoder_places": torch.arange(T).expand(SEQUENCES, T).contiguous(),
@@ -99,7 +99,7 @@ def truth(form: str) -> dict[str, Any]:
     for step in range(STEPS):
         batch = rows(step)
         optimizer.zero_grad()
-        loss = model(**batch)["lm"] / (batch["labels"] != objective.IGNORED).sum()
+        loss = model(**batch)["lm"] / (batch["labels"] != IGNORED).sum()
         loss.backward()
         if step == 0:
             found["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -134,7 +134,7 @@ def trained(form: str, keys: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         mine = microbatches(step, world.data_rank, world.data_size)
         if step == 0:
-            model.forward_backward(mine, {"tokens": int((rows(0)["labels"] != objective.IGNORED).sum())})
+            model.forward_backward(mine, {"tokens": int((rows(0)["labels"] != IGNORED).sum())})
             found["gradients"] = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         outcome = train_step(run, StepBatch(0, SEQUENCES, mine))
         found["steps"].append({"loss": outcome.loss, "grad_norm": outcome.grad_norm})

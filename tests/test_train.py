@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from unittest.mock import ANY
@@ -19,6 +20,8 @@ from dtmega import config, mesh, train
 from dtmega.__main__ import main as command
 from dtmega.config import schema
 from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.indexed_files.record import ChatRecord, text_of
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
 from dtmega.ops.cpu import contention
@@ -110,6 +113,39 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
     assert f"a sample:\n{sample['text']}\n" in output
     assert output.endswith(f"to look at it: dtmega report {tmp_path}\n")
     assert str(tmp_path) in output
+
+
+def conversations(folder: Path, n: int) -> str:
+    """A prefix of conversations in bytes, each of 8 tokens."""
+    tokenizer = load_tokenizer("bytes")
+    chat = ChatRecord(template="t", train_on="assistant", learned=3 * n, refused={})
+    with IndexedWriter(folder / "chat", np.dtype("<u2")) as writer:
+        for i in range(n):
+            writer.add([*f"{i:05d}".encode(), *b"yes"], [5, 3])
+        writer.about = text_of(tokenizer, writer, chat=chat)
+    return str(folder / "chat")
+
+
+def test_a_run_of_some_epochs_of_conversations_ends_with_their_last_whole_batch(tmp_path, capsys):
+    # A row has room for 32 inputs, so for 4 conversations of 7 inputs. 8 of 10 parts of 210 make 42 rows, and 5.25
+    # batches of 8 an epoch.
+    chat = conversations(tmp_path, 210)
+    keys = {"data__objective": "conversations", "train__steps": 0, "train__epochs": 2, "eval__prompt": ""}
+    assert run(tmp_path / "run", chat, **keys, train__exit_interval=7) == 0
+    assert "epochs: 2, 84 sequences, the last 4 left out, less than a batch" in capsys.readouterr().out
+    assert run(tmp_path / "run", chat, **keys) == 0
+    assert "train: 168 conversations in 42 rows, 88% full" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == list(range(1, 11))
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
+    assert run(tmp_path / "run", chat, **keys | {"train__epochs": 3}) == 0
+    assert "train.epochs 2 → 3: 5 steps are left, not 0" in capsys.readouterr().out
+    assert len(losses(tmp_path / "run")) == 15  # 126 sequences
+
+
+def test_an_epoch_of_running_text_has_each_token_once(tmp_path, corpus, capsys):
+    assert run(tmp_path, corpus, train__steps=0, train__epochs=1, eval__interval=0) == 0
+    n_tokens = int(re.findall(r"data: ([\d,]+) training tokens", capsys.readouterr().out)[0].replace(",", ""))
+    assert len(losses(tmp_path)) == n_tokens // 32 // 8
 
 
 def test_a_run_on_cores_that_others_use_says_so_once(tmp_path, corpus, capsys, monkeypatch):

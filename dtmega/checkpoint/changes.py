@@ -8,10 +8,8 @@ refused   every other key, such as the model, the data or the seed: a change wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
-
-from pydantic import ValidationError
 
 from dtmega.config import Config
 from dtmega.config.schema import Section
@@ -37,7 +35,7 @@ FREE: dict[str, tuple[str, ...]] = {
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),
-    "train": ("steps", "samples", "tokens"),
+    "train": ("steps", "samples", "tokens", "epochs"),
 }
 PRINTED: dict[str, tuple[str, ...]] = {
     "model": (
@@ -128,6 +126,7 @@ def lines(
     now: Config,
     steps: int,
     samples: int,
+    samples_in: Callable[[int], int],
     overflowed: tuple[int, int] = (0, 0),
 ) -> list[str]:
     """Lines that a resumed run prints about its changed recipe, one per changed key.
@@ -140,6 +139,7 @@ def lines(
         now: the current configuration.
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
+        samples_in: function from a number of epochs to their number of samples.
         overflowed: numbers (steps, samples) of the steps and samples that were skipped because a gradient overflowed in
             float16. Skipped steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
     """
@@ -149,14 +149,19 @@ def lines(
     for change in printed:
         line = f"changed since the checkpoint: {change.section}.{change.key} {change.was} → {change.now}"
         if change in course_changes[-1:]:
-            consequences = "; ".join(_consequences(printed, now, steps, samples, overflowed))
+            consequences = "; ".join(_consequences(printed, now, steps, samples, samples_in, overflowed))
             line += f": {consequences}" if consequences else ""
         change_lines.append(line)
     return change_lines
 
 
 def _consequences(
-    printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
+    printed: list[Change],
+    now: Config,
+    steps: int,
+    samples: int,
+    samples_in: Callable[[int], int],
+    overflowed: tuple[int, int],
 ) -> list[str]:
     """Phrases that describe how the printed changes affect the number of remaining steps and the learning rate."""
     # Put the old recipe into the current configuration, to compute the old end of the run and the old learning rate.
@@ -164,9 +169,10 @@ def _consequences(
     for change in printed:
         values[change.section][change.key] = change.was
     try:
-        before = Config.model_validate(values)
-    except ValidationError:  # a combination that this dtmega refuses
+        before = Config.model_validate(values).completed(samples_in)
+    except ValueError:  # a combination that this dtmega refuses
         return []
+    now = now.completed(samples_in)
     end_before, end_now = before.end(steps, samples), now.end(steps, samples)
     # The learning rate is defined from step 1 on, so a run that has done no step shows the rate of its first step.
     done = max(steps - overflowed[0], 1), samples - overflowed[1]

@@ -18,7 +18,7 @@ Nothing here imports torch, so that a bad configuration is refused within a frac
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -100,17 +100,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        end = self.end(0, 0)
-        if end.steps < 1:
-            raise ValueError(
-                f"the run is shorter than one step of {self.batch.size_at(0)} sequences x {self.data.seq_len} tokens "
-                f"([train] samples={self.train.samples} or tokens={self.train.tokens}, [batch] global_batch_size)"
-            )
-        if self.profile.steps and self.profile.steps[0] > end.steps:
-            raise ValueError(
-                f"steps={self.profile.steps} begins after the last step, {end.steps} ([profile] steps, [train] steps, "
-                f"samples or tokens)"
-            )
         if self.train.stop_validation_rises and not self.eval.interval:
             raise ValueError(
                 f"there are no validations to compare: expected interval > 0, got 0 with stop_validation_rises="
@@ -120,6 +109,28 @@ class Config(Section):
             raise ValueError(
                 "micro_batch_size = 0 would follow the layout, expected a size, which fixes the bits of a microbatch "
                 "([batch] micro_batch_size, [run] exact)"
+            )
+        if not self.train.epochs:
+            self._check_length()
+        return self
+
+    def _check_length(self) -> None:
+        """Refuse a run that is too short.
+
+        Raises:
+            ValueError: the run has no whole step, or ends before something that must happen in it.
+        """
+        end = self.end(0, 0)
+        if end.steps < 1:
+            raise ValueError(
+                f"the run is shorter than one step of {self.batch.size_at(0)} sequences x {self.data.seq_len} tokens "
+                f"([train] samples={self.train.samples}, tokens={self.train.tokens} or epochs={self.train.epochs}, "
+                f"[batch] global_batch_size)"
+            )
+        if self.profile.steps and self.profile.steps[0] > end.steps:
+            raise ValueError(
+                f"steps={self.profile.steps} begins after the last step, {end.steps} ([profile] steps, [train] steps, "
+                f"samples or tokens)"
             )
         # wsd: the final decay must begin after the warm-up, or the learning rate would jump between the two phases.
         total = self.progress(*end)
@@ -131,15 +142,38 @@ class Config(Section):
                 f"wsd_decay={self.optim.wsd_decay} does not fit between the warm-up and the end of the schedule: "
                 f"{schedule_end} - {warmup} = {room} {self.optim.unit} ([optim] wsd_decay, warmup, decay)"
             )
-        return self
+
+    def completed(self, samples_in: Callable[[int], int]) -> Config:
+        """The configuration with the number of samples that [train] epochs stands for, if [train] epochs is set.
+
+        Args:
+            samples_in: function from a number of epochs to their number of samples (`Text.samples_in`).
+
+        Raises:
+            ValueError: the run is too short.
+        """
+        if not self.train.epochs:
+            return self
+        samples = samples_in(self.train.epochs)
+        complete = self.model_copy(update={"train": self.train.model_copy(update={"samples": samples})})
+        complete._check_length()
+        return complete
 
     def end(self, steps: int, samples: int) -> RunEnd:
         """The end of a run that has done `steps` steps and read `samples` samples so far.
 
-        If [train] steps is set, the run ends after that many steps. If [train] samples or tokens is set, the run ends
-        after the last step whose whole batch still fits. The arguments `steps` and `samples` change the result only if
-        the run resumes with a different batch size.
+        If [train] steps is set, the run ends after that many steps. If [train] samples, tokens or epochs is set, the
+        run ends after the last step whose whole batch still fits. The arguments `steps` and `samples` change the
+        result only if the run resumes with a different batch size.
+
+        Raises:
+            ValueError: [train] epochs is set, and the configuration is not `completed`.
         """
+        if self.train.epochs and not self.train.samples:
+            raise ValueError(
+                f"only the data tells how many samples {self.train.epochs} epochs have: expected [train] steps, "
+                f"samples or tokens here ([train] epochs)"
+            )
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
         # Advance by whole stairs of the ramp-up instead of single steps, because a run may have billions of steps.

@@ -93,10 +93,15 @@ class Data(Section):
     )
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
     decoder_seq_len: int = key(0, "t5: T, tokens in a sequence of the decoder; 0 = a quarter of S", ge=0)
-    objective: Literal["auto", "prefix-lm", "separate-spans"] = key(
+    objective: Literal["auto", "prefix-lm", "conversations", "separate-spans"] = key(
         "auto",
         "auto: the family's own; prefix-lm: read the first part of each text in both directions, predict the rest; "
-        "separate-spans: t5 with spans of whole words, as Megatron's T5",
+        "conversations: predict the tokens that bear loss (dtmega tokenize --chat); separate-spans: t5 with spans of "
+        "whole words, as Megatron's T5",
+    )
+    pack: bool = key(True, "conversations: several in a row, each attending to itself; false: one in a row")
+    too_long: Literal["drop", "cut"] = key(
+        "drop", "conversations: of more than S + 1 tokens, leave out, or cut if a token to learn remains"
     )
     reweight_positions: bool = key(False, "prefix-lm: weight early positions more, because they are targets less often")
     short_seq_prob: float = key(
@@ -358,7 +363,13 @@ class Train(Section):
 
     steps: int = key(0, "length of the run in optimizer steps ...", ge=0)
     samples: int = key(0, "... or in sequences ...", ge=0)
-    tokens: int = key(0, "... or in tokens; set exactly one of the three", ge=0)
+    tokens: int = key(0, "... or in tokens ...", ge=0)
+    epochs: int = key(
+        0,
+        "... or in passes over the training data, except for the last batch if it is incomplete; set exactly one of "
+        "the four",
+        ge=0,
+    )
     drift_interval: int = key(100, "steps between checks that all copies of a parameter are still equal", ge=0)
     max_skipped: int = key(10, "stop with an error after this many skipped steps in a row", ge=1)
     skip_spikes: float = key(
@@ -391,11 +402,10 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Train:
-        if [self.steps > 0, self.samples > 0, self.tokens > 0].count(True) != 1:
-            raise ValueError(
-                f"exactly one of [train] steps, samples, tokens must be positive, got "
-                f"steps={self.steps}, samples={self.samples}, tokens={self.tokens}"
-            )
+        lengths = {key: getattr(self, key) for key in ("steps", "samples", "tokens", "epochs")}
+        if [length > 0 for length in lengths.values()].count(True) != 1:
+            got = ", ".join(f"{key}={length}" for key, length in lengths.items())
+            raise ValueError(f"exactly one of [train] {', '.join(lengths)} must be positive, got {got}")
         for pair in self.skip_steps:
             if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
                 raise ValueError(f"[train] skip_steps has pairs [first, last] with 1 <= first <= last, got {pair}")

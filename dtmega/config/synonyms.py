@@ -270,11 +270,7 @@ TRAIN = (
     ),
     Synonym("train.samples", "train_samples max_samples num_samples max_train_samples"),
     Synonym("train.tokens", "train_tokens max_tokens total_tokens token_budget num_tokens training_tokens"),
-    Synonym(
-        "train.samples",
-        "num_train_epochs num_epochs epochs max_epochs n_epochs total_epochs num_train_epoch",
-        "there are no epochs: give the number of sequences (or of steps, or of tokens)",
-    ),
+    Synonym("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs total_epochs num_train_epoch"),
     Synonym("train.tokens", "target_param_data_ratio target_flops", "a number of tokens"),
     Synonym("train.kill_switch", "kill_switch_path"),
     Synonym("train.exit_duration_min", "exit_duration_in_mins max_time time_limit max_runtime", "in minutes"),

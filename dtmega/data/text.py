@@ -13,7 +13,8 @@ from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.loader import bears_loss
 from dtmega.data.megatron.order import FORKS, digest_of_order, ordered, wanted_samples
-from dtmega.data.objectives.objective import NEXT_TOKEN, Objective, check_keys
+from dtmega.data.objectives.known import check_keys
+from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
 from dtmega.data.objectives.rows import Rows
 from dtmega.data.preparing.conversations import prepare_shipped
 from dtmega.data.preparing.corpus import prepare_stdlib
@@ -26,6 +27,7 @@ from dtmega.data.sampling.blend import (
     parts_of,
     parts_of_mixture,
 )
+from dtmega.data.sampling.packs import Packs
 from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files.console import counted
@@ -76,6 +78,11 @@ class Text(NamedTuple):
         assert samples is not None
         return samples
 
+    def samples_in(self, n_epochs: int) -> int:
+        """Number of whole samples in the first epochs of the training data."""
+        samples = self.samples("train")
+        return samples.first_row(n_epochs) if isinstance(samples, Packs) else int(n_epochs * samples.n_samples)
+
     def rows(self, split: str) -> Rows:
         """The rows of a split's samples; the split must not be empty."""
         return self.objective.rows(self.samples(split), self.data, self.tokenizer)
@@ -94,7 +101,7 @@ def open_text(cfg: Config, objective: Objective) -> Text:
             is too short for a sample or has no labels to evaluate.
     """
     check_keys(cfg.data, objective)
-    check_order(cfg.data, objective)
+    check_order(cfg, objective)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     objective.check(tokenizer, cfg.data)
     check_vocabulary(cfg, objective, tokenizer)
@@ -106,6 +113,8 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     else:
         parts = parts_by_split(cfg.data, corpora, BY_DOCUMENT)
         splits = build_samples(objective, cfg.data, parts, cfg.run.seed)
+    if objective.conversations:
+        record.check_same_chat(corpora.opened)
     notes = [*splits.notes]
     if corpora.without_record:
         notes.insert(0, record.unrecorded(corpora.without_record, tokenizer))
@@ -117,16 +126,25 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     return text
 
 
-def check_order(data: Data, objective: Objective) -> None:
-    """Check that the objective can follow the sample order that [data] order names.
+def check_order(cfg: Config, objective: Objective) -> None:
+    """Check that the run can read the sample order that [data] order names.
 
     Raises:
-        ValueError: the objective cannot follow the order; the message gives the reason.
+        ValueError: the objective cannot follow the order, or the run's length is given in epochs, although the order
+            depends on the number of samples.
     """
-    if data.order != "auto" and objective.not_in_megatrons_order:
+    order = cfg.data.order
+    if order == "auto":
+        return
+    if objective.not_in_megatrons_order:
         raise ValueError(
-            f"[data] order = '{data.order}' is only for models that are trained on {NEXT_TOKEN.aim}, not on "
+            f"[data] order = '{order}' is only for models that are trained on {NEXT_TOKEN.aim}, not on "
             f"{objective.aim}: {objective.not_in_megatrons_order}; expected 'auto'"
+        )
+    if cfg.train.epochs:
+        raise ValueError(
+            f"[data] order = '{order}' depends on the number of samples, not of epochs: expected epochs=0, got "
+            f"{cfg.train.epochs} ([train] samples, [train] epochs)"
         )
 
 
@@ -177,6 +195,11 @@ class Corpora:
         self._cfg, self._objective, self._tokenizer = cfg, objective, tokenizer
         self._opened: dict[str, IndexedDataset] = {}
         self.without_record: list[str] = []
+
+    @property
+    def opened(self) -> list[IndexedDataset]:
+        """The corpora that have been opened."""
+        return list(self._opened.values())
 
     def open(self, path: str) -> IndexedDataset:
         """Open the corpus with the prefix `path`, or the default corpus if `path` is 'stdlib'.

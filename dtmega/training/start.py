@@ -27,6 +27,7 @@ from dtmega.distributed.agreement import Startup, same_job
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import Watch
 from dtmega.files import atomic, console
+from dtmega.files.console import counted
 from dtmega.formats.sources import Source
 from dtmega.mesh import World
 from dtmega.ops import cost, optim
@@ -122,11 +123,16 @@ def read_configuration(
     return Settings(saved_cfg, cfg, device, sizes, pieces, digest, memory_bytes, auto_dtype)
 
 
-def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]:
-    """Open the text and this rank's training batches. The workers that load the batches are not started yet."""
+def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, TrainBatches]:
+    """Open the text and this rank's training batches. The workers that load the batches are not started yet.
+
+    Returns:
+        The settings, with the number of samples that [train] epochs stands for; the text; and the batches.
+    """
     cfg = settings.cfg
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
+        cfg = cfg.completed(text.samples_in)
         # Before any folder is made, check the checkpoint paths that the user named.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
@@ -146,7 +152,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
                 f"'{cfg.data.split}' ([train] stop_validation_rises, [data] split, [data] validation)"
             )
         step.must_match = text.identity
-    return text, batches
+    return settings._replace(cfg=cfg), text, batches
 
 
 def claim_run_directory(
@@ -312,6 +318,12 @@ def announcement(
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
     lines += families.of(cfg.model).notes(cfg.model)
+    if cfg.train.epochs:
+        left_out = cfg.train.samples - end.samples
+        lines.append(
+            f"epochs: {cfg.train.epochs}, {counted(cfg.train.samples, 'sequence')}, the last {left_out} left out, less "
+            f"than a batch ([train] epochs)"
+        )
     if cfg.run.exact:
         lines.append(
             "sums are exact: equal bits on every data layout and pipeline, one thread per process ([run] exact)"
@@ -322,7 +334,8 @@ def announcement(
         lines += optim.notes_on_warmup(cfg, end)
     if loaded:
         overflowed = at.overflowed, at.overflowed_samples
-        lines += changes.lines(loaded.config, settings.saved_cfg, at.step, at.samples, overflowed)
+        saved_cfg = settings.saved_cfg
+        lines += changes.lines(loaded.config, saved_cfg, at.step, at.samples, text.samples_in, overflowed)
     if settings.auto_dtype:
         why = "as it began" if loaded else f"bfloat16 is {'' if mesh.has_fast_bfloat16(device) else 'not '}fast here"
         lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")

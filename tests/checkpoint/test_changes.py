@@ -56,10 +56,15 @@ def test_a_key_that_the_checkpoint_lacks_counts_as_its_default_and_one_that_is_g
     then: dict[str, dict[str, Any]] = {**now.model_dump(), "gone": {"key": 1}}
     del then["model"]["z_loss"], then["precision"]
     then["optim"]["gone"] = 7
-    assert changes.lines(then, now, 1, 16) == []
+    assert changes.lines(then, now, 1, 16, samples_in) == []
     assert changes.changed(then, now, "refused") == []
     later = now.model_copy(update={"model": now.model.model_copy(update={"z_loss": 0.5})})
-    assert changes.lines(then, later, 1, 16) == ["changed since the checkpoint: model.z_loss 0.0 → 0.5"]
+    assert changes.lines(then, later, 1, 16, samples_in) == ["changed since the checkpoint: model.z_loss 0.0 → 0.5"]
+
+
+def samples_in(epochs: int) -> int:
+    """Number of samples in some epochs, each of which has 41."""
+    return 41 * epochs
 
 
 def recipe(train: Train, **batch: Any) -> Config:
@@ -76,6 +81,12 @@ def recipe(train: Train, **batch: Any) -> Config:
             (20, 80),
             # Half of a cosine from 1e-3 to 1e-5 is 5.05e-4.
             ["train.steps 20 → 40: 20 steps are left, not 0; the learning rate goes from 1e-05 to 0.000505"],
+        ),
+        (
+            recipe(Train(epochs=1)),  # 10 steps of 4 samples, and a sample that is left out
+            recipe(Train(epochs=2)),
+            (5, 20),
+            ["train.epochs 1 → 2: 15 steps are left, not 5; the learning rate goes from 0.000505 to 0.000855"],
         ),
         (
             recipe(Train(samples=80)),
@@ -113,7 +124,7 @@ def recipe(train: Train, **batch: Any) -> Config:
     ],
 )
 def test_what_a_changed_recipe_comes_to_is_said(before: Config, now: Config, at: tuple[int, int], lines: list[str]):
-    said = changes.lines(before.model_dump(), now, *at)
+    said = changes.lines(before.model_dump(), now, *at, samples_in)
     assert said == [f"changed since the checkpoint: {line}" for line in lines]
 
 
@@ -121,7 +132,7 @@ def test_a_recipe_that_is_refused_today_is_said_without_what_it_comes_to():
     now = recipe(Train(steps=20))
     then: dict[str, dict[str, Any]] = now.model_dump()
     then["batch"]["micro_batch_size"], then["train"]["steps"] = 3, 40
-    assert changes.lines(then, now, 4, 16) == [
+    assert changes.lines(then, now, 4, 16, samples_in) == [
         "changed since the checkpoint: batch.micro_batch_size 3 → 1",
         "changed since the checkpoint: train.steps 40 → 20",
     ]

@@ -115,7 +115,7 @@ ELSEWHERE = {
         optim.learning_rate optim.lr   train.max_grad_norm optim.clip_grad
         train.warmup_ratio optim.warmup_fraction   train.per_device_train_batch_size batch.micro_batch_size
         optim.lr_scheduler_type optim.schedule   train.gradient_accumulation_steps batch.global_batch_size
-        train.save_steps checkpoint.interval   train.num_train_epochs train.samples
+        train.save_steps checkpoint.interval   train.num_train_epochs train.epochs
         train.logging_steps log.interval   train.save_total_limit checkpoint.keep   train.eval_steps eval.interval
         train.report_to log.trackers   train.bf16 precision.params   train.gradient_checkpointing recompute.mode
         train.resume_from_checkpoint checkpoint.resume   train.output_dir run.dir
@@ -150,7 +150,7 @@ ELSEWHERE = {
     "axolotl, Lightning": """
         sequence_len data.seq_len   val_set_size data.split   gradient_clip_val optim.clip_grad
         optim.batch_size batch.global_batch_size   accumulate_grad_batches batch.global_batch_size
-        base_model model.path   wandb_project log.project   max_epochs train.samples
+        base_model model.path   wandb_project log.project   max_epochs train.epochs
     """,
 }
 
@@ -299,13 +299,16 @@ def test_a_number_that_is_not_finite_is_refused_with_its_key(tmp_path: Path, num
         (["--batch.micro_batch_size=8", "--batch.rampup=[8, 4, 100]"], "micro_batch_size=8 does not divide 12"),
         (["--batch.rampup=[8, 8]"], "three positive integers [start, increment, samples], got [8, 8]"),
         *(
-            ([f"--train.{k}={n}" for k, n in lengths.items()], "exactly one of [train] steps, samples, tokens must be")
+            (
+                [f"--train.{k}={n}" for k, n in lengths.items()],
+                "exactly one of [train] steps, samples, tokens, epochs must be",
+            )
             for lengths in ({"samples": 100}, {"tokens": 9999}, {"steps": 0}, {"steps": 0, "samples": 16, "tokens": 1})
         ),
         (
             ["--train.steps=0", "--train.tokens=4095"],
             "test.toml with --train.tokens 4095: the run is shorter than one step of 16 sequences x "
-            "256 tokens ([train] samples=0 or tokens=4095",
+            "256 tokens ([train] samples=0, tokens=4095 or epochs=0",
         ),
         (["--train.steps=0", "--train.samples=15"], "the run is shorter than one step of 16 sequences"),
         (["--data.weights=[1.0, 2.0]"], "[data] weights needs 1 positive numbers"),
@@ -384,7 +387,7 @@ def test_an_override_of_another_type_is_an_error_with_its_text(tmp_path: Path):
 
 def test_a_file_that_does_not_say_how_long_to_train_is_an_error_with_the_keys(tmp_path: Path):
     with pytest.raises(
-        ConfigError, match=r"test\.toml: exactly one of \[train\] steps, samples, tokens must be positive"
+        ConfigError, match=r"test\.toml: exactly one of \[train\] steps, samples, tokens, epochs must be positive"
     ):
         load(tmp_path, "", "--run.seed=1")
 
@@ -691,6 +694,17 @@ def test_the_end_of_a_ramp_of_a_quadrillion_samples_is_a_formula():
     # `long` samples one at a time, as many two at a time, then three at a time.
     expected = long + long // 2 + 100
     assert Config(batch=batch, train=Train(samples=2 * long + 300)).end(0, 0) == (expected, 2 * long + 300)
+
+
+def test_a_run_in_epochs_has_the_whole_batches_of_their_samples():
+    cfg = Config(batch=Batch(micro_batch_size=1, global_batch_size=8), train=Train(epochs=3))
+    complete = cfg.completed(lambda epochs: 15 * epochs)
+    assert complete.end(0, 0) == (5, 40)
+    with pytest.raises(ValueError, match="only the data tells how many samples 3 epochs have"):
+        cfg.end(0, 0)
+    with pytest.raises(ValueError, match="the run is shorter than one step of 8 sequences"):
+        cfg.completed(lambda epochs: 2 * epochs)
+    assert Config(train=Train(steps=3)).completed(lambda epochs: 0) == Config(train=Train(steps=3))
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(16_000, 10), (15_999, 9), (17_599, 10)])

@@ -18,7 +18,9 @@ from dtmega.checkpoint.state import State
 from dtmega.data import text
 from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
 from dtmega.data.indexed_files.record import text_of
-from dtmega.data.objectives.objective import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Masked, NextToken
+from dtmega.data.objectives.denoising.objectives import Masked
+from dtmega.data.objectives.known import MASKED, PREFIX, SEPARATE_SPANS, SPANS
+from dtmega.data.objectives.objective import NEXT_TOKEN, NextToken
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.text import fingerprint, open_text, repetition_notes
 from dtmega.data.tokenizers.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from dtmega.data.tokenizers.chat import Chat
+from dtmega.data.tokenizers.chat import Chat, find_template
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.files import confined
@@ -72,9 +72,8 @@ def chat(folder: Path, template: str, **config_json: Any) -> Chat:
     (folder / "tokenizer.json").write_text(to_json("bytes"))
     (folder / "chat_template.jinja").write_text(template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config_json))
-    found = Chat.beside(load_tokenizer(str(folder / "tokenizer.json")))
-    assert found is not None
-    return found
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    return Chat(tokenizer, find_template(tokenizer))
 
 
 def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path: Path):

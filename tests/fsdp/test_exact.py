@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtmega import config, mesh
 from dtmega.data.loader import StepBatch
-from dtmega.data.objectives.objective import IGNORED
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.ops import fixed_point
 from dtmega.ops.fixed_point import Grid
 from dtmega.ops.loss_scale import LossScale

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config, families, mesh
-from dtmega.data.objectives.objective import IGNORED
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.fsdp.sends import ReducesAndScatters
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.models.initial import init_weights

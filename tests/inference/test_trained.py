@@ -12,7 +12,7 @@ import torch
 
 from dtmega import config, mesh
 from dtmega.__main__ import main as command
-from dtmega.data.tokenizers.chat import Chat
+from dtmega.data.tokenizers.chat import Chat, find_template
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed.agreement import Startup
@@ -153,12 +153,8 @@ def test_a_run_that_was_trained_on_prefixes_reads_prompts_as_such_on_each_layout
 
 
 def test_lines_of_stdin_are_prompts_and_one_that_is_too_long_is_not_the_end(finished, monkeypatch):
-    (finished.parent / "chat_template.jinja").rename(finished.parent / "aside")
-    try:
-        monkeypatch.setattr("sys.stdin", io.StringIO("ABC\n\n" + 70 * "x" + "\nlast"))
-        talk = said("--run", finished, "--interactive", *FEW)
-    finally:
-        (finished.parent / "aside").rename(finished.parent / "chat_template.jinja")
+    monkeypatch.setattr("sys.stdin", io.StringIO("ABC\n\n" + 70 * "x" + "\nlast"))
+    talk = said("--run", finished, "--interactive", *FEW)
     refused = "(the prompt has 70 tokens, and the model positions for 64)\n"
     first, last = (said("--run", finished, *FEW, "--prompt", prompt) for prompt in ("ABC", "last"))
     assert talk == first + refused + last
@@ -174,15 +170,38 @@ def test_a_conversation_is_what_its_template_makes_of_all_that_was_said(trained,
     template = finished.parent / "chat_template.jinja"
     refused = f"({template}: the chat template refuses this conversation: never)\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nno\nYou\n"))
-    talk = said("--run", finished, "--interactive", *FEW)
+    talk = said("--run", finished, "--chat", "--interactive", *FEW)
     assert talk == after_one.removeprefix(first) + "\n" + refused + after_two.removeprefix(second)
+
+
+def test_prompts_with_chat_are_conversations_of_their_own_answered_together(finished, capsys):
+    step = ("--run", finished, *FEW)
+    alone = []
+    for message in ("Hi", "You there"):
+        prompt = f"<user>{message}<assistant>"
+        alone.append(said(*step, "--prompt", prompt).removeprefix(prompt))
+    (finished.parent / "messages").write_text("Hi\nYou there\n")
+    assert said(*step, "--chat", "--prompts", finished.parent / "messages") == "---\n".join(alone)
+    assert command(["generate", str(finished), "--chat", "--prompt", "no"]) == 2
+    assert "the chat template refuses this conversation: never" in capsys.readouterr().err
+    assert command(["generate", str(finished), "--chat-template", "turns", "--prompt", "Hi"]) == 2
+    assert "expected --chat with --chat-template" in capsys.readouterr().err
+
+
+def test_a_given_template_takes_the_place_of_the_tokenizers_own(finished):
+    shipped = said("--run", finished, *FEW, "--chat", "--chat-template", "turns", "--prompt", "Hi")
+    template = finished.parent / "other.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{{ 'assistant: ' }}")
+    own = said("--run", finished, *FEW, "--chat", "--chat-template", template, "--prompt", "Hi")
+    prompt = "user: Hiassistant: "
+    assert own == said("--run", finished, *FEW, "--prompt", prompt).removeprefix(prompt) != shipped
 
 
 def conversation(argv: list[str]) -> str:
     """What one of several processes prints of a conversation, of which the first one alone has the lines."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr("sys.stdin", io.StringIO("no\nHi\n" if mesh.rank() == 0 else ""))
-        assert command([*argv, "--interactive", "--mesh.tp", "2"]) == 0
+        assert command([*argv, "--chat", "--interactive", "--mesh.tp", "2"]) == 0
     return output.getvalue()
 
 
@@ -195,7 +214,6 @@ def test_a_template_that_refuses_on_the_first_process_is_no_end_on_any(finished)
 
 
 def test_what_ends_a_turn_is_what_ends_a_document_and_what_the_directory_names(finished):
-    chat = Chat.beside(load_tokenizer(str(finished.parent / "tokenizer.json")))
-    assert chat is not None
+    tokenizer = load_tokenizer(str(finished.parent / "tokenizer.json"))
+    chat = Chat(tokenizer, find_template(tokenizer))
     assert chat.end_ids == {256, 33}
-    assert Chat.beside(load_tokenizer("bytes")) is None

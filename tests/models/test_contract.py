@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
-from dtmega.data.objectives import objective
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.initial import init_weights
 from dtmega.ops import optim
 from dtmega.ops.optim import Spikes
@@ -76,7 +76,7 @@ def rows(step: int) -> dict[str, Tensor]:
     targets = torch.randint(V, (SEQUENCES, T + 1), generator=generator)
     labels = targets[:, 1:].clone()
     for i in range(SEQUENCES):
-        labels[i, : i % T] = objective.IGNORED
+        labels[i, : i % T] = IGNORED
     return {
         "tokens": tokens,
         "places": torch.randint(S, (SEQUENCES, S), generator=generator),

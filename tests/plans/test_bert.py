@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtmega import config, plans
-from dtmega.data.objectives.objective import IGNORED
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.bert import Bert
 from dtmega.plans import bert
 from tests import ranks

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtmega import config, mesh, plans
-from dtmega.data.objectives.objective import IGNORED
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT

@@ -1,4 +1,4 @@
-"""Conversations for `dtmega generate --interactive`: the model answers each line of stdin.
+"""Conversations for `dtmega generate --chat`: the model answers messages, and each line of stdin with --interactive.
 
 The first process reads stdin, runs the chat template and prints. All processes compute the answer.
 """
@@ -6,7 +6,7 @@ The first process reads stdin, runs the chat template and prints. All processes 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper, UnsupportedOperation
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,13 +41,24 @@ class Conversation:
         from dtmega.models.generate import generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        # Run the template on the first process only. If every process ran the template, some processes
-        # might exceed the time limit while other processes stayed within it.
-        ids = _from_first(lambda: self._chat.ids(messages))
-        answer_ids = generate(self._trained.model, ids, self._n_tokens, self._sampling)
+        answer_ids = generate(self._trained.model, self._ids(messages), self._n_tokens, self._sampling)
         answer = self._trained.tokenizer.decode(answer_ids)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
+
+    def first_answers(self, texts: Sequence[str]) -> list[str]:
+        """Return the model's answers to messages that each begin a conversation of their own."""
+        from dtmega.models.generate import generate_together
+
+        prompts = [self._ids([{"role": "user", "content": text}]) for text in texts]
+        answers = generate_together(self._trained.model, prompts, self._n_tokens, self._sampling)
+        return [self._trained.tokenizer.decode(answer) for answer in answers]
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation, up to the beginning of the next answer."""
+        # Run the template on the first process only. If every process ran the template, some processes
+        # might exceed the time limit while other processes stayed within it.
+        return _from_first(lambda: self._chat.ids(messages))
 
 
 def talk(answer: Callable[[str], str]) -> None:

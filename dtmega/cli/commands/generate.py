@@ -3,7 +3,8 @@
 dtmega generate runs/bloom --prompt "def " --prompt "class "
 dtmega generate runs/bloom --step 200 --prompt - < prompt.txt
 dtmega generate runs/bloom --prompts lines.txt --batch-size 16
-dtmega generate runs/chat --interactive
+dtmega generate runs/sft --chat --prompt "What is 4 + 3?"
+dtmega generate runs/sft --chat --interactive
 torchrun --nproc-per-node 2 -m dtmega generate runs/bloom --mesh.tp 2 --prompt "def "
 """
 
@@ -55,10 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompts computed at a time; more is faster and takes more memory (default %(default)s)",
     )
+    parser.add_argument("--interactive", action="store_true", help="answer each line of stdin, as one more prompt")
     parser.add_argument(
-        "--interactive",
+        "--chat",
         action="store_true",
-        help="answer each line of stdin; if the tokenizer has a chat template, the lines are a conversation",
+        help="take each prompt for a message of a user, and print the answer; lines of --interactive are the messages "
+        "of one conversation",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="with --chat: a template instead of the tokenizer's own, the one that the model was trained with",
     )
     # Each family has its own defaults, and refuses options that it does not read (`Show.options`).
     parser.add_argument("--tokens", type=integer(1), help="tokens to generate at most (default 128)")
@@ -92,7 +100,7 @@ def command(args: argparse.Namespace) -> int:
         trained = open_run(args.path or args.run, args, startup)
         with startup.step("options of the model"):
             _check_sample_options(sample_options, trained)
-            chat = _start_chat(trained, startup.rank) if args.interactive else None
+            chat = _start_chat(args, trained, startup.rank) if args.chat else None
     except Refused as refused:
         return refused.exit_code
     options = {**sample_options, **families.sample_options(trained.cfg)}
@@ -100,15 +108,17 @@ def command(args: argparse.Namespace) -> int:
         options["settle"] = settle_as_rank_0
 
     def sample(prompts: list[str]) -> list[str]:
+        if chat is not None:
+            return Conversation(trained, chat, options).first_answers(prompts)
         return trained.show.texts(trained.model, trained.tokenizer, prompts, **options)
 
-    _print_samples(sample, step.received, args.batch_size)
-    if args.interactive:
-        try:
+    try:
+        _print_samples(sample, step.received, args.batch_size)
+        if args.interactive:
             talk((lambda line: sample([line])[0]) if chat is None else Conversation(trained, chat, options))
-        finally:
-            if chat is not None:
-                chat.close()
+    finally:
+        if chat is not None:
+            chat.close()
     return exit_codes.DONE
 
 
@@ -122,6 +132,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
     if not args.prompt and not args.prompts and not args.interactive:
         raise ValueError("there is no prompt: --prompt TEXT, --prompt - for stdin, or --interactive")
+    if args.chat_template and not args.chat:
+        raise ValueError("a template is for conversations: expected --chat with --chat-template")
 
 
 def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedModel) -> None:
@@ -135,21 +147,22 @@ def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedMod
         raise ValueError(f"{option} means nothing to a model of name = '{trained.cfg.model.name}'")
 
 
-def _start_chat(trained: TrainedModel, rank: int) -> Chat | None:
-    """The tokenizer's chat template; None if the tokenizer has no template, or the model does not continue texts.
+def _start_chat(args: argparse.Namespace, trained: TrainedModel, rank: int) -> Chat:
+    """The chat template that the command names, or the tokenizer's own.
 
     Rank 0 starts the process that runs the template.
 
     Raises:
-        ValueError: the template cannot be read, or transformers is not installed.
+        ValueError: the model does not continue texts, there is no template, the template cannot be read, or
+            transformers is not installed.
     """
-    from dtmega.data.tokenizers.chat import Chat
+    from dtmega.data.tokenizers.chat import Chat, find_template
     from dtmega.models.show import CONTINUATION
 
     if trained.show is not CONTINUATION:
-        return None
-    chat = Chat.beside(trained.tokenizer)
-    if chat is not None and rank == 0:
+        raise ValueError(f"--chat means nothing to a model of name = '{trained.cfg.model.name}'")
+    chat = Chat(trained.tokenizer, find_template(trained.tokenizer, args.chat_template))
+    if rank == 0:
         chat.start()
     return chat
 

@@ -39,7 +39,7 @@ class Conversations:
 
         conversations = Conversations(IndexedDataset("data/chat"))
         tokens, learns = conversations[3]
-        labels = np.where(learns, tokens, IGNORED)  # labels of these tokens, not yet shifted by one
+        labels = np.where(learns, tokens.astype(np.int64), IGNORED)  # labels of these tokens, not yet shifted by one
 
     Args:
         dataset: data set that `dtmega tokenize --chat` has written.

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtmega.config import Data
+from dtmega.data.indexed_files.conversations import Conversation
 from dtmega.data.objectives.denoising import merged_spans, separate_spans
 from dtmega.data.objectives.denoising.masking import Vocabulary, hide
 from dtmega.data.objectives.denoising.merged_spans import SpanCounts
@@ -102,6 +103,49 @@ class PrefixRows(NextTokenRows):
         rows["labels"].masked_fill_(prefix, IGNORED)
         if self.data.reweight_positions:
             rows["label_weights"] = torch.from_numpy(weights(n_tokens)).repeat(len(tokens), 1)
+        return rows
+
+
+@dataclass(frozen=True)
+class ConversationRows:
+    """Rows of whole conversations, followed by padding. A token has a label if its next token bears loss.
+
+    With [data] pack, additional tensors keep conversations apart:
+
+    position_ids  int64 [B, S]  0, 1, ..., restarting at 0 in each conversation and in the padding
+    document_ids  int64 [B, S]  0, 1, ...: index of each conversation in its row; the padding has the next index
+
+    Without it a row has one conversation, and no token of a causal model sees the padding after it.
+    """
+
+    samples: AnySamples
+    data: Data
+    padding_id: int
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        shape = len(indices), self.data.seq_len
+        tokens = np.full(shape, self.padding_id, np.int64)
+        labels = np.full(shape, IGNORED, np.int64)
+        positions = np.empty(shape, np.int64)
+        documents = np.empty(shape, np.int64)
+        for row, g in enumerate(indices):
+            conversations: list[Conversation] = self.samples[g]
+            start = 0
+            for number, conversation in enumerate(conversations):
+                ids, learns = conversation.tokens.astype(np.int64), conversation.learns
+                place = slice(start, start + len(ids) - 1)
+                tokens[row, place] = ids[:-1]
+                labels[row, place] = np.where(learns[1:], ids[1:], IGNORED)
+                positions[row, place] = np.arange(len(ids) - 1)
+                documents[row, place] = number
+                start = place.stop
+            positions[row, start:] = np.arange(self.data.seq_len - start)
+            documents[row, start:] = len(conversations)
+        ids_of_rows = torch.from_numpy(tokens)
+        rows = {"tokens": ids_of_rows, "labels": torch.from_numpy(labels), **_numbers(indices, ids_of_rows)}
+        if self.data.pack:
+            rows["position_ids"] = torch.from_numpy(positions)
+            rows["document_ids"] = torch.from_numpy(documents)
         return rows
 
 

@@ -109,16 +109,6 @@ class Chat:
         beside = _end_ids(Path(tokenizer.name).parent) if tokenizer.name.endswith(".json") else []
         self.end_ids = frozenset([tokenizer.eod_id, *beside])
 
-    @staticmethod
-    def beside(tokenizer: Tokenizer) -> Chat | None:
-        """The chat template next to a tokenizer file; None if that folder has no template.
-
-        Raises:
-            ValueError: transformers is not installed.
-        """
-        own = _beside(Path(tokenizer.name).parent) if tokenizer.name.endswith(".json") else None
-        return None if own is None else Chat(tokenizer, Template(own, None))
-
     def start(self) -> None:
         """Start the process that runs the template and serves any number of conversations.
 

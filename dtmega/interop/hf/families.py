@@ -51,6 +51,13 @@ WHOLE_SEQUENCES = {
     "deepseek_v3": "its heads of values have another size than its heads of queries and keys",
 }
 
+# Family whose conversations may not share a row ([data] pack) -> reason. For all others, each start proves whether
+# attention begins anew where positions do (`packing_proof.py`).
+DOES_NOT_PACK = {
+    "bloom": "its class takes no positions (name = 'bloom' with init_from trains the same model)",
+    "opt": "its mask ignores the positions",
+}
+
 
 @dataclass(frozen=True)
 class Attention:

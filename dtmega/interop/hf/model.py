@@ -47,6 +47,7 @@ class HF(Model):
 
     Attributes:
         hf: the transformers model; only the last stage keeps the head.
+        takes_positions: whether its forward has an argument `position_ids`.
     """
 
     def __init__(self, cfg: config.Model) -> None:
@@ -61,7 +62,7 @@ class HF(Model):
                 self.hf.base_model.get_submodule(name).register_forward_hook(self._cast_to_embedding_dtype)
         # For families without `ends`, generation with a cache has not been checked.
         self.has_cache = facts is not None and facts.ends is not None
-        self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
         self._context: ContextParallel | None = None
@@ -106,8 +107,8 @@ class HF(Model):
             cache: keys and values of the earlier tokens, for generation.
             document_ids: document index of each token, [B, S]. Used only with a cache or if ranks share the sequences.
                 With a cache, 0 marks the text, and any other number marks padding to the left of the text.
-            position_ids: position of each token, [B, S]. Used only with a cache and `document_ids`, or if ranks share
-                the sequences.
+            position_ids: position of each token, [B, S]. Without a cache, a token attends only to tokens from the last
+                position 0 on, because transformers cuts its masks there.
 
         Returns:
             The hidden state for the next stage, logits [B, S, V], or the loss summed over the microbatch.
@@ -118,14 +119,16 @@ class HF(Model):
             if documents is not None:
                 rows["attention_mask"] = (documents == 0).long()
                 # Families without a `position_ids` argument derive positions from the mask.
-                if self._takes_positions:
+                if self.takes_positions:
                     rows["position_ids"] = position_ids
             out = self.hf(input_ids=tokens, use_cache=True, past_key_values=cache.inner, **rows)
             cache.inner = out.past_key_values
             return out.logits
         inputs: dict[str, Tensor | None] = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
-        if self.context is not None:
-            inputs["position_ids"] = places if position_ids is None else position_ids
+        if self.context is not None and position_ids is None:
+            position_ids = places
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids
         with over_cp.at_hand(places, document_ids, self.context, fused=labels is not None):
             if not self.is_last:
                 return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}

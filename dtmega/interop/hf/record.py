@@ -12,15 +12,16 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
+from dtmega.data.objectives.known import CONVERSATIONS
 from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
 from dtmega.data.tokenizers import exported
 from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
-from dtmega.interop.hf import context_proof, resolve
+from dtmega.interop.hf import context_proof, packing_proof, resolve
 from dtmega.interop.hf.directory import initial_values, read_config
-from dtmega.interop.hf.families import KNOWN, OVER_CP, WHOLE_SEQUENCES
+from dtmega.interop.hf.families import DOES_NOT_PACK, KNOWN, OVER_CP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
@@ -47,7 +48,7 @@ class Transformers:
     libraries = ("transformers",)
     directory = True
     formats: Mapping[str, Sequence[Format]] = {}
-    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN})
+    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "conversations": CONVERSATIONS})
     show = CONTINUATION
     dtypes = ("float32", "bfloat16")
     exact = ()
@@ -86,6 +87,9 @@ class Transformers:
                 f"'{whole.full_name(rounded[0])}' of '{kind}' is a stored buffer, with which transformers computes in "
                 f"the dtype of the parameters; here it stays as it is: expected float32 ([precision] params)"
             )
+        if _packs(cfg) and (kind in DOES_NOT_PACK or not whole.takes_positions):
+            why = DOES_NOT_PACK.get(kind, "its class takes no positions")
+            raise ValueError(f"conversations of '{kind}' cannot share a row: {why}; expected pack=false ([data] pack)")
         if sizes["cp"] > 1:
             _check_context(whole.hf.config, cfg)
             # Check the lengths with tp=1: cp always cuts a sequence into two slices per rank, but tp cuts a sequence
@@ -113,6 +117,8 @@ class Transformers:
             kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
                 context_proof.prove(stage.hf, ranks, world.device)
+        if _packs(cfg) and not host.must_skip("packed conversations are proven at the start of a run, not here"):
+            packing_proof.prove(stage.hf, world.device)
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
         return []
 
@@ -157,6 +163,11 @@ class Transformers:
         dtype = widest(source.tensors[built.full_name(name)][0] for name, _ in built.named_parameters())
         config_values = {"architectures": [type(built.hf).__name__], "dtype": dtype}
         export.export(as_saved, folder, config_values, Path(model.directory), tokenizer, **options)
+
+
+def _packs(cfg: config.Config) -> bool:
+    """True if a row may hold several conversations."""
+    return cfg.data.objective == "conversations" and cfg.data.pack
 
 
 def _always_fp32(hf: Any, name: str) -> bool:

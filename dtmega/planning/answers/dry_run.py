@@ -44,7 +44,7 @@ def _run(argv: list[str], startup: Startup) -> int:
         given, rest = separate(argv)
         elsewhere, machine = read_options(given, rest, startup.size)
     settings = start.read_configuration(rest, startup, elsewhere)
-    opened, batches = start.open_data(settings, startup)
+    settings, opened, batches = start.open_data(settings, startup)
     batches.close()
     with startup.step("plan") as step:
         if startup.rank == 0:

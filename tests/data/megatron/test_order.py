@@ -22,7 +22,8 @@ from dtmega.data.megatron import blend as megatron_blend
 from dtmega.data.megatron import index as megatron_index
 from dtmega.data.megatron.index import OrderSettings, epochs_of, index_of
 from dtmega.data.megatron.order import FORKS, wanted_samples
-from dtmega.data.objectives import objective as objectives
+from dtmega.data.objectives.known import OBJECTIVES
+from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.text import check_order, open_text
 from tests import megatron_order
 from tests.megatron_order import Run
@@ -226,7 +227,7 @@ def keys_of(fork: str, **more: Any) -> list[str]:
 
 
 def opened(fork: str, **more: Any):
-    return open_text(config.load(keys_of(fork, **more)), objectives.NEXT_TOKEN)
+    return open_text(config.load(keys_of(fork, **more)), NEXT_TOKEN)
 
 
 def read(samples: Any, n: int) -> list[list[int]]:
@@ -396,10 +397,22 @@ def test_a_number_of_samples_without_an_order_is_refused():
         config.Data(order_samples=5)
 
 
-@pytest.mark.parametrize("objective", [one for one in objectives.OBJECTIVES if one is not objectives.NEXT_TOKEN])
+def in_order(**train: int) -> config.Config:
+    """A configuration that follows Megatron's order."""
+    return config.validate({"data": {"order": "megatron-lm"}, "train": train}, "test")
+
+
+def test_an_order_that_depends_on_the_number_of_samples_is_refused_with_epochs():
+    with pytest.raises(ValueError, match=r"expected epochs=0, got 2 \(\[train\] samples, \[train\] epochs\)"):
+        check_order(in_order(epochs=2), NEXT_TOKEN)
+
+
+@pytest.mark.parametrize("objective", [one for one in OBJECTIVES if one is not NEXT_TOKEN])
 def test_an_order_that_depends_on_a_compiled_generator_is_refused_with_that_reason(objective):
-    with pytest.raises(ValueError, match=r"\[data\] order = 'megatron-lm' .*(compiled helper|generator|another rule)"):
-        check_order(config.Data(order="megatron-lm"), objective)
+    with pytest.raises(
+        ValueError, match=r"\[data\] order = 'megatron-lm' .*(compiled helper|generator|another rule|no record)"
+    ):
+        check_order(in_order(steps=1), objective)
 
 
 @pytest.mark.parametrize(

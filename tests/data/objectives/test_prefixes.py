@@ -13,7 +13,8 @@ from torch import Tensor
 from dtmega import config, families
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.objectives.objective import NEXT_TOKEN, PREFIX, check_keys
+from dtmega.data.objectives.known import PREFIX, check_keys
+from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.objectives.prefixes import PrefixSample, PrefixSamples, prefixes, weights
 from dtmega.data.objectives.rows import IGNORED, PrefixRows
 from dtmega.data.sampling.samples import Samples

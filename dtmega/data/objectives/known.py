@@ -1,0 +1,33 @@
+"""All objectives, and the keys of [data] that each of them reads."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from dtmega.config import Data
+from dtmega.data.objectives.continuation import LearnedTurns, Prefix
+from dtmega.data.objectives.denoising.objectives import Masked, SeparateSpans, Spans
+from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
+
+PREFIX = Prefix()
+CONVERSATIONS = LearnedTurns()
+MASKED = Masked()
+SPANS = Spans()
+SEPARATE_SPANS = SeparateSpans()
+OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, CONVERSATIONS, MASKED, SPANS, SEPARATE_SPANS)
+
+
+def check_keys(data: Data, objective: Objective) -> None:
+    """Refuse [data] keys that only other objectives read.
+
+    Raises:
+        ValueError: one of these keys differs from its default.
+    """
+    keys = chain.from_iterable(other.reads for other in OBJECTIVES)
+    foreign = {*keys} - {*objective.reads}
+    for key, field in Data.model_fields.items():
+        if key in foreign and getattr(data, key) != field.default:
+            raise ValueError(
+                f"{key}={getattr(data, key)} means nothing to a model that is trained on {objective.aim}: expected "
+                f"{field.default}, or another objective or model ([data] {key}, [data] objective, [model] name)"
+            )

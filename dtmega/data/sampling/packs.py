@@ -1,0 +1,168 @@
+"""Rows of whole conversations: the conversations of row g are a pure function of (seed, g).
+
+    packs = Packs(dataset, documents=(0, 400), data=cfg.data, seed=1234, split="train")
+    packs[g]  # the conversations of row g, each with its ids and the tokens that bear loss
+
+A row has room for S inputs. A conversation of L tokens takes L - 1 of them, because nothing is predicted from its last
+token. In each epoch the conversations are shuffled and taken WINDOW at a time. Each conversation of a window goes into
+the first row of this window that has room for it. The rows of an epoch are then shuffled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.config import Data
+from dtmega.data.indexed_files.conversations import Conversation, Conversations
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.sampling.order import permutation
+from dtmega.files.console import counted
+from dtmega.ops import keyed
+
+WINDOW = 1024  # conversations that are packed together; with more, rows get a little fuller and packing takes longer
+
+
+class Epoch(NamedTuple):
+    """The rows of one epoch, before they are shuffled.
+
+    Attributes:
+        conversations: numbers of the conversations, row after row, int64 [n].
+        starts: place in `conversations` where each row begins, then n, int64 [rows + 1].
+    """
+
+    conversations: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
+class Packs:
+    """An endless sequence of rows of conversations from one part of a corpus.
+
+    Args:
+        dataset: data set that `dtmega tokenize --chat` has written.
+        documents: range (start, stop) of its conversations.
+        data: the configuration's [data] section.
+        seed: the run's seed.
+        split: "train", "valid" or "test"; `split` and `corpus` together give each part its own shuffle.
+        corpus: position of the corpus in a blend.
+
+    Attributes:
+        n_tokens: number of tokens of an epoch's conversations, after cuts.
+        n_samples: number of rows in the first epoch; later epochs may have a few more or fewer.
+        note: line about conversations that are left out or cut, and about how full the rows are.
+
+    Raises:
+        ValueError: no conversation of the part can be learned from.
+    """
+
+    def __init__(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int = 0
+    ) -> None:
+        self._made_from = (dataset, documents, data, seed, split, corpus)
+        self._conversations = Conversations(dataset)
+        self._stream = f"{seed}/{split}/{corpus}"
+        self._pack = data.pack
+        self._longest = data.seq_len + 1
+        part = slice(*documents)
+        lengths = self._conversations.lengths[part]
+        too_long = lengths > self._longest
+        kept = ~too_long
+        if data.too_long == "cut":
+            kept |= self._conversations.first_learned[part] < self._longest
+        self._kept: NDArray[np.int64] = documents[0] + np.flatnonzero(kept)
+        self._lengths = np.minimum(lengths[kept], self._longest)
+        if not len(self._kept):
+            raise ValueError(
+                f"{dataset.prefix}: expected a conversation for '{split}' of at most {data.seq_len} + 1 = "
+                f"{self._longest} tokens{', or with a token to learn in these' if data.too_long == 'cut' else ''}, got "
+                f"none of {counted(len(lengths), 'conversation')} ([data] seq_len, too_long, split)"
+            )
+        self.n_tokens = int(self._lengths.sum())
+        self._firsts = [0]  # number of rows before each epoch
+        self._newest = -1, Epoch(np.empty(0, np.int64), np.zeros(1, np.int64))
+        self.n_samples = self.first_row(1)
+        n_cut = int((too_long & kept).sum())
+        self.note = self._describe(split, len(lengths), n_cut)
+
+    def _describe(self, split: str, n_all: int, n_cut: int) -> str:
+        """The line about what an epoch reads."""
+        inputs = self.n_tokens - len(self._kept)
+        share = inputs / (self.n_samples * (self._longest - 1))
+        left_out = n_all - len(self._kept)
+        parts = [f"{split}: {counted(len(self._kept), 'conversation')} in {counted(self.n_samples, 'row')}"]
+        parts.append(f"{share:.0%} full")
+        if left_out:
+            parts.append(f"{left_out:,} left out, longer than S + 1 = {self._longest} tokens ([data] too_long)")
+        if n_cut:
+            parts.append(f"{n_cut:,} cut to {self._longest} tokens ([data] too_long)")
+        return ", ".join(parts)
+
+    def first_row(self, epoch: int) -> int:
+        """Number of rows before an epoch."""
+        while len(self._firsts) <= epoch:
+            rows = len(self._epoch(len(self._firsts) - 1).starts) - 1
+            self._firsts.append(self._firsts[-1] + rows)
+        return self._firsts[epoch]
+
+    def __getitem__(self, g: int) -> list[Conversation]:
+        """The conversations of row g >= 0, each cut to at most S + 1 tokens."""
+        epoch = 0
+        while self.first_row(epoch + 1) <= g:
+            epoch += 1
+        first, n_rows = self.first_row(epoch), self.first_row(epoch + 1) - self.first_row(epoch)
+        row = keyed.permuted(g - first, n_rows, f"{self._stream}/{epoch}/rows")
+        members, starts = self._epoch(epoch)
+        found: list[Conversation] = []
+        for i in members[starts[row] : starts[row + 1]]:
+            tokens, learns = self._conversations[int(i)]
+            found.append(Conversation(tokens[: self._longest], learns[: self._longest]))
+        return found
+
+    def __reduce__(self) -> tuple[type[Packs], tuple[Any, ...]]:
+        # A worker process makes the tables that it needs.
+        return Packs, self._made_from
+
+    def _epoch(self, epoch: int) -> Epoch:
+        """The rows of an epoch. Only the newest table is kept."""
+        if self._newest[0] != epoch:
+            order = permutation(len(self._kept), f"{self._stream}/{epoch}/documents").astype(np.int64)
+            rows = self._row_of_each(self._lengths[order] - 1)
+            by_row = np.argsort(rows, kind="stable")
+            starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows))])
+            self._newest = epoch, Epoch(self._kept[order[by_row]], starts)
+        return self._newest[1]
+
+    def _row_of_each(self, inputs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row that each conversation goes into, [n].
+
+        Args:
+            inputs: number of inputs of each conversation, in the epoch's order, [n].
+        """
+        if not self._pack:
+            return np.arange(len(inputs))
+        rows = np.empty(len(inputs), np.int64)
+        n_rows = 0
+        for start in range(0, len(inputs), WINDOW):
+            window = inputs[start : start + WINDOW]
+            found = first_fit(window, self._longest - 1)
+            rows[start : start + WINDOW] = n_rows + found
+            n_rows += int(found.max()) + 1
+        return rows
+
+
+def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """Put each item into the first box that has room for it, and return the boxes' numbers, [n].
+
+    Args:
+        sizes: size of each item, at most `room`, [n].
+        room: room of an empty box.
+    """
+    left = np.full(len(sizes), room)  # as many boxes as items are enough
+    boxes = np.empty(len(sizes), np.int64)
+    for i, size in enumerate(sizes.tolist()):
+        box = int(np.argmax(left >= size))
+        left[box] -= size
+        boxes[i] = box
+    return boxes
