@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gpt2, pp 2 x tp 2": (4, "gpt2", {"mesh.pp": 2, "mesh.tp": 2}),
     "qwen2, pp 2": (2, "qwen2", {"mesh.pp": 2}),
     "mixtral, tp 2": (2, "mixtral", {"mesh.tp": 2}),
+    "gemma3_text, packed": (2, "gemma3_text", {"mesh.dp_replicate": 2, "data.objective": "conversations"}),
 }
 ALWAYS = ("llama, tp 2",)
 

@@ -71,6 +71,8 @@ class LearnedTurns(NextToken):
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
         rows = blank_rows(n_rows, data.seq_len)
         if data.pack:
-            rows["position_ids"] = rows["places"].clone()
-            rows["document_ids"] = torch.zeros_like(rows["tokens"])
+            # Two conversations, so that models of transformers make the mask of packed rows.
+            half = -(-data.seq_len // 2)
+            rows["position_ids"] = rows["places"] % half
+            rows["document_ids"] = rows["places"] // half
         return rows

@@ -11,13 +11,15 @@ from dtmega import config, families
 
 
 @contextlib.contextmanager
-def of_whole_rows(model: config.Model) -> Iterator[None]:
-    """Tell transformers that each row is one sequence, as the trainer's rows are, inside the `with` block only.
+def of_rows(cfg: config.Config) -> Iterator[None]:
+    """Tell transformers whether a row is one sequence, inside the `with` block only.
 
-    In a run, transformers reads the positions to see that no row holds several sequences, and then attends without a
-    mask. If it cannot read them, it builds a mask [B, 1, S, S], which takes memory and rules out torch's flash kernel.
+    In a run, transformers reads the positions. If no row holds several sequences, it attends without a mask. Otherwise,
+    and if it cannot read the positions, it builds a mask [B, 1, S, S], which takes memory and rules out torch's flash
+    kernel. Packed conversations are such sequences.
     """
-    if "transformers" not in families.of(model).libraries:
+    packed = families.objective(cfg).conversations and cfg.data.pack
+    if packed or "transformers" not in families.of(cfg.model).libraries:
         yield
         return
     masks = importlib.import_module("transformers.masking_utils")

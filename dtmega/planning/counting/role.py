@@ -113,7 +113,7 @@ def plan_role(
         pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
         compiled.counted(recorder),
         kernels.without_values(sizes["tp"]),
-        masks.of_whole_rows(cfg.model),
+        masks.of_rows(cfg),
         ranges.told_to(recorder.range),
         recorder.exchanges_of_fsdp(),
         recorder.waits_for_messages(),
