@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dtmega.ops.shards import Runs, runs_at
 
-DIMS = ("dp_replicate", "fsdp", "tp")
+DIMS: tuple[str, ...] = ("dp_replicate", "fsdp", "tp")
 
 
 class _Owned(NamedTuple):
@@ -138,13 +138,17 @@ class Owners:
 
 
 def divided(costs: Sequence[float], n: int) -> list[int]:
-    """The owner of each matrix: the most costly matrices first, each to the rank that has the least work so far."""
+    """The owner of each matrix: the most costly matrices first, each to the rank that has the least work so far.
+
+    The first rank gets the most work, so that a plan of the first rank holds for all ranks.
+    """
     owners, loads = [0] * len(costs), [0.0] * n
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         owner = loads.index(min(loads))
         owners[number] = owner
         loads[owner] += costs[number]
-    return owners
+    order = sorted(range(n), key=lambda rank: -loads[rank])
+    return [order.index(owner) for owner in owners]
 
 
 def _copied_over(matrix: Tensor) -> list[str]:
