@@ -42,6 +42,8 @@ DERIVED = {
     "shards": ("pp", "dp_shard", "cp", "tp"),
     "model": ("pp", "cp", "tp"),
 }
+# Groups that only some runs make (`World.at_place`).
+ON_DEMAND = {"place": (*DATA, "cp", "tp")}
 # The mesh dims that parameters are laid out on. fsdp includes cp, so cp ranks hold different shards too.
 LAID_OUT = ("pp", "dp_replicate", "fsdp", "tp")
 TIMEOUT_S = 600.0
@@ -104,7 +106,7 @@ class World:
         The first call makes the group and adds it to `groups`, unless it is one that exists. All processes must call
         this method together.
         """
-        lists = rank_groups(self.sizes, AXES[1:])
+        lists = rank_groups(self.sizes, ON_DEMAND["place"])
         (mine,) = (ranks for ranks in lists if self.rank in ranks)
         for group in self.groups.values():
             if dist.get_process_group_ranks(group) == mine:

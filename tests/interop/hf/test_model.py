@@ -104,7 +104,8 @@ FUSED = ["bloom", "gpt_neox", "gpt2", "codegen", "mpt", "gpt_bigcode", "gpt_bigc
 def fused_parts(model: Any, suffix: str) -> tuple[Any, list[Tensor]]:
     """The fused layer of the first block whose name ends so, and the parts of its weight."""
     facts = KNOWN[model.config.model_type]
-    for path, module in blocks_of(model)[0].named_modules():
+    block: Any = blocks_of(model)[0]
+    for path, module in block.named_modules():
         name = path.rpartition(".")[2]
         if name in facts.fused and name.endswith(suffix):
             return module, fused_cut(facts.fused[name], module, facts, model.config).views(module.weight)
@@ -153,11 +154,12 @@ def test_gates_and_values_of_a_fused_weight_are_told_apart(name: str):
     model = hf_models.plain(Case(name))
     fused, parts = fused_parts(model, "gate_up_proj")
     whole = fused.weight.clone()
+    mlp: Any = blocks_of(model)[0].mlp
     x = torch.randn(1, 5, 64)
     assert len(parts) == 2
     for part in parts:
         part.zero_()
-        assert not blocks_of(model)[0].mlp(x).any()
+        assert not mlp(x).any()
         fused.weight.copy_(whole)
 
 
