@@ -52,7 +52,7 @@ OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]]
     "bert, V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", BERT, {}),
     # Three parameters that several stages hold, of which tp cuts each.
     "t5, pp 2, 1F1B -> tp 2": Pair("pp 2, 1F1B", "tp 2", T5, {}),
-    "muon, dp 2 -> pp 2 x tp 2": Pair("dp 2", "pp 2 x tp 2", MUON, {}),
+    "muon, dp 2 -> tp 2": Pair("dp 2", "tp 2", MUON, {}),
     # What a checkpoint holds does not depend on how gradients added up. Here each step has two microbatches or more.
     "dp 2, whole gradients -> sharded": Pair("dp 2", "dp 2", ONES, SHARDED),
     "dp 2, sharded gradients -> whole": Pair("dp 2", "dp 2", ONES | SHARDED, {"fsdp.accumulate": "whole"}),

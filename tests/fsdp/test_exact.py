@@ -114,9 +114,8 @@ LIGHT = [
     ("bloom", "pp 2, 1F1B"),
     ("bloom", "HSDP 2 x 2"),
     ("gpt", "tp 2 x dp_shard 2"),
-    ("bert", "muon, dp_shard 3"),
-    ("llama", "muon, tp 2 x dp_shard 2"),
     ("bloom", "muon, HSDP 2 x 2"),
+    ("llama", "muon, tp 2 x dp_shard 2"),
 ]
 CASES = [
     (family, name) for family in MODELS for name in LAYOUTS if "compile" not in name or family in ("bloom", "llama")

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dtmega import config, families, mesh
 from dtmega.config.reading import ConfigError
-from dtmega.ops.optim.muon import Cut, orthogonalized
+from dtmega.ops.optim.muon import Cut, adjustment, orthogonalized
 from dtmega.ops.optim.owners import Owners, divided
 from dtmega.ops.shards import dim_to_cut, local
 from dtmega.training.parallelize import check
@@ -34,6 +34,7 @@ MUON: dict[str, Any] = {
     "optim.name": "muon",
     "optim.adamw_lr": 0.02,
     "optim.muon_momentum": 0.8,
+    "optim.adjust_lr_fn": "original",
     "model.n_heads": HEADS,
     "model.hidden_size": HEADS * K,
     "model.glu": "swiglu",
@@ -73,9 +74,9 @@ def parts_by_hand(name: str, weight: Tensor) -> list[list[int]]:
 class ByHand:
     """torch.optim.Muon's formulas with AdamW's for all other parameters, in fp64."""
 
-    def __init__(self, name: str, adjust: str) -> None:
+    def __init__(self, name: str) -> None:
         self.is_muons = name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
-        self.name, self.adjust = name, adjust
+        self.name = name
         self.n = 0
         self.m = self.v = torch.zeros(())
 
@@ -92,19 +93,24 @@ class ByHand:
         step = torch.zeros_like(weight)
         for rows in parts_by_hand(self.name, weight):
             a, b = len(rows), weight.shape[1]
-            factor = 0.2 * max(a, b) ** 0.5 if self.adjust == "match_rms_adamw" else max(1, a / b) ** 0.5
-            step[rows] = factor * closed_form(direction[rows])
+            step[rows] = max(1, a / b) ** 0.5 * closed_form(direction[rows])
         return weight - rate * decay * weight - rate * step
 
 
-@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
-def test_every_update_is_the_formula_written_out(tmp_path: Path, adjust: str):
+@pytest.mark.parametrize("shape", [(6, 6), (5, 12), (12, 5)])
+def test_updates_that_match_adamws_have_elements_of_a_fifth(shape: tuple[int, int]):
+    orthogonal = torch.nn.init.orthogonal_(torch.empty(shape))
+    factor = adjustment("match_rms_adamw", orthogonal.shape)
+    assert (factor * orthogonal).square().mean().sqrt().item() == pytest.approx(0.2, rel=1e-6)
+
+
+def test_every_update_is_the_formula_written_out(tmp_path: Path):
     # The second start goes on from what the first one saved, momentum and moments.
-    keys = KEYS | MUON | {"optim.adjust_lr_fn": adjust, "train.exit_interval": 3} | write_text(tmp_path / "text")
+    keys = KEYS | MUON | {"train.exit_interval": 3} | write_text(tmp_path / "text")
     gradients, weights = trained(keys, tmp_path / "run", starts=2)
     assert len(gradients) == STEPS
     for name, weight in weights[0].items():
-        state = ByHand(name, adjust)
+        state = ByHand(name)
         factor = 0.25 if name.startswith("layers.0.attn.") else 1.0
         for step in range(1, STEPS + 1):
             rate = factor * megatron(step, "linear", 0.3 * STEPS, STEPS, PEAK, LOW)
