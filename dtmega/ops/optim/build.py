@@ -54,7 +54,12 @@ def build_optimizer(
         optim: section [optim] of the run's configuration.
         exact: whether an element's update may not depend on the part of the tensor that this rank holds.
         matrices: the weights that Muon trains, and the ranks that hold them; for Muon only. AdamW trains all others.
+
+    Raises:
+        ValueError: Muon lacks `matrices`.
     """
+    if optim.name == "muon" and matrices is None:
+        raise ValueError("name='muon' needs the model's matrices (build_optimizer(matrices=...), [optim] name)")
     groups: dict[_Kind, list[nn.Parameter]] = {}
     cuts: dict[nn.Parameter, Cut] = {}
     for name, parameter in named:

@@ -8,13 +8,14 @@ it, and all of them get the result.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.ops.shards import Runs, runs_at
 
@@ -32,7 +33,7 @@ class _Owned(NamedTuple):
 
     number: int
     runs: list[Runs]
-    senders: list[int]
+    senders: frozenset[int]
 
 
 class Owners:
@@ -61,21 +62,18 @@ class Owners:
         self._owned: list[_Owned] = []
         found: dict[object, Runs] = {}
         for number, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
-            copied = _copied_over(matrix)
-            senders = []
-            for rank, place in enumerate(places):
-                if all(place[dim] == places[owner][dim] for dim in copied):
-                    senders.append(rank)
             self._of_owner[owner].append(number)
-            if me in senders:
+            copied = _copied_over(matrix)
+            if _same(places[me], places[owner], copied):
                 self._sent[owner].append(number)
             if owner == me and n > 1:
                 runs = []
                 for place in places:
-                    key = (matrix.shape, *getattr(matrix, "placements", ()), *place.values())
+                    key = (matrix.shape, tuple(_placements(matrix).items()), tuple(place.values()))
                     if key not in found:
                         found[key] = runs_at(matrix, place)
                     runs.append(found[key])
+                senders = frozenset(rank for rank in range(n) if _same(places[rank], places[owner], copied))
                 self._owned.append(_Owned(number, runs, senders))
 
     def compute(self, parts: Sequence[Tensor], function: Callable[[int, Tensor], object]) -> None:
@@ -151,10 +149,19 @@ def divided(costs: Sequence[float], n: int) -> list[int]:
     return [order.index(owner) for owner in owners]
 
 
+def _placements(matrix: Tensor) -> dict[str, Placement]:
+    """The placement of a matrix along each dim of its mesh; {} if it is no DTensor."""
+    if not isinstance(matrix, DTensor):
+        return {}
+    return dict(zip(matrix.device_mesh.mesh_dim_names or (), matrix.placements, strict=True))
+
+
 def _copied_over(matrix: Tensor) -> list[str]:
     """The dims of DIMS along which all ranks hold the same elements."""
-    if not isinstance(matrix, DTensor):
-        return list(DIMS)
-    names = matrix.device_mesh.mesh_dim_names or ()
-    cut = [name for name, placement in zip(names, matrix.placements, strict=True) if not placement.is_replicate()]
-    return [dim for dim in DIMS if dim not in cut]
+    placements = _placements(matrix)
+    return [dim for dim in DIMS if dim not in placements or placements[dim].is_replicate()]
+
+
+def _same(a: Mapping[str, int], b: Mapping[str, int], dims: Sequence[str]) -> bool:
+    """True if two ranks have the same place along all of these dims."""
+    return all(a[dim] == b[dim] for dim in dims)
