@@ -97,7 +97,7 @@ FP16 = {
     "model.query_key_layer_scaling": True,
 }
 GATED = {"model.glu": "swiglu"}
-SGD = {"optim.name": "sgd", "optim.eps": 1e-8, "optim.lr": 0.1, "optim.lr_factors": ["*.mlp.*=0.5"]}
+SGD = {"optim.name": "sgd", "optim.eps": 1e-8, "optim.lr": 0.1, "optim.lr_factors": ["layers.*.mlp.*=0.5"]}
 MUON = {"optim.name": "muon", "optim.adamw_lr": 3e-3, "optim.lr_factors": ["*.mlp.*=0.5"]}
 PREFIX = {"data.objective": "prefix-lm", "data.reweight_positions": True, "data.reset_attention_mask": True}
 # The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
