@@ -8,7 +8,7 @@
 # make test-full                                make test, then planted faults, kill points, damaged bytes, pairs of
 #                                               layouts, random kills
 # make test-oldest                              run the tests with the oldest torch that pyproject.toml allows (5 GB)
-# make mutants ARGS="--only ops/optim.py"       find small changes of one module that no test notices (tools/mutants.py)
+# make mutants ARGS="--only ops/optim/rates.py"       find small changes of one module that no test notices (tools/mutants.py)
 # make bench [ARGS="--only step"]               compare speed with other programs: a table, benchmarks.json and .png
 PYTHON ?= python3
 PORT ?= 8000

@@ -9,6 +9,7 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
     model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
     pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
+    place      dp_replicate x dp_shard x cp x tp: these ranks hold the same stages (`World.at_place`); only for Muon
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ DERIVED = {
     "shards": ("pp", "dp_shard", "cp", "tp"),
     "model": ("pp", "cp", "tp"),
 }
+# Groups that only some runs make (`World.at_place`).
+ON_DEMAND = {"place": (*DATA, "cp", "tp")}
 # The mesh dims that parameters are laid out on. fsdp includes cp, so cp ranks hold different shards too.
 LAID_OUT = ("pp", "dp_replicate", "fsdp", "tp")
 TIMEOUT_S = 600.0
@@ -96,6 +99,20 @@ class World:
         if group is not None:
             self.groups[name] = group
         return group
+
+    def at_place(self) -> dist.ProcessGroup:
+        """The group of all ranks at this process's place in the pipelines, in the order of AXES.
+
+        The first call makes the group and adds it to `groups`, unless it is one that exists. All processes must call
+        this method together.
+        """
+        lists = rank_groups(self.sizes, ON_DEMAND["place"])
+        (mine,) = (ranks for ranks in lists if self.rank in ranks)
+        for group in self.groups.values():
+            if dist.get_process_group_ranks(group) == mine:
+                return group
+        self.groups["place"] = _make_group(lists, "place", self.timeout)
+        return self.groups["place"]
 
 
 def world_size() -> int:

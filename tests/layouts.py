@@ -98,6 +98,7 @@ FP16 = {
 }
 GATED = {"model.glu": "swiglu"}
 SGD = {"optim.name": "sgd", "optim.eps": 1e-8, "optim.lr": 0.1, "optim.lr_factors": ["layers.*.mlp.*=0.5"]}
+MUON = {"optim.name": "muon", "optim.adamw_lr": 3e-3, "optim.lr_factors": ["*.mlp.*=0.5"]}
 PREFIX = {"data.objective": "prefix-lm", "data.reweight_positions": True, "data.reset_attention_mask": True}
 # The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
 # where the data is cut, of 2 each.
@@ -109,7 +110,7 @@ TENSORBOARD = {"log.tensorboard": True}
 AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
-TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *GATED, *PREFIX}
+TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *MUON, *GATED, *PREFIX}
 TRUTH_KEYS |= {"data.decoder_seq_len"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
@@ -268,6 +269,26 @@ LAYOUTS |= {
         SHARDED | MEGATRON | FP16_OF_T5 | {"mesh.pp": 2, "mesh.dp_shard": 2},
     ),
 }
+# Matrices that an owner orthogonalises, gathered over each axis: with copies of whole matrices and of shards, shards of
+# uneven sizes (48 rows over 9 ranks), cuts of both dims, and stages with matrices of their own.
+UNEVEN = {"batch.global_batch_size": 9, "batch.micro_batch_size": 1}
+OF_MUON: dict[str, tuple[int, dict[str, Any]]] = {
+    **{
+        name: LAYOUTS[name]
+        for name in ("tp 2", "dp_shard 2", "dp_replicate 2", "HSDP 2 x 2", "pp 2, 1F1B", "cp 2, gather")
+    },
+    **{name: LAYOUTS[name] for name in ("pp 2 x dp_shard 2 x tp 2", "bf16, dp_shard 2", "fp16, pp 2", "bert, tp 3")},
+    **{
+        name: LAYOUTS[name] for name in ("llama, tp 4", "llama, dp_shard 2 x tp 2", "gpt, pp 2, 1F1B", "t5, HSDP 2 x 2")
+    },
+    "dp_shard 9": (9, UNEVEN | {"mesh.dp_shard": 9}),
+    "gated, dp_shard 2 x tp 2": (4, GATED | LAYOUTS["dp_shard 2 x tp 2"][1]),
+    "pp 2 x dp_replicate 2, ZBV": (
+        4,
+        PAIRS | {"mesh.pp": 2, "mesh.dp_replicate": 2, "pipeline.schedule": "ZBVZeroBubble"},
+    ),
+}
+LAYOUTS |= {f"muon, {name}": (n, keys | MUON) for name, (n, keys) in OF_MUON.items()}
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # Ranks of cp compute what one process does, but for the order of a few sums.

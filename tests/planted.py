@@ -9,7 +9,7 @@
 The faults stand in `tests/planted/*.toml`, a file for each part of the house:
 
     [[fault]]
-    file = "dtmega/ops/optim.py"
+    file = "dtmega/ops/optim/rates.py"
     fault = "biases and norms keep the peak learning rate"
     line = 'for group in optimizer.param_groups:'
     planted = 'for group in optimizer.param_groups[:1]:'

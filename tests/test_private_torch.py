@@ -52,7 +52,9 @@ TORCH = {
     "torch.cuda.memory._record_memory_history": Private(
         ("training/profile.py",), "records allocations; documented, though its name begins with an underscore"
     ),
-    "torch._foreach_mul_": Private(("ops/optim.py",), "multiply many tensors by few kernels, as torch's own clipping"),
+    "torch._foreach_mul_": Private(
+        ("ops/optim/gradients.py",), "multiply many tensors by few kernels, as torch's own clipping"
+    ),
     "torch.Tensor._base": Private(("planning/counting/recording.py",), "the tensor that a graph's result is a view of"),
     "torch.Tensor._is_view": Private(
         ("pipelining/stage.py", "planning/counting/recording.py"),
@@ -155,7 +157,7 @@ TORCH = {
         ("ops/cpu/linear.py",), "oneDNN's product with a bias, in one pass over the output"
     ),
     "torch.optim.Adam._init_group": Private(
-        ("ops/optim.py",), "give torch's kernels local parts while the optimizer's state stays DTensors"
+        ("ops/optim/adam.py",), "give torch's kernels local parts while the optimizer's state stays DTensors"
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": Private(
         ("interop/hf/initial.py", "planning/counting/autograd_sums.py", "planning/counting/pretend.py"),

@@ -41,6 +41,7 @@ SHORT = {
 # ZBV has four stages.
 BERT = {"model.name": "bert", "model.pad_vocab_to_multiple": 48, "model.n_layers": 4}
 T5 = {"model.name": "t5", "model.n_decoder_layers": 1}
+MUON = {"optim.name": "muon", "optim.adamw_lr": 3e-3}
 ONES, SHARDED = {"batch.micro_batch_size": 1}, {"fsdp.accumulate": "sharded"}
 # The other way to cut data repeats these, and BERT has the other schedule.
 RING = [name for name in LAYOUTS if name not in ("pp 2, ZBV", "HSDP 2 x 2")]
@@ -51,6 +52,7 @@ OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]]
     "bert, V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", BERT, {}),
     # Three parameters that several stages hold, of which tp cuts each.
     "t5, pp 2, 1F1B -> tp 2": Pair("pp 2, 1F1B", "tp 2", T5, {}),
+    "muon, dp 2 -> tp 2": Pair("dp 2", "tp 2", MUON, {}),
     # What a checkpoint holds does not depend on how gradients added up. Here each step has two microbatches or more.
     "dp 2, whole gradients -> sharded": Pair("dp 2", "dp 2", ONES, SHARDED),
     "dp 2, sharded gradients -> whole": Pair("dp 2", "dp 2", ONES | SHARDED, {"fsdp.accumulate": "whole"}),

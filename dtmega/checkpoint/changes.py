@@ -45,7 +45,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "batch": ("micro_batch_size", *COURSE["batch"]),
     "optim": (
         *COURSE["optim"],
-        *("lr_factors", "beta1", "beta2", "eps", "momentum"),
+        *("lr_factors", "beta1", "beta2", "eps", "momentum", "muon_momentum", "adjust_lr_fn", "adamw_lr"),
         *("weight_decay", "weight_decay_schedule", "start_weight_decay", "clip_grad"),
     ),
     "train": (

@@ -357,14 +357,18 @@ def _targets(
     kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}
     optimizer.state.clear()
+    # With Muon, matrices have other moments than the parameters that AdamW trains.
+    kinds_of: dict[Tensor, Sequence[str]] = {}
+    for group in optimizer.param_groups if kinds else ():
+        kinds_of |= dict.fromkeys(group["params"], group.get("moments", kinds))
     for n, p in stored:
         targets.setdefault(f"model/{n}", []).append(p.detach())
-        moments = {kind: torch.zeros_like(p) for kind in kinds if p.requires_grad}
+        moments = {kind: torch.zeros_like(p) for kind in kinds_of.get(p, ())}
         for kind, moment in moments.items():
             targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
         if moments:
             # torch's Adam keeps the number of updates in its state; SGD does not.
-            counted = {"step": torch.tensor(float(n_updates), device=p.device)} if "exp_avg" in kinds else {}
+            counted = {"step": torch.tensor(float(n_updates), device=p.device)} if "exp_avg" in moments else {}
             optimizer.state[p] = {**counted, **moments}
     for n, copies in targets.items():
         parameter = n.split("/")[-1]

@@ -272,14 +272,22 @@ class Batch(Section):
 
 
 # [optim] name -> keys of [optim] that this optimizer does not read.
-UNREAD_BY_OPTIMIZER = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
+OF_MUON = ("muon_momentum", "adjust_lr_fn", "adamw_lr")
+UNREAD_BY_OPTIMIZER = {
+    "adamw": ("momentum", *OF_MUON),
+    "adam": ("momentum", *OF_MUON),
+    "sgd": ("beta1", "beta2", "eps", *OF_MUON),
+    "muon": ("momentum",),
+}
 
 
 class Optim(Section):
     """[optim]: the optimizer, and the schedules of learning rate and weight decay."""
 
-    name: Literal["adamw", "adam", "sgd"] = key(
-        "adamw", "the optimizer; adam and sgd (with momentum) add the weight decay to the gradient, adamw does not"
+    name: Literal["adamw", "adam", "sgd", "muon"] = key(
+        "adamw",
+        "the optimizer; adam and sgd (with momentum) add the weight decay to the gradient, adamw and muon do not; muon "
+        "trains the matrices inside of the model, and adamw the rest: embeddings, head, norms, biases",
     )
     lr: float = key(1e-3, "peak learning rate", gt=0)
     min_lr: float = key(0.0, "learning rate at the end of the decay", ge=0)
@@ -298,10 +306,17 @@ class Optim(Section):
         "'PATTERN=FACTOR' multiplies the learning rate of the parameters whose name matches ('embed.*=0.1'); "
         "the first match wins",
     )
-    beta1: float = key(0.9, "adamw, adam: decay rate of the first moment", ge=0, lt=1)
-    beta2: float = key(0.95, "adamw, adam: decay rate of the second moment", ge=0, lt=1)
-    eps: float = key(1e-8, "adamw, adam: epsilon of the update's denominator", gt=0)
+    beta1: float = key(0.9, "adamw, adam, muon's adamw: decay rate of the first moment", ge=0, lt=1)
+    beta2: float = key(0.95, "adamw, adam, muon's adamw: decay rate of the second moment", ge=0, lt=1)
+    eps: float = key(1e-8, "adamw, adam, muon's adamw: epsilon of the update's denominator", gt=0)
     momentum: float = key(0.9, "sgd: momentum", ge=0, lt=1)
+    muon_momentum: float = key(0.95, "muon: momentum (Nesterov's)", ge=0, lt=1)
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "muon: factor on lr for a matrix of A rows and B columns: 0.2 sqrt(max(A, B)), which suits the lr of adamw, or "
+        "sqrt(max(1, A / B))",
+    )
+    adamw_lr: float = key(0.0, "muon: peak learning rate of what adamw trains; 0 = lr; min_lr in proportion", ge=0)
     weight_decay: float = key(0.1, "weight decay of matrices and embeddings; biases and norms have none", ge=0)
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "curve of the weight decay from start_weight_decay to weight_decay, over the whole training"

@@ -259,7 +259,11 @@ OPTIM = (
         "max_grad_norm grad_clip gradient_clipping gradient_clip_val max_norm clip_grad_norm grad_clip_norm "
         "gradient_clip_norm grad_norm_clip clip_norm max_gradient_norm clip",
     ),
-    Synonym("optim.name", "use_muon muon_momentum use_bnb_optimizer use_lion", "adamw, adam or sgd"),
+    Synonym("optim.name", "use_muon use_bnb_optimizer use_lion", "adamw, adam, sgd or muon"),
+    Synonym("optim.muon_momentum", "muon_beta muon_beta1"),
+    Synonym("optim.adjust_lr_fn", "muon_scale_mode muon_adjust_lr_fn muon_adjust_lr"),
+    Synonym("optim.adamw_lr", "adam_lr muon_adamw_lr"),
+    Synonym("optim.lr", "muon_lr", "with [optim] adamw_lr for what AdamW trains"),
 )
 
 TRAIN = (

@@ -112,6 +112,7 @@ class Bert(Model):
     runs_layers = True
     both_ways = frozenset({"seq_len"})
     ties = (("embed.weight", "head.output.weight"),)
+    outputs = ("head.output.weight", "order.classifier.weight")
     head_ids: Tensor  # [H] int32
 
     def __init__(self, cfg: config.Bert) -> None:

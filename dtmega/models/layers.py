@@ -15,6 +15,7 @@ from dtmega.ops import keyed
 from dtmega.ops.attention import Dropout, attention
 from dtmega.ops.attention_rule import AttentionRule
 from dtmega.ops.cross_entropy import linear_cross_entropy
+from dtmega.ops.optim import Cut
 
 Gelu = Literal["erf", "tanh"]
 
@@ -135,6 +136,10 @@ class FusedAttention(nn.Module):
         attended = attention(q, k, v, rule, dropout, scale=self.coefficient)
         return self.out(attended.transpose(1, 2).flatten(2))
 
+    def fused(self) -> dict[str, Cut]:
+        """The matrices of q, k and v in the fused projection (`Model.matrices`)."""
+        return {"qkv.weight": Cut(0, (self.head_dim,) * 3)}
+
     def unseen(self) -> dict[str, Tensor]:
         """The unseen elements of the fused bias (its key rows): bias name -> bool mask [3 D] (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
@@ -176,6 +181,10 @@ class MLP(nn.Module):
         self.gate = GATES.get(cfg.glu)
         self.up = nn.Linear(cfg.hidden_size, cfg.ffn if self.gate is None else 2 * cfg.ffn)
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
+
+    def fused(self) -> dict[str, Cut]:
+        """The matrices of values and gates in `up` (`Model.matrices`)."""
+        return {} if self.gate is None else {"up.weight": Cut(0, (1, 1))}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtmega.ops.context_parallel import ContextParallel
+from dtmega.ops.optim import Cut
 
 CONTAINERS = nn.ModuleDict, nn.ModuleList
 Per = Literal["token", "label", "decoder", "sequence"]
@@ -51,6 +52,7 @@ class Model(nn.Module):
         context: ranks that share the sequences of the current batch; None: this process has whole sequences.
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' for models without such a
             decoder.
+        outputs: names of the weights that compute predictions from the last hidden state.
         one_backward: reason why backward cannot run in two parts; '' if nothing prevents two parts.
     """
 
@@ -67,6 +69,7 @@ class Model(nn.Module):
     decoder_rows: frozenset[str] = frozenset()
     context: ContextParallel | None = None
     decoder_begins: str = ""
+    outputs: Collection[str] = ("head.weight",)
     one_backward: str = ""
 
     def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
@@ -235,6 +238,33 @@ class Model(nn.Module):
             if module is not self and hasattr(module, "unseen"):
                 masks |= {f"{prefix}.{name}": mask for name, mask in module.unseen().items()}  # pyright: ignore
         return masks
+
+    def matrices(self) -> dict[str, Cut]:
+        """The weights of a whole model that Muon trains: all trained matrices except embeddings and `outputs`.
+
+        A module whose weight consists of several matrices has a method `fused`, with a `Cut` for each such weight.
+
+        Raises:
+            ValueError: a trained weight has more than two dims.
+        """
+        fused: dict[str, Cut] = {}
+        left_out = set[int]()
+        for prefix, module in self.named_modules():
+            if module is not self and hasattr(module, "fused"):
+                fused |= {f"{prefix}.{name}": cut for name, cut in module.fused().items()}  # pyright: ignore
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if isinstance(module, nn.Embedding) or name in self.outputs:
+                    left_out.add(id(parameter))
+        matrices: dict[str, Cut] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter.ndim > 2:
+                raise ValueError(
+                    f"name='muon' trains matrices, but '{name}' is {list(parameter.shape)}: expected 2 dims, or "
+                    f"another optimizer ([optim] name)"
+                )
+            if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in left_out:
+                matrices[self.full_name(name)] = fused.get(name, Cut())
+        return matrices
 
     def init_buffers(self, seed: int) -> None:
         """Set the values of all buffers; needed after `to_empty`, which leaves buffers undefined."""

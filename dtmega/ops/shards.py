@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -133,13 +134,75 @@ def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
     assert coordinate is not None
     numbers = torch.arange(tensor.shape[dim])
     for mesh_dim, placement in enumerate(tensor.placements):
-        if not _cuts(placement, dim):
-            continue
-        is_strided = isinstance(placement, _StridedShard)
-        cut = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
-        parts, _ = cut._split_tensor(numbers, mesh.size(mesh_dim), with_padding=False)
-        numbers = parts[coordinate[mesh_dim]]
+        if _cuts(placement, dim):
+            numbers = _part_of(numbers, placement, mesh.size(mesh_dim), coordinate[mesh_dim])
     return numbers
+
+
+def _part_of(numbers: Tensor, placement: Placement, n: int, place: int) -> Tensor:
+    """The part of a vector that a placement gives to one of n ranks."""
+    is_strided = isinstance(placement, _StridedShard)
+    cut = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
+    parts, _ = cut._split_tensor(numbers, n, with_padding=False)
+    return parts[place]
+
+
+class Runs(NamedTuple):
+    """The elements of a matrix that one rank holds.
+
+    Attributes:
+        rows: runs (start, at, size) of consecutive rows: rows [start, start + size) of the whole matrix are rows
+            [at, at + size) of the part.
+        columns: runs of columns.
+    """
+
+    rows: list[tuple[int, int, int]]
+    columns: list[tuple[int, int, int]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the part."""
+        return sum(size for _, _, size in self.rows), sum(size for _, _, size in self.columns)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the part."""
+        return math.prod(self.shape)
+
+    def copy(self, part: Tensor, whole: Tensor, into_whole: bool) -> None:
+        """Copy the elements between the part, in any shape, and the whole matrix."""
+        part = part.view(self.shape)
+        for (row, row_at, n_rows), (column, column_at, n_columns) in itertools.product(self.rows, self.columns):
+            here = part[row_at : row_at + n_rows, column_at : column_at + n_columns]
+            there = whole[row : row + n_rows, column : column + n_columns]
+            if into_whole:
+                there.copy_(here)
+            else:
+                here.copy_(there)
+
+
+def runs_at(matrix: Tensor, place: Mapping[str, int]) -> Runs:
+    """The elements of a matrix on any rank.
+
+    FSDP2 cuts what tp has left of a matrix, into parts of equal size, of which the last ones may be short or empty.
+
+    Args:
+        matrix: the matrix, of which this rank may hold another part. What is not a DTensor is whole on all ranks.
+        place: coordinate of the rank along each dim of the matrix's mesh, by name.
+    """
+    runs = []
+    for dim in range(2):
+        numbers = torch.arange(matrix.shape[dim])
+        if isinstance(matrix, DTensor):
+            mesh = matrix.device_mesh
+            names = mesh.mesh_dim_names or ()
+            by_name = dict(zip(names, matrix.placements, strict=True))
+            for name in sorted(names, key=lambda name: name == "fsdp"):
+                if _cuts(by_name[name], dim):
+                    placement = Shard(dim) if name == "fsdp" else by_name[name]
+                    numbers = _part_of(numbers, placement, mesh.size(names.index(name)), place[name])
+        runs.append(list(_runs(numbers)) if len(numbers) else [])
+    return Runs(*runs)
 
 
 def _runs(numbers: Tensor) -> Iterator[tuple[int, int, int]]:

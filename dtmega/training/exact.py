@@ -25,7 +25,7 @@ from dtmega.ops.fixed_point import ExactState
 from dtmega.ops.shards import local
 
 DEVICES = ("cpu",)
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 OBJECTIVES = ("auto",)
 
 
@@ -46,7 +46,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
         (cfg.model.name, proved("eager"), "[model] name", "other families add gradients of shared tables in autograd"),
         (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
-        (cfg.optim.name, OPTIMIZERS, "[optim] name", "the update must be elementwise"),
+        (cfg.optim.name, OPTIMIZERS, "[optim] name", "no other update is proved"),
         (cfg.data.objective, OBJECTIVES, "[data] objective", "other objectives are not proved"),
         (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),

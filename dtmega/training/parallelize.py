@@ -68,6 +68,7 @@ class ShardedModel:
             dp_replicate is 1.
         context: the cp ranks, among which each sequence is divided; None if cp is 1.
         exact: sums of gradients as integers ([run] exact); None: gradients are summed in floating point.
+        matrices: the weights that Muon trains; None: another optimizer trains all parameters.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 
@@ -86,6 +87,7 @@ class ShardedModel:
         self.tied: list[Tied] = []
         self.replicas: list[Replicas] = []
         self.exact: ExactSums | None = None
+        self.matrices: optim.Matrices | None = None
         self.on_reduce: Callable[[], object] = _do_nothing
         self.context: ContextParallel | None = None
 
@@ -315,6 +317,10 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     """Build this rank's part of the configured model. The parameter values are loaded or drawn later."""
     with torch.device("meta"):
         whole = families.build(cfg)
+    matrices = None
+    if cfg.optim.name == "muon":
+        sizes = world.sizes["dp_replicate"], world.sizes["dp_shard"] * world.sizes["cp"], world.sizes["tp"]
+        matrices = optim.Matrices(whole.matrices(), world.at_place(), sizes)
     cut = None
     stages = {0: whole}
     if world.sizes["pp"] > 1:
@@ -324,6 +330,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
+    model.matrices = matrices
     if cfg.run.exact:
         model.exact = exact.sums(world, whole, stages, partial)
     else:
@@ -530,8 +537,25 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
         )
     family.check(cfg, sizes)
+    if cfg.optim.name == "muon":
+        check_matrices(cfg)
     if cfg.optim.lr_factors:
         optim.check_factors(cfg.optim, families.shapes(cfg.model))
+
+
+def check_matrices(cfg: config.Config) -> None:
+    """Refuse Muon for a model that it cannot train.
+
+    Raises:
+        ValueError: the optimizer runs on the host, or a trained weight is no matrix.
+    """
+    if cfg.fsdp.cpu_offload:
+        raise ValueError(
+            "name='muon' multiplies matrices, which takes the host too long: expected cpu_offload=false "
+            "([fsdp] cpu_offload, [optim] name)"
+        )
+    with torch.device("meta"):
+        families.build(cfg).matrices()
 
 
 def check_pipeline(

@@ -216,7 +216,7 @@ def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, to
     with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
         exact.prepare(cfg)
         model = parallelize(cfg, world)
-        return model, optim.build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact)
+        return model, optim.build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
 
 
 def fill(

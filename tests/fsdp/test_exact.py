@@ -40,6 +40,7 @@ ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
 BF16 = {"precision": {"params": "bfloat16"}}
 FP16 = {"precision": {"params": "float16", "initial_loss_scale": 20000.0}}
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "clip_grad": 0.3}}
+MUON = {"optim": {"name": "muon", "lr": 1e-2, "eps": 1e-6, "clip_grad": 0.3}}
 ADAM = {"optim": {"name": "adam", "lr": 1e-2, "eps": 1e-6, "clip_grad": 0.3}}
 
 
@@ -91,6 +92,14 @@ LAYOUTS = {
     "fp16, pp 2": Layout(2, {"pp": 2}, same=FP16),
     "sgd, dp_shard 3": Layout(3, {"dp_shard": 3}, same=SGD),
     "adam, dp_shard 3": Layout(3, {"dp_shard": 3}, same=ADAM),
+    "muon, dp_shard 2": Layout(2, {"dp_shard": 2}, same=MUON),
+    "muon, dp_shard 3": Layout(3, {"dp_shard": 3}, same=MUON),
+    "muon, dp_replicate 2": Layout(2, {"dp_replicate": 2}, same=MUON),
+    "muon, HSDP 2 x 2": Layout(4, {"dp_replicate": 2, "dp_shard": 2}, same=MUON),
+    "muon, pp 2": Layout(2, {"pp": 2}, same=MUON),
+    "muon, pp 2 x dp_shard 2": Layout(4, {"pp": 2, "dp_shard": 2}, same=MUON),
+    "muon, tp 2 x dp_shard 2": Layout(4, {"tp": 2, "dp_shard": 2}, same=MUON),
+    "muon, cp 2 x dp_replicate 2": Layout(4, {"cp": 2, "dp_replicate": 2}, same=MUON),
     "recompute, dp_shard 2": Layout(2, {"dp_shard": 2}, same={"recompute": {"mode": "full"}}),
     "compile, dp_shard 2": Layout(2, {"dp_shard": 2}, same={"compile": {"enable": True}}),
     "compile, pp 2": Layout(2, {"pp": 2}, same={"compile": {"enable": True}}),
@@ -105,6 +114,8 @@ LIGHT = [
     ("bloom", "pp 2, 1F1B"),
     ("bloom", "HSDP 2 x 2"),
     ("gpt", "tp 2 x dp_shard 2"),
+    ("bloom", "muon, HSDP 2 x 2"),
+    ("llama", "muon, tp 2 x dp_shard 2"),
 ]
 CASES = [
     (family, name) for family in MODELS for name in LAYOUTS if "compile" not in name or family in ("bloom", "llama")
@@ -165,7 +176,7 @@ def begun(family: str, layout: Layout) -> Step:
     check(cfg, world.sizes, world.device)
     model = parallelize(cfg, world)
     model.draw(seed=0)
-    optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact)
+    optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
     set_rates(optimizer, cfg.optim.lr, 0.1)
     loss_scale = LossScale(cfg.precision) if cfg.precision.params == "float16" else None
     return Step(cfg, world, model, optimizer, Spikes(0), NoPhases(), loss_scale)

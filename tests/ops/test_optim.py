@@ -23,7 +23,7 @@ from dtmega.ops.optim import (
 )
 
 
-def megatron(num: int, schedule: str, warmup: int, end: int, peak: float, low: float, tail: int = 0) -> float:
+def megatron(num: int, schedule: str, warmup: float, end: int, peak: float, low: float, tail: int = 0) -> float:
     """OptimizerParamScheduler.get_lr."""
     if warmup > 0 and num <= warmup:
         return peak * num / warmup

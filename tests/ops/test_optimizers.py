@@ -46,9 +46,9 @@ def trained(keys: dict[str, Any], folder: Path, starts: int = 1) -> tuple[list[W
     gradients: list[Weights] = []
     weights: list[Weights] = []
 
-    def noting(named: Any, section: Any, exact: bool) -> torch.optim.Optimizer:
+    def noting(named: Any, *others: Any) -> torch.optim.Optimizer:
         parameters = dict(named)
-        optimizer = honest(parameters.items(), section, exact)
+        optimizer = honest(parameters.items(), *others)
         update = optimizer.step
 
         def step() -> None:

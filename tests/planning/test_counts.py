@@ -67,6 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama, dp_replicate 2": (2, {"mesh.dp_replicate": 2, **LLAMA}),
     "llama, pp 2, GPipe": (2, {"mesh.pp": 2, "pipeline.schedule": "GPipe", **LLAMA}),
     "t5, dp_shard 2": (2, {"mesh.dp_shard": 2, **T5, **DROPOUT}),
+    "muon, HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "optim.name": "muon"}),
     "prefix-lm, pp 2, ZBV": (2, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble", **PREFIX, **DROPOUT}),
 }
 ALWAYS = ("bloom, dp_shard 2, bf16",)

@@ -60,6 +60,7 @@ def test_groups_are_those_of_the_mesh(rank: int):
     for name, lists in group_lists(sizes).items():
         assert [groups(name)] == [ranks for ranks in lists if rank in ranks]
     assert groups("world") == list(range(24))
+    assert groups("place") == [*range(rank // 8 * 8, rank // 8 * 8 + 8)]
     assert groups("pp 0+2") == [rank % 8, rank % 8 + 16]
 
 

@@ -22,6 +22,10 @@ QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
+# Contents of a weight that fuses several matrices: q, k and v of one head after the other, all of q before all of k and
+# then v, or all of the gate before all of the values.
+BY_HEAD, Q_K_V, GATE_UP = "by head", "q, k, v", "gate, up"
+
 # Stand-ins that replace a module on pipeline stages without that module.
 NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
@@ -134,6 +138,7 @@ class FamilyFacts:
         kv_heads: config key for the number of kv heads; None if each head has its own keys.
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
+        fused: weights that fuse several matrices, each as name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
         sizes: further config keys whose values tp must divide.
         refused: config keys that must not be set, each as key -> reason.
     """
@@ -145,6 +150,7 @@ class FamilyFacts:
     heads: str = "num_attention_heads"
     kv_heads: str | None = None
     head_blocks: int = 1
+    fused: dict[str, str] = field(default_factory=dict)
     sizes: tuple[str, ...] = ("intermediate_size",)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -238,6 +244,7 @@ KNOWN: dict[str, FamilyFacts] = {
             last={"ln_f": PASS_ON},
         ),
         heads="n_head",
+        fused={"query_key_value": BY_HEAD},
         sizes=(),
         refused={"slow_but_exact": "it slices whole weights; leave it false"},
         styles={
@@ -259,6 +266,7 @@ KNOWN: dict[str, FamilyFacts] = {
         stacks={"": "h"},
         ends=_GPT2_ENDS,
         heads="n_head",
+        fused={"c_attn": Q_K_V},
         sizes=("n_inner",),
         refused=_NO_CROSS,
         styles={
@@ -276,6 +284,7 @@ KNOWN: dict[str, FamilyFacts] = {
     "gpt_neox": FamilyFacts(
         stacks={"": "layers"},
         ends=PipelineEnds(first={"embed_in": NOTHING}, last={"final_layer_norm": PASS_ON}),
+        fused={"query_key_value": BY_HEAD},
         styles={
             "embed_in": VOCAB,
             "layers.*.input_layernorm": NORM,
@@ -336,6 +345,7 @@ KNOWN: dict[str, FamilyFacts] = {
     "codegen": replace(
         _GPTJ,
         head_blocks=4,
+        fused={"qkv_proj": Q_K_V},
         styles=_gptj_styles({"qkv_proj": Packed(4 * 3), "out_proj": Packed(4, by_input=True)}),
     ),
     "gpt_bigcode": FamilyFacts(
@@ -343,6 +353,7 @@ KNOWN: dict[str, FamilyFacts] = {
         ends=_GPT2_ENDS,
         heads="n_head",
         kv_heads="num_key_value_heads",
+        fused={"c_attn": BY_HEAD},
         sizes=("n_inner",),
         refused=_NO_CROSS,
         styles={
@@ -361,6 +372,7 @@ KNOWN: dict[str, FamilyFacts] = {
         stacks={"": "blocks"},
         ends=PipelineEnds(first={"wte": NOTHING}, last={"norm_f": PASS_ON}),
         heads="n_heads",
+        fused={"Wqkv": Q_K_V},
         sizes=(),
         styles={
             "wte": VOCAB,
@@ -410,7 +422,9 @@ KNOWN: dict[str, FamilyFacts] = {
         styles={"shared": VOCAB, **_t5_styles("encoder"), **_t5_styles("decoder")},
     ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3"), _LIKE_LLAMA),
-    **dict.fromkeys(("cohere", "cohere2", "glm", "glm4", "phi3", "smollm3"), _LIKE_LLAMA),
+    **dict.fromkeys(("cohere", "cohere2", "smollm3"), _LIKE_LLAMA),
+    **dict.fromkeys(("glm", "glm4"), replace(_LIKE_LLAMA, fused={"gate_up_proj": GATE_UP})),
+    "phi3": replace(_LIKE_LLAMA, fused={"qkv_proj": Q_K_V, "gate_up_proj": GATE_UP}),
     **dict.fromkeys(("arcee", "ernie4_5", "exaone4", "starcoder2"), _LIKE_LLAMA),
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe", "deepseek_v3"), _LIKE_LLAMA),
     "phi": replace(_LIKE_LLAMA, ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),

@@ -24,6 +24,30 @@ from dtmega.interop.hf.directory import build, initial_values, read_config
 from dtmega.models.model import Model
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
+from dtmega.ops.optim import Cut
+
+
+def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: Any) -> Cut:
+    """The matrices in the weight of a linear layer.
+
+    Args:
+        kind: one of `families.BY_HEAD`, `families.Q_K_V` and `families.GATE_UP`.
+        module: an nn.Linear, or a Conv1D, which stores its weight as [in, out].
+        facts: facts about the family.
+        hf_config: config of the model.
+    """
+    dim = int(type(module).__name__ == "Conv1D")
+    length = module.weight.shape[dim]
+    if kind == families.GATE_UP:
+        return Cut(dim, (length // 2,) * 2)
+    heads = getattr(hf_config, facts.heads)
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    n_repeats = facts.head_blocks if kind == families.Q_K_V else heads
+    if kv_heads == heads:
+        return Cut(dim, (length // (3 * n_repeats),) * 3)
+    # Heads of queries that share one of keys are stored apart from it, in both forms.
+    head_dim = length // (heads + 2 * kv_heads)
+    return Cut(dim, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
 
 
 class _Zero(nn.Module):
@@ -62,6 +86,8 @@ class HF(Model):
                 self.hf.base_model.get_submodule(name).register_forward_hook(self._cast_to_embedding_dtype)
         # For families without `ends`, generation with a cache has not been checked.
         self.has_cache = facts is not None and facts.ends is not None
+        head = self.hf.get_output_embeddings()
+        self.outputs = [name for name, p in self.named_parameters() if head is not None and p is head.weight]
         self.takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
@@ -161,6 +187,17 @@ class HF(Model):
                 modules_of["embed"].remove(module)
                 modules_of["head"].append(module)
         return modules_of
+
+    def matrices(self) -> dict[str, Cut]:
+        matrices = super().matrices()
+        facts = families.KNOWN.get(self.hf.config.model_type)
+        for name, module in self.named_modules():
+            weight = self.full_name(f"{name}.weight")
+            if facts is not None and weight in matrices:
+                kind = facts.fused.get(name.rpartition(".")[2])
+                if kind is not None:
+                    matrices[weight] = fused_cut(kind, module, facts, self.hf.config)
+        return matrices
 
     def attention_flops(self, piece: str) -> int:
         hf_config = self.hf.config

@@ -102,6 +102,13 @@ class Answer(NamedTuple):
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the tensors in one checkpoint: all weights, and the optimizer's moments, in float32."""
+        if self.job.cfg.optim.name == "muon":
+            # Matrices have one moment, all other parameters two.
+            with torch.device("meta"):
+                whole = families.build(self.job.cfg)
+            shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}
+            of_matrices = sum(shapes[name].numel() for name in whole.matrices())
+            return torch.float32.itemsize * (3 * self.parameters - of_matrices)
         held = self.roles[0].plan.held
         # The optimizer also counts its steps, a number for each tensor.
         moments_per_weight = round(held.get(MOMENTS, 0) / held[PARAMETERS])

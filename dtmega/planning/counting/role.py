@@ -124,7 +124,7 @@ def plan_role(
         with _allocating(cfg, pretended):
             model = parallelize(cfg, world)
         recorder.name_groups(world.groups)
-        optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact)
+        optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
         for stage in model.stages.values():
             recorder.watch_blocks(stage, stage.blocks())
         loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None

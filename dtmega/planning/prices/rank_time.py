@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dtmega.mesh import AXES, DERIVED, rank_groups
+from dtmega.mesh import AXES, DERIVED, ON_DEMAND, rank_groups
 from dtmega.pipelining.table import ACTION, Action, parse
 from dtmega.planning.prices import pricing, streams
 from dtmega.planning.prices.fabric import Fabric
@@ -51,7 +51,7 @@ def groups_of(sizes: Mapping[str, int], rank: int) -> pricing.Groups:
     def ranks_of(name: str) -> Sequence[int]:
         if name not in known:
             axis, _, places = name.partition(" ")
-            axes = AXES if axis == "world" else DERIVED.get(axis, (axis,))
+            axes = {"world": AXES, **DERIVED, **ON_DEMAND}.get(axis, (axis,))
             (mine,) = (ranks for ranks in rank_groups(dict(sizes), axes) if rank in ranks)
             known[name] = [mine[int(place)] for place in places.split("+")] if places else mine
         return known[name]

@@ -6,13 +6,15 @@ import copy
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dtmega import config, families
 from dtmega.interop.hf.families import KNOWN, LAYER_KEYS
-from dtmega.interop.hf.model import HF, blocks_of
+from dtmega.interop.hf.model import HF, blocks_of, fused_cut
 from tests import hf_models
 from tests.hf_models import Case
 
@@ -94,3 +96,86 @@ def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(c
         (block,) = stage.blocks()
         same = zip(block.parameters(), blocks_of(truth.hf)[i].parameters(), strict=True)
         assert all(torch.equal(p, q) for p, q in same)
+
+
+FUSED = ["bloom", "gpt_neox", "gpt2", "codegen", "mpt", "gpt_bigcode", "gpt_bigcode multi-head", "phi3", "glm", "glm4"]
+
+
+def fused_parts(model: Any, suffix: str) -> tuple[Any, list[Tensor]]:
+    """The fused layer of the first block whose name ends so, and the parts of its weight."""
+    facts = KNOWN[model.config.model_type]
+    block: Any = blocks_of(model)[0]
+    for path, module in block.named_modules():
+        name = path.rpartition(".")[2]
+        if name in facts.fused and name.endswith(suffix):
+            return module, fused_cut(facts.fused[name], module, facts, model.config).views(module.weight)
+    raise AssertionError(f"no fused layer ends in {suffix}")
+
+
+QKV = {"bloom": "query_key_value", "gpt_neox": "query_key_value", "gpt2": "c_attn", "codegen": "qkv_proj"}
+QKV |= {"mpt": "Wqkv", "gpt_bigcode": "c_attn", "gpt_bigcode multi-head": "c_attn", "phi3": "qkv_proj"}
+
+
+def test_every_family_with_fused_weights_has_a_case():
+    assert {Case(name).family for name in FUSED} == {name for name, facts in KNOWN.items() if facts.fused}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", QKV)
+def test_q_k_and_v_of_a_fused_weight_are_told_apart(name: str):
+    plain = hf_models.plain(Case(name))
+    model = type(plain)._from_config(plain.config, attn_implementation="eager").eval()
+    fused, parts = fused_parts(model, QKV[name])
+    whole = fused.weight.clone()
+
+    def probabilities() -> Tensor:
+        return model(torch.arange(3, 12)[None], output_attentions=True).attentions[0]
+
+    before = probabilities()
+    of_scores = []
+    for part in parts:
+        part.add_(torch.randn(part.shape))
+        if not torch.equal(probabilities(), before):
+            of_scores.append(part)
+        fused.weight.copy_(whole)
+    # v is in no score. If all of q is 0, so is every score, whatever k is; and the other way round.
+    assert (len(parts), len(of_scores)) == (3, 2)
+    for zeros, other in (of_scores, of_scores[::-1]):
+        zeros.zero_()
+        without = probabilities()
+        other.add_(torch.randn(other.shape))
+        assert torch.equal(probabilities(), without)
+        fused.weight.copy_(whole)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["phi3", "glm", "glm4"])
+def test_gates_and_values_of_a_fused_weight_are_told_apart(name: str):
+    model = hf_models.plain(Case(name))
+    fused, parts = fused_parts(model, "gate_up_proj")
+    whole = fused.weight.clone()
+    mlp: Any = blocks_of(model)[0].mlp
+    x = torch.randn(1, 5, 64)
+    assert len(parts) == 2
+    for part in parts:
+        part.zero_()
+        assert not mlp(x).any()
+        fused.weight.copy_(whole)
+
+
+def test_a_tied_or_untied_head_and_the_embeddings_of_transformers_are_not_muons(tmp_path: Path):
+    for tied in (True, False):
+        whole, _ = built(Case("gpt2", tied=tied), tmp_path)
+        found = whole.matrices()
+        assert {name.rpartition(".h.")[2].partition(".")[2] for name in found} == {
+            *("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"),
+        }
+        assert found["transformer.h.0.attn.c_attn.weight"] == (1, (64, 64, 64))
+
+
+def test_a_mixture_whose_experts_are_stacked_is_refused_by_muon(tmp_path: Path):
+    whole, _ = built(Case("mixtral"), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"experts.gate_up_proj' is \[4, 96, 64\]: expected 2 dims, or another optimizer"
+    ):
+        whole.matrices()

@@ -152,7 +152,7 @@ def set_optimizer(draft: Draft) -> None:
     if name == "sgd":
         draft.keys["optim.name"] = "sgd"
     elif name != "adam":
-        draft.refuse("--optimizer", "only adam and sgd are built")
+        draft.refuse("--optimizer", "only adam and sgd are translated")
     # A run refuses a configuration with a key that the optimizer does not read.
     for key in config.UNREAD_BY_OPTIMIZER[draft.keys.get("optim.name", "adamw")]:
         draft.keys.pop(f"optim.{key}", None)

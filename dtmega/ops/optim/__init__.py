@@ -1,0 +1,26 @@
+"""Optimizers as in Megatron: parameter groups, learning rate and weight decay schedules, clipping, loss spikes.
+
+- `build.py`, `adam.py`: the optimizer of a run and its groups, AdamW on this rank's parts of tensors
+- `muon.py`, `owners.py`: Muon, and how it gets whole matrices
+- `rates.py`, `gradients.py`, `spikes.py`: schedules, norms and clipping, steps to skip
+"""
+
+from __future__ import annotations
+
+from dtmega.ops.optim.adam import Adam as Adam
+from dtmega.ops.optim.adam import AdamW as AdamW
+from dtmega.ops.optim.build import build_optimizer as build_optimizer
+from dtmega.ops.optim.build import check_factors as check_factors
+from dtmega.ops.optim.gradients import clip_gradients as clip_gradients
+from dtmega.ops.optim.gradients import count_zeros as count_zeros
+from dtmega.ops.optim.gradients import squared_norm as squared_norm
+from dtmega.ops.optim.gradients import total_norm as total_norm
+from dtmega.ops.optim.gradients import unscale as unscale
+from dtmega.ops.optim.muon import Cut as Cut
+from dtmega.ops.optim.muon import Matrices as Matrices
+from dtmega.ops.optim.rates import learning_rate as learning_rate
+from dtmega.ops.optim.rates import notes_on_warmup as notes_on_warmup
+from dtmega.ops.optim.rates import rate_at as rate_at
+from dtmega.ops.optim.rates import set_rates as set_rates
+from dtmega.ops.optim.rates import weight_decay_at as weight_decay_at
+from dtmega.ops.optim.spikes import Spikes as Spikes
