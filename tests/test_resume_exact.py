@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,26 @@ def maxima(folder: Path) -> dict[str, float]:
     return state.exact.maxima
 
 
+def digests(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
+    """The lines of the steps in a run's digests.jsonl, and the first step and number of ranks of each start."""
+    lines = [json.loads(line) for line in (folder / "run" / "digests.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "update" in line]
+    return steps, [(line["step"], len(line["hosts"])) for line in lines if "hosts" in line]
+
+
 def test_a_run_cut_on_two_processes_and_resumed_on_one_has_the_bits_of_one_that_was_not(
     data, truth, truth_folder: Path, tmp_path: Path
 ):
     train_debug_model(2, KEYS | data | CUT_SHORT | {"mesh.dp_shard": 2}, tmp_path)
+    with (tmp_path / "run" / "digests.jsonl").open("a") as file:
+        file.write('{"step": 3, "update": "of a step after the checkpoint"}\n')
     resumed = train_debug_model(1, KEYS | data, tmp_path)
     assert resumed.loss.tolist() == truth.loss.tolist()
     assert resumed.grad_norm.tolist() == truth.grad_norm.tolist()
     assert resumed.params_norm.tolist() == truth.params_norm.tolist()
     assert resumed.val_loss.tolist() == truth.val_loss.tolist()
+    assert digests(tmp_path) == (digests(truth_folder)[0], [(1, 2), (3, 1)])
+    assert [line["step"] for line in digests(tmp_path)[0]] == [1, 2, 3, 4]
     assert maxima(tmp_path) == maxima(truth_folder)
     assert maxima(tmp_path).keys() == truth.final.keys()
     assert resumed.final.keys() == truth.final.keys()

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dtmega import mesh
 from dtmega.files import console
-from dtmega.training.exact.record import NAME, StepDigests
+from dtmega.files.console import counted
+from dtmega.training.exact.record import NAME, Record, StepDigests
 from dtmega.training.metrics import parse_line
 
 Hexadecimal = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -76,9 +77,9 @@ class Recorded(NamedTuple):
         """Compare a step that was computed again with the run's.
 
         Returns:
-            The first difference in words; '' if all bits are equal, or if the run wrote down nothing about the step.
+            The first difference in words; '' if all bits are equal.
         """
-        was = self.steps.get(step, found)
+        was = self.steps[step]
         n = len(was.microbatches)
         if n != len(found.microbatches):
             return f"step {step}: the run had {n} microbatches, this replay has {len(found.microbatches)}"
@@ -103,6 +104,45 @@ class Recorded(NamedTuple):
         for rank in starts[-1].ranks_of(microbatch, n_microbatches):
             ranks_of_host.setdefault(starts[-1].hosts[rank], []).append(rank)
         return ", ".join(f"{console.name_ranks(ranks)} on {name}" for name, ranks in ranks_of_host.items())
+
+
+class Comparison(Record):
+    """The record of a replay, which writes nothing and compares each step with the run's.
+
+    Args:
+        recorded: digests of the run; None on ranks that do not compare.
+
+    Attributes:
+        difference: the first difference in words; '' while all bits are equal.
+    """
+
+    def __init__(self, recorded: Recorded | None) -> None:
+        self._recorded = recorded
+        self._compared: list[int] = []
+        self.difference = ""
+
+    def write(self, step: int, found: StepDigests | None) -> None:
+        """Compare a step."""
+        if self._recorded is None or found is None or step not in self._recorded.steps:
+            return
+        self._compared.append(step)
+        self.difference = self.difference or self._recorded.difference(step, found)
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def summary(self) -> str:
+        """A line about steps that are equal."""
+        if not self._compared:
+            return "no step was compared"
+        first, last = self._compared[0], self._compared[-1]
+        missing = last - first + 1 - len(self._compared)
+        steps = f"steps {first} to {last}" if first < last else f"step {first}"
+        rest = f"; no digests of {counted(missing, 'step')} between them" if missing else ""
+        return f"equal in every bit: {steps}{rest}"
 
 
 def read(run_dir: Path) -> Recorded:
