@@ -42,6 +42,7 @@ from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
 from dtmega.training import errors, exact, start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
+from dtmega.training.exact.record import Record
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics, several
 from dtmega.training.pace import Pace
@@ -129,6 +130,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
             start.write_files(settings, world, checkpoints, loaded, at, end)
         metrics = start.open_metrics(settings, world, at, end)
         closing.callback(metrics.close)
+        digests = Record(cfg, world, at.step)
+        closing.callback(digests.close)
         watch.before_exit(partial(leave_traces, log, metrics))
     metrics.message(start.announcement(settings, text, world, origin, loaded, end))
 
@@ -149,11 +152,12 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         watch=watch,
         phases=phases,
         health=Health(cfg.train, loaded.health if loaded else HEALTHY),
+        digests=digests,
         log=log,
         pace=Pace(cfg.log.slow_steps if cfg.log.interval else 0, world.device),
         exit_status=exit_status,
         digest=settings.digest,
-        loss_scale=loss_scale_of(cfg, loaded),
+        loss_scale=LossScale.of(cfg.precision, loaded and loaded.loss_scale),
     )
     return run, at
 
@@ -176,13 +180,6 @@ def start_watch(
     watch.share(mesh.store(), world.size)
     startup.on_heartbeat = partial(watch.beat, 0, "load")
     return watch
-
-
-def loss_scale_of(cfg: config.Config, loaded: State | None) -> LossScale | None:
-    """The loss scale for float16, continued from the checkpoint if there is one; None for other precisions."""
-    if cfg.precision.params != "float16":
-        return None
-    return LossScale(cfg.precision, loaded and loaded.loss_scale)
 
 
 def train(run: Run, at: Progress) -> int:
@@ -279,6 +276,7 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
         run.phases.enter(SAVING)
         # Write the metrics to disk before the checkpoint: a run that resumes from the checkpoint needs these metrics.
         run.metrics.sync()
+        run.digests.sync()
         state = State.of(
             run.saved_cfg.model_dump(),
             progress=at,
@@ -350,6 +348,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
     rate = optim.rate_at(cfg, *learned, end)
     optim.set_rates(run.optimizer, rate, optim.weight_decay_at(cfg, *learned, end))
     done = train_step(run, batch)
+    run.digests.write(step, done.digests)
     times = run.phases.end_step()
     if not done.overflowed:
         run.health.after_step(step, done.loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -108,6 +109,13 @@ def shown(folder: Path) -> dict[tuple[int, str], float]:
     return found
 
 
+def digests(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
+    """The lines of the steps in a run's digests.jsonl, and the first step and number of ranks of each start."""
+    lines = [json.loads(line) for line in (folder / "run" / "digests.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "update" in line]
+    return steps, [(line["step"], len(line["hosts"])) for line in lines if "hosts" in line]
+
+
 def kill_in(step: int) -> None:
     """Let this rank die of SIGKILL in a step, when its weights have changed and nothing is written down."""
     honest = train.train_step
@@ -132,12 +140,16 @@ def test_a_run_killed_on_four_processes_then_on_two_ends_on_one_with_the_bits_of
     data, truth, truth_folder: Path, tmp_path: Path
 ):
     killed(4, KEYS | data | {"mesh.dp_shard": 4}, tmp_path, functools.partial(kill_in, 3))
+    with (tmp_path / "run" / "digests.jsonl").open("a") as file:
+        file.write('{"step": 3, "update": "of a step after the checkpoint"}\n')
     killed(2, KEYS | data | {"mesh.dp_shard": 2}, tmp_path, functools.partial(kill_in, 5))
     resumed = train_debug_model(1, KEYS | data, tmp_path)
     assert resumed.loss.tolist() == truth.loss.tolist()
     assert resumed.grad_norm.tolist() == truth.grad_norm.tolist()
     assert resumed.params_norm.tolist() == truth.params_norm.tolist()
     assert resumed.val_loss.tolist() == truth.val_loss.tolist()
+    assert digests(tmp_path) == (digests(truth_folder)[0], [(1, 4), (3, 2), (5, 1)])
+    assert [line["step"] for line in digests(tmp_path)[0]] == [*range(1, STEPS + 1)]
     assert maxima(tmp_path) == maxima(truth_folder)
     assert maxima(tmp_path).keys() == truth.final.keys()
     assert resumed.final.keys() == truth.final.keys()

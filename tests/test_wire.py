@@ -179,6 +179,7 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
                 "phases": Mock(**{"end_step.return_value": StepTimes(1.0, {}, 1.0)}),
                 "health": Health(cfg.train, HEALTHY),
                 "pace": Pace(0, world.device),
+                "digests": Mock(),
                 "log": Mock(),
                 "exit_status": exit_codes.ExitStatus(),
             }

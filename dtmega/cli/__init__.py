@@ -1,1 +1,1 @@
-"""The command line: program entry points, the commands of `dtmega`, and the code behind `convert` and `inspect`."""
+"""The command line: program entry points, the commands of `dtmega`, and the code behind convert, inspect and replay."""

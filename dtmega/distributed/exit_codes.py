@@ -7,6 +7,7 @@
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints, but none is intact | restore a checkpoint, or start in another run directory |
 | 4 | DOES_NOT_FIT | a plan or dry run needs more than `--memory`; nothing was started | turn the keys that it names |
+| 5 | DIFFERS | a replayed step has other bits than the run | look at the rank and host that the message names |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | run the command again |
 | 76 | STUCK | not saved: no step ended within grace_s of a signal, or the save failed | run the command again |
 | 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; run the command again |
@@ -36,6 +37,7 @@ FAILED = 1
 REFUSED = 2
 DAMAGED = 3
 DOES_NOT_FIT = 4
+DIFFERS = 5
 PREEMPTED = 75
 STUCK = 76
 HUNG = 77

@@ -5,7 +5,7 @@ After each microbatch the gradients are taken from where autograd left them, rou
 microbatch are reduced and scattered at once. All other sums stay whole, and are all-reduced once a step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
-    sums.of_stage[0].swept()             # after each microbatch's backward
+    sums.of_stage[0].swept(i)            # after the backward of microbatch i
     sums.finish(tied)                    # after the last one: every parameter gets its gradient, or the step fails
     sums.settle(skipped)                 # after the step: the next grids follow this step's largest gradients
 
@@ -16,6 +16,7 @@ the step, and the grid is made coarser.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dtmega.fsdp.digests import Digest, first_keys
 from dtmega.fsdp.sends import ReducesAndScatters
 from dtmega.fsdp.slots import Place, Slot
 from dtmega.ops import host
@@ -124,10 +126,14 @@ class StageSums:
         """Yield all parameters at once: `swept` takes the gradients of a whole microbatch."""
         yield set(self._stage.parameters())
 
-    def swept(self) -> None:
-        """Add the gradients of a microbatch whose backward has ended."""
+    def swept(self, microbatch: int) -> None:
+        """Add the gradients of a microbatch whose backward has ended.
+
+        Args:
+            microbatch: number of the microbatch among this rank's in the step.
+        """
         for unit in self.slots_of_units:
-            self._owner.add(unit)
+            self._owner.add(unit, microbatch)
 
     def finish(self) -> None:
         """Free the gathered weights after a step or an evaluation of a pipeline."""
@@ -146,6 +152,7 @@ class ExactSums:
         n_parts: number of gradients that one microbatch may contribute to an element: places x tp x cp ranks.
         groups: groups of ranks to sum over.
         device: device of the sums.
+        share: name of this rank's share of a microbatch, which the digests contain.
 
     Attributes:
         sizes: the argument of this name.
@@ -154,20 +161,25 @@ class ExactSums:
         overflowed: names of the tensors whose gradients exceeded their grid in the last step.
         finite: whether all gradients of the last step were finite.
         grids: the grid of each tensor in this step, by name.
+        digests: digest of this rank's rounded gradients of each of its microbatches in this step, by number.
     """
 
-    def __init__(self, sizes: Mapping[str, int], n_parts: int, groups: Groups, device: torch.device) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], n_parts: int, groups: Groups, device: torch.device, share: str = ""
+    ) -> None:
         self.sizes = sizes
         self._index = {name: i for i, name in enumerate(sizes)}
-        self._n_parts, self._groups, self._device = n_parts, groups, device
+        self._n_parts, self._groups, self._device, self._share = n_parts, groups, device, share
         self.of_stage: dict[int, StageSums] = {}
         self.state = ExactState({}, {})
         self.overflowed: list[str] = []
         self.finite = True
         self.grids: dict[str, Grid] = {}
+        self.digests: dict[int, Digest] = {}
         self._scale = 1.0
         self._largest = torch.zeros(len(sizes), dtype=torch.float64, device=device)
         self._found: list[float] = []
+        self._keys = first_keys(device)
 
     def begin(self, n_microbatches: int, scale: float) -> None:
         """Choose the grids of a step.
@@ -183,11 +195,13 @@ class ExactSums:
         first = 1.0 / n_microbatches
         self.grids = {name: Grid.of(self.state.maxima.get(name, first), n_terms) for name in self._index}
         self._scale = scale
+        self.digests = {}
         self._largest.zero_()
 
     @torch.no_grad()
-    def add(self, unit: Sequence[Slot]) -> None:
-        """Round the gradients that a microbatch has left in a unit, and add them to the sums."""
+    def add(self, unit: Sequence[Slot], microbatch: int) -> None:
+        """Round the gradients that a microbatch has left in a unit, and add them to the sums and the digest."""
+        digest = self.digests.setdefault(microbatch, Digest(self._keys))
         shards = self._groups.shards.size() > 1
         sums: list[Tensor] = []
         for slot in unit:
@@ -197,7 +211,8 @@ class ExactSums:
             i = self._index[slot.name]
             for gradient in slot.take():
                 self._largest[i] = torch.maximum(self._largest[i], largest_of(gradient))
-                self.grids[slot.name].add(integers, gradient, self._scale)
+                seen = functools.partial(digest.add, f"{slot.name}, {self._share}")
+                self.grids[slot.name].add(integers, gradient, self._scale, seen)
             sums.append(integers)
         if shards:
             sums = self._scatter(unit, sums)

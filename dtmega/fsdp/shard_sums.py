@@ -66,7 +66,7 @@ class ShardSums:
         # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not.
         _state(self._stage)._root_post_backward_final_callback()
 
-    def swept(self) -> None:
+    def swept(self, microbatch: int) -> None:
         """Do nothing after a microbatch: FSDP2 has summed the gradients of each unit already."""
 
     def finish(self) -> None:

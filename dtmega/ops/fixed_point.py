@@ -12,7 +12,7 @@ sums (over microbatches, stages and ranks) are exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -52,15 +52,26 @@ class Grid(NamedTuple):
         exponent = _exponent(largest) + HEADROOM - bits
         return cls(exponent, math.ldexp(1.0, exponent + bits))
 
-    def add(self, total: Tensor, term: Tensor, scale: float = 1.0) -> None:
+    def add(
+        self, total: Tensor, term: Tensor, scale: float = 1.0, seen: Callable[[int, Tensor], object] | None = None
+    ) -> None:
         """Round term / scale to the grid, and add it to `total`, a contiguous int64 tensor of the same shape.
 
         The caller compares the term with `limit`, before or after the addition: int64 wraps silently.
+
+        Args:
+            total: the sum.
+            term: the term, times the scale.
+            scale: number that the term is divided by.
+            seen: function that gets the number of each piece and its integers; None: nobody.
         """
         # The product with a factor is rounded to fp64, and only if the scale is not a power of two.
         factor = math.ldexp(1.0, -self.exponent) / scale
-        for sums, piece in zip(_pieces(total), _pieces(term), strict=True):
-            sums += piece.double().mul_(factor).round_().to(torch.int64)
+        for number, (sums, piece) in enumerate(zip(_pieces(total), _pieces(term), strict=True)):
+            integers = piece.double().mul_(factor).round_().to(torch.int64)
+            sums += integers
+            if seen is not None:
+                seen(number, integers)
 
     def write(self, total: Tensor, out: Tensor) -> None:
         """Write sums, a contiguous int64 tensor, into a contiguous fp32 tensor of the same shape."""
@@ -74,7 +85,7 @@ class ExactState(NamedTuple):
 
     Attributes:
         maxima: largest gradient of a microbatch in the last step that was not skipped, by tensor.
-        fixed: values that the first step recorded and no later start may change, by name (`training/exact.py`).
+        fixed: values that the first step recorded and no later start may change, by name (`training/exact`).
     """
 
     maxima: dict[str, Annotated[float, Field(gt=0)]]

@@ -51,6 +51,11 @@ class LossScale:
         self._precision = precision
         self.state = state or ScaleState(precision.initial_loss_scale, 0, precision.hysteresis)
 
+    @classmethod
+    def of(cls, precision: config.Precision, state: ScaleState | None) -> LossScale | None:
+        """The loss scale of a run; None if it does not compute in float16. The arguments are those of the class."""
+        return cls(precision, state) if precision.params == "float16" else None
+
     @property
     def scale(self) -> float:
         return self.state.scale

@@ -74,6 +74,7 @@ class Stage(PipelineStage):
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
         self._sums, self._n_microbatches = sums, n_microbatches
         self._n_summed = 0  # microbatches of this step whose gradients are summed
+        self._microbatch = 0  # number of the microbatch in backward
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with ranges.named("forward", self.stage_index, fwd_chunk_id):
@@ -111,6 +112,7 @@ class Stage(PipelineStage):
         weights for the second pass. torch allows only the first stage to have no input gradients. In a stage after
         frozen stages, no input needs a gradient, so the two passes would compute no gradients for the weights.
         """
+        self._microbatch = bwd_chunk_id
         whole = full_backward or self._no_input_part
         with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
@@ -118,6 +120,7 @@ class Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self._no_input_part:
             return
+        self._microbatch = bwd_chunk_id
         with ranges.named("backward-weights", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
@@ -128,7 +131,7 @@ class Stage(PipelineStage):
         # torch's `last_backward` does not count an input part that `backward_one_chunk` runs as a whole backward.
         self._n_summed += 1
         last = self._n_summed == self._n_microbatches
-        return backward_and_sum(self._sums, self.submod, backward_type, bwd_kwargs, last)
+        return backward_and_sum(self._sums, self.submod, backward_type, bwd_kwargs, self._microbatch, last)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """End a step: sum the gradients over the data ranks, unless `sums` has summed them after each microbatch."""

@@ -16,7 +16,7 @@ class Sums(Protocol):
 
     def units(self) -> Iterator[set[nn.Parameter]]: ...
 
-    def swept(self) -> None: ...
+    def swept(self, microbatch: int) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -25,7 +25,7 @@ Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # inp
 
 
 def backward_and_sum(
-    sums: Sums, module: nn.Module, backward_type: str, arguments: dict[str, Any], last: bool
+    sums: Sums, module: nn.Module, backward_type: str, arguments: dict[str, Any], microbatch: int, last: bool
 ) -> Gradients:
     """Run a backward or its weight part. Unlike torch's own method, this function lets FSDP2 sum gradients.
 
@@ -34,6 +34,7 @@ def backward_and_sum(
         module: module of the stage.
         backward_type: kind of backward, "full" or, for the weight part, "weight".
         arguments: arguments that torch's methods pass to a backward, keyed by name.
+        microbatch: number of the microbatch in the step.
         last: whether this is the last microbatch of a step.
     """
     sums.expect(last)
@@ -42,7 +43,7 @@ def backward_and_sum(
     else:
         of_inputs = ()
         _backward_weights(sums, module, arguments["param_groups"])
-    sums.swept()
+    sums.swept(microbatch)
     return of_inputs, None
 
 

@@ -190,7 +190,7 @@ class ShardedModel:
             with ranges.named("backward", stage=0, microbatch=i):
                 torch.autograd.backward([total for total, _ in in_loss], factors)
             if self.exact is not None:
-                self.exact.of_stage[0].swept()
+                self.exact.of_stage[0].swept(i)
         release(model)
 
     @functools.cached_property

@@ -24,6 +24,7 @@ from dtmega.ops import fixed_point, host, optim
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
 from dtmega.training import exact, phases
+from dtmega.training.exact.record import Record, StepDigests, digests_of
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics
 from dtmega.training.pace import Pace
@@ -52,6 +53,7 @@ class Run(NamedTuple):
         phases: phase timer, which also reports each phase to the watch and the profiler.
         health: counters of high losses; too many high losses end the run.
         pace: monitor of the tokens per second, and of each rank's own time.
+        digests: writer of each step's digests, with [run] exact.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
         digest: digest of the directory that the model is read from; '' if the model is not read from a directory.
@@ -72,6 +74,7 @@ class Run(NamedTuple):
     phases: Phases
     health: Health
     pace: Pace
+    digests: Record
     log: RankLog
     exit_status: ExitStatus
     digest: str = ""
@@ -90,6 +93,7 @@ class StepResult(NamedTuple):
         overflowed: whether the step was skipped because a float16 gradient is not finite.
         beyond_grid: names of the tensors for whose gradients the grid of [run] exact was too fine, so that the step was
             skipped.
+        digests: digests of the step's gradients and weights; None without [run] exact.
     """
 
     loss: float
@@ -99,6 +103,7 @@ class StepResult(NamedTuple):
     loss_scale: float | None = None
     overflowed: bool = False
     beyond_grid: tuple[str, ...] = ()
+    digests: StepDigests | None = None
 
 
 def train_step(run: Stepping, batch: StepBatch) -> StepResult:
@@ -142,7 +147,8 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
         run.optimizer.step()
     # On a GPU the update has only been launched. Wait for the update, so that the step time includes it.
     mesh.synchronize(world.device)
-    return StepResult(loss, grad_norm, skip, means, scale, overflowed, tuple(beyond_grid))
+    digests = digests_of(model.exact, model.counted_once(), world, len(batch.microbatches))
+    return StepResult(loss, grad_norm, skip, means, scale, overflowed, tuple(beyond_grid), digests)
 
 
 def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:

@@ -238,6 +238,11 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("inspect a", {"checkpoint": "a", "other": None, "quick": False}),
     ("inspect a b --quick", {"checkpoint": "a", "other": "b", "quick": True}),
+    ("replay r --step 3", {"run": "r", "step": 3, "scratch": None, "keys": []}),
+    (
+        "replay r --step 3 --scratch s --mesh.pp 2",
+        {"run": "r", "step": 3, "scratch": "s", "keys": ["--mesh.pp", "2"]},
+    ),
     ("verify-plan d", {"directory": "d", "tp": 2, "no_sequence_parallel": False, "generic": False}),
     (
         "verify-plan d --tp 1 --no-sequence-parallel --generic",

@@ -12,7 +12,7 @@ from dtmega.distributed import exit_codes
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "running.md").read_text()
 # Other people's scripts ask for these.
 CODES = {
-    **{"DONE": 0, "FAILED": 1, "REFUSED": 2, "DAMAGED": 3, "DOES_NOT_FIT": 4},
+    **{"DONE": 0, "FAILED": 1, "REFUSED": 2, "DAMAGED": 3, "DOES_NOT_FIT": 4, "DIFFERS": 5},
     **{"PREEMPTED": 75, "STUCK": 76, "HUNG": 77},
 }
 

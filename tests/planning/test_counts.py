@@ -64,6 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "gpt, tp 2": (2, {"mesh.tp": 2, **GPT, **DROPOUT}),
     "bert, tp 2, no sequence parallel": (2, {"mesh.tp": 2, "mesh.sequence_parallel": False, **BERT, **DROPOUT}),
+    "llama, dp_shard 2, exact": (2, {"mesh.dp_shard": 2, "run.exact": True, **LLAMA}),
     "llama, dp_replicate 2": (2, {"mesh.dp_replicate": 2, **LLAMA}),
     "llama, pp 2, GPipe": (2, {"mesh.pp": 2, "pipeline.schedule": "GPipe", **LLAMA}),
     "t5, dp_shard 2": (2, {"mesh.dp_shard": 2, **T5, **DROPOUT}),

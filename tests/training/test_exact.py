@@ -87,3 +87,19 @@ def test_a_resumed_run_goes_on_with_the_grids_of_its_checkpoint():
     exact.begin(sums, cfg, sizes, CPU, compiled=False, was=None)
     sums.begin(n_microbatches=4, scale=1.0)
     assert sums.grids["a"] == Grid.of(1 / 4, 4)
+
+
+def test_another_machine_is_told_where_it_is_allowed_and_everything_else_is_still_refused():
+    cfg = configured()
+    now = exact.fixed(cfg, mesh.resolve(cfg.mesh, 1), CPU, compiled=False)
+    told: list[str] = []
+    with exact.another_machine_allowed(told.append):
+        exact.check_fixed(ExactState({}, now | {"torch's version": "other", "the kind of processor": "abacus"}), now)
+        with pytest.raises(ValueError, match="would change:"):
+            exact.check_fixed(ExactState({}, now | {"[mesh] tp": "other"}), now)
+    assert [line.partition(",")[0] for line in told] == [
+        "torch's version was 'other'",
+        "the kind of processor was 'abacus'",
+    ]
+    with pytest.raises(ValueError, match="the kind of processor was 'abacus'"):
+        exact.check_fixed(ExactState({}, now | {"the kind of processor": "abacus"}), now)

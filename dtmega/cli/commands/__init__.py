@@ -36,6 +36,7 @@ COMMANDS = {
     "evaluate": "score a run's checkpoint on tasks of lm-evaluation-harness",
     "convert": "convert weights between dtmega, Hugging Face and Megatron",
     "inspect": "show what a checkpoint holds, verify it, or compare two",
+    "replay": "compute steps of a run with [run] exact again, and find the first bit that differs",
     "verify-plan": "check the tensor-parallel plan of a Hugging Face model",
     "from-megatron": "translate a Megatron command or launch script into a TOML file",
     "report": "draw a run as one HTML page with curves, layout and sample; compare several runs",

@@ -1,5 +1,8 @@
 """The rules of [run] exact: what may run with it, and what may not change when a run resumes.
 
+    record.py     the digests of each step, which the run writes down
+    recorded.py   the digests that a run has written down, compared with those of `dtmega replay`
+
 Every combination is refused unless a list below allows it: the lists hold what benchmarks/exact.py has proved to the
 bit. `fsdp/exact.py` adds the gradients, `ops/fixed_point.py` does the arithmetic.
 """
@@ -8,7 +11,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ from dtmega.ops.shards import local
 DEVICES = ("cpu",)
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 OBJECTIVES = ("auto",)
+MACHINE = ("torch's version", "the kind of processor")
+_told: list[Callable[[str], object]] = []  # by `another_machine_allowed`
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -80,7 +86,9 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
     n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
-    found = ExactSums(sizes, n_parts, groups, world.device)
+    # The digests of the tp and cp ranks differ also where their gradients are equal.
+    share = f"tp {world.coordinate('tp')}, cp {world.coordinate('cp')}"
+    found = ExactSums(sizes, n_parts, groups, world.device, share)
     for number, stage in stages.items():
         found.of_stage[number] = StageSums(stage, stage.full_name, stage.ties, partial[number], found)
     return found
@@ -160,12 +168,31 @@ def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
     changed: list[str] = []
     for key, value in now.items():
         before = was.fixed.get(key)
-        if before != value:
-            changed.append(f"{key} was {before!r}, is {value!r}")
+        if before == value:
+            continue
+        change = f"{key} was {before!r}, is {value!r}"
+        if key in MACHINE and _told:
+            _told[-1](change)
+        else:
+            changed.append(change)
     if changed:
         raise ValueError(
             f"the bits of this run would change: {'; '.join(changed)} ([run] exact; to start anew: another [run] dir)"
         )
+
+
+@contextmanager
+def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
+    """Inside the `with` block, allow another version of torch or kind of processor than the run began with.
+
+    Args:
+        tell: function that gets each such change in words.
+    """
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.pop()
 
 
 def kind_of_processor(device: torch.device) -> str:

@@ -1,0 +1,42 @@
+"""`dtmega replay`: computes steps of a run with [run] exact again, and compares every bit with what the run wrote down.
+
+dtmega replay runs/bloom --step 1200
+torchrun --nproc-per-node 4 -m dtmega replay runs/bloom --step 1200 --mesh.dp_shard 4
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from dtmega.cli.commands.arguments import integer
+
+TAKES_KEYS = True  # keys of the layout, and paths to the data
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = f"{parser.description}; its layout as --mesh.* and --pipeline.* (default: the run's tp and cp)"
+    parser.add_argument("run", help="a run directory, which is only read")
+    parser.add_argument(
+        "--step",
+        type=integer(1),
+        required=True,
+        metavar="N",
+        help="last step to compare; the first one follows the newest checkpoint before N",
+    )
+    parser.add_argument(
+        "--scratch",
+        metavar="DIR",
+        help="an existing folder for temporary files, which processes on several machines must share (default: the "
+        "system's)",
+    )
+
+
+def command(args: argparse.Namespace) -> int:
+    from dtmega.cli.commands.used import startup_of
+    from dtmega.cli.replay import replay
+    from dtmega.distributed.agreement import Refused
+
+    try:
+        return replay(args.run, args.step, args.keys, args.scratch, startup_of("dtmega replay"))
+    except Refused as refused:
+        return refused.exit_code

@@ -1,0 +1,117 @@
+"""64-bit digests of tensors: parts of a tensor, and tensors of several ranks, have digests that add up.
+
+A digest is a sum modulo 2^64, over elements, of a hash of the tensor's name, the element's number and its bits. So it
+depends neither on how a tensor is cut nor on the order of the ranks. The hash is the finalizer of SplitMix64
+(`ops/keyed.py`), twice: of the number, and of the result, the name and the bits together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dtmega.ops import keyed
+from dtmega.ops.fixed_point import PIECE
+from dtmega.ops.shards import boxes
+
+
+class Digest:
+    """A digest of tensors that are always cut into the same pieces.
+
+    Args:
+        keys: the result of `first_keys`.
+
+    Attributes:
+        total: the digest, an int64 scalar.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys = keys
+        self.total = torch.zeros_like(keys[0])
+
+    def add(self, name: str, number: int, values: Tensor) -> None:
+        """Add a piece of a tensor.
+
+        Args:
+            name: name of the tensor.
+            number: number of the piece.
+            values: the elements, int64, at most PIECE of them.
+        """
+        self.total += _hashed(self._keys[: values.numel()], values, f"{name}/{number}")
+
+
+def first_keys(device: torch.device) -> Tensor:
+    """The hashes of the numbers 0 to PIECE - 1, int64 [PIECE]."""
+    return _mix(torch.arange(PIECE, device=device))
+
+
+@torch.no_grad()
+def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The digest of this rank's part of the weights, an int64 scalar, however they are cut.
+
+    Args:
+        weights: fp32 weights by their names in the whole model; DTensors if they are cut. None is a scalar.
+        device: device of the digest.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name, weight in weights.items():
+        for box in boxes(weight.detach()):
+            start = box.offsets[0]
+            for rows in box.part.split(max(1, PIECE // box.part[0].numel())):
+                numbers = _numbers(weight.shape, (start, *box.offsets[1:]), rows)
+                start += rows.shape[0]
+                bits = rows.contiguous().view(torch.int32).to(torch.int64)
+                total += _hashed(_mix(numbers), bits, name)
+    return total
+
+
+def _numbers(shape: torch.Size, offsets: tuple[int, ...], part: Tensor) -> Tensor:
+    """Index of each element of a part in the flattened whole tensor, int64 in the shape of the part.
+
+    Args:
+        shape: shape of the whole tensor.
+        offsets: place of the part's first element in the whole tensor.
+        part: the part.
+    """
+    numbers = torch.zeros((), dtype=torch.int64, device=part.device)
+    for whole_size, offset, size in zip(shape, offsets, part.shape, strict=True):
+        along = torch.arange(offset, offset + size, device=part.device)
+        numbers = (numbers * whole_size).unsqueeze(-1) + along
+    return numbers
+
+
+def _hashed(keys: Tensor, bits: Tensor, name: str) -> Tensor:
+    """The sum of the elements' hashes, an int64 scalar.
+
+    Args:
+        keys: hashes of the elements' numbers, int64.
+        bits: bits of the elements, int64 in the same shape.
+        name: name that all elements share.
+    """
+    x = keys ^ bits
+    x += _signed(keyed.key64(name))
+    return _mix(x).sum()
+
+
+def _signed(bits: int) -> int:
+    """The number that int64 holds for 64 bits."""
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+GOLDEN, FIRST, SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Replace each element of an int64 tensor by its output of SplitMix64, and return the tensor."""
+    x += GOLDEN
+    shifted = torch.empty_like(x)
+    # int64 has no logical shift, so a mask removes the copies of the sign bit.
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        shifted &= 2 ** (64 - shift) - 1
+        x ^= shifted
+        if factor != 1:
+            x *= factor
+    return x

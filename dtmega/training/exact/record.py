@@ -1,0 +1,134 @@
+"""`digests.jsonl`: the bits of each step of a run with [run] exact, in a few numbers, for `dtmega replay`.
+
+    {"step": 1, "layout": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, ...}, "hosts": ["a", "b"]}     a start
+    {"step": 1, "update": "77ae09c36b67f07a", "microbatches": ["9b2c6e02a76e0aa4", ...]}             a step
+
+A start's line stands before its first step, and has the host of each rank. A step has a digest (`fsdp/digests.py`) of
+the weights after it, and one of each microbatch's rounded gradients, in the order of the global batch. The digests are
+equal on all data layouts. A run that resumes removes the lines of the steps that it repeats, as in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtmega.config import Config
+from dtmega.files import console
+from dtmega.fsdp import digests
+from dtmega.fsdp.exact import ExactSums
+from dtmega.mesh import World
+from dtmega.ops import host
+from dtmega.training.metrics import keep_until
+
+NAME = "digests.jsonl"
+
+
+class StepDigests(NamedTuple):
+    """The digests of a step, equal on all ranks and all data layouts.
+
+    Attributes:
+        update: digest of all weights after the step.
+        microbatches: digest of the rounded gradients of each microbatch, in the order of the global batch.
+    """
+
+    update: int
+    microbatches: tuple[int, ...]
+
+
+def digests_of(
+    sums: ExactSums | None, weights: Mapping[str, Tensor], world: World, n_microbatches: int
+) -> StepDigests | None:
+    """Add up the digests of all ranks after a step, with one message; None without [run] exact.
+
+    Args:
+        sums: the sums of the step; None without [run] exact.
+        weights: this rank's part of the weights, by name, each element of which no other rank of `shards` has.
+        world: the processes and the mesh.
+        n_microbatches: number of this rank's microbatches.
+    """
+    if sums is None:
+        return None
+    found = torch.zeros(1 + n_microbatches * world.data_size, dtype=torch.int64, device=world.device)
+    # Only one copy of the weights counts.
+    first_copy = world.coordinate("dp_replicate") == 0
+    if first_copy and not host.must_skip("digests of the weights are computed in a run, not here ([run] exact)"):
+        found[0] = digests.of_weights(weights, world.device)
+    first = 1 + world.data_rank * n_microbatches
+    for number, digest in sums.digests.items():
+        found[first + number] = digest.total
+    dist.all_reduce(found)
+    update, *microbatches = host.read(found).tolist()
+    return StepDigests(update, tuple(microbatches))
+
+
+class Record:
+    """The writer of digests.jsonl. Without [run] exact, and in an evaluation, no file is touched.
+
+    Args:
+        cfg: the run's configuration.
+        world: the processes and the mesh. Rank 0 writes for all ranks.
+        at_step: number of steps done before this start.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, cfg: Config, world: World, at_step: int) -> None:
+        self._world = world
+        self._file: TextIO | None = None
+        self._begun = False
+        if cfg.run.exact and not cfg.eval.only and world.rank == 0:
+            path = Path(cfg.run.dir, NAME)
+            keep_until(path, at_step)
+            # The file is line-buffered, so that a killed run loses no line.
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, step: int, found: StepDigests | None) -> None:
+        """Write a step's line. All ranks call this method.
+
+        Args:
+            step: number of the step.
+            found: digests of the step; None without [run] exact.
+        """
+        if found is None:
+            return
+        if not self._begun:
+            self._begun = True
+            hosts = [""] * self._world.size
+            dist.all_gather_object(hosts, socket.gethostname())
+            self._line({"step": step, "layout": self._world.sizes, "hosts": hosts})
+        update, *microbatches = (f"{digest % 2**64:016x}" for digest in (found.update, *found.microbatches))
+        self._line({"step": step, "update": update, "microbatches": microbatches})
+
+    def _line(self, content: Mapping[str, object]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(content) + "\n")
+        # If the disk is full, this line stays in the buffer and is written together with the next line.
+        except OSError as error:
+            console.say(f"WARNING: {NAME} cannot be written: {error}")
+
+    def sync(self) -> None:
+        """Flush the file to disk. Call this method before a save: a resumed run keeps the lines of earlier steps."""
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            console.say(f"WARNING: {NAME} may not survive a power cut: {error}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.sync()
+            self._file.close()
