@@ -178,10 +178,10 @@ class _Window:
             profile_memory=cfg.with_memory,
         )
         with warnings.catch_warnings():
-            # This object records one window only, and torch 2.11 warns that it drops older windows. The option acc_events
-            # would prevent the warning, but then torch makes a Python object of each event when the profile ends.
+            # This object records one window only, and torch 2.11 warns that it drops older windows. The option
+            # acc_events would prevent the warning, but then torch makes a Python object of each event at the end.
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
-            # Starting the first profiler in a process takes about a second. The window's clock does not count this second.
+            # Starting the first profiler in a process takes about a second, which the window's clock does not count.
             self._profile.start()
         self._started = time.perf_counter()
 
