@@ -2,7 +2,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.enable()
     places = {tests / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Fork the server of `ranks.py`, if a test may need it, before any test and outside of pytest's filters."""
+    ranks = sys.modules.get("tests.ranks")
+    if ranks is not None:
+        ranks.start_method = "fork"
+        # What ranks print is captured with what tests print.
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        ranks.forks()
+        capture.suspend_global_capture()
+    return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)

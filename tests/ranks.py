@@ -4,7 +4,8 @@
 default process group is there, torch has one thread, and warnings are errors. `results[i]` is what rank i returned.
 
 The processes are forked from a server that has imported what they need, so a group of little work takes tenths of a
-second. The server does nothing but import and fork: it has one thread, no group, and calls no `fn`.
+second. The server does nothing but import and fork: it has one thread, no group, and calls no `fn`. Pytest forks it
+when all tests are imported and none has run (`conftest.py`), so that it imports nothing once more.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ import torch.distributed as dist
 
 from dtmega.distributed.process import PR_SET_PDEATHSIG
 
-# How the server starts: clean, whatever this process has loaded. `planted.py` forks it, from a process that has loaded
-# other projects only.
+# How the server starts: clean, whatever this process has done. `conftest.py` and `planted.py` fork it, from a process
+# that has done nothing yet.
 start_method = "spawn"
 FROM_INSIDE_COMPILE = (
     "`torch.jit.script(_method)?` is deprecated",
@@ -108,7 +109,10 @@ class Forks:
 
     def __init__(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context(start_method).Process(target=_serve, args=(theirs,), daemon=True)
+        # A forked server has both ends, and would wait for ever if it did not close ours.
+        ours = self._pipe if start_method == "fork" else None
+        context = multiprocessing.get_context(start_method)
+        self._process = context.Process(target=_serve, args=(theirs, ours), daemon=True)
         with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # else numpy starts threads when it is imported
             self._process.start()
         theirs.close()
@@ -140,8 +144,10 @@ def forks() -> Forks:
     return Forks()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, other_end: Connection | None) -> None:
     _die_with_parent()
+    if other_end is not None:
+        other_end.close()
     torch.set_num_threads(1)
     gc.disable()  # what is imported is no garbage
     _import([*LATE])

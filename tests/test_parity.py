@@ -96,10 +96,13 @@ FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but 
 FULL |= {"llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
 FULL |= {"dp_shard 2 x tp 2", "HSDP 2 x 2"}  # with pp 2, and for GPT and BERT, these stay
 FULL |= {"gpt, pp 2, 1F1B", "gpt, tp 2, no sequence parallel"}  # BERT's stages and embeddings are as these
-LIGHT_OF_BERT = {f"bert, {name}" for name in ("tp 3", "HSDP 2 x 2", "pp 2, ZBVZeroBubble", "V 131, pp 2 x tp 2")}
+FULL |= {"V 128 padded to 144, tp 4", "recompute full, tp 2"}  # plans/ has both, every gradient
+# Its heads over tp are in pp 2 x tp 2.
+LIGHT_OF_BERT = {f"bert, {name}" for name in ("HSDP 2 x 2", "pp 2, ZBVZeroBubble", "V 131, pp 2 x tp 2")}
 FULL |= {name for name in LAYOUTS if name.startswith("bert, ")} - LIGHT_OF_BERT
-# Its stages are cut in pp 3, its layers and a padded vocabulary in tp 3; both at once are BLOOM's and BERT's.
-LIGHT_OF_T5 = {f"t5, {name}" for name in ("HSDP 2 x 2", "pp 3, split")}
+# Its stages are cut in pp 3, its layers and a padded vocabulary in tp 3, its parameters in cp 2, where FSDP gathers
+# them; both at once are BLOOM's and BERT's.
+LIGHT_OF_T5 = {"t5, pp 3, split"}
 LIGHT_OF_T5 |= {f"t5 of megatron, {name}" for name in ("V 131, pp 3", "V 131, tp 3")}
 FULL |= {name for name in LAYOUTS if name.startswith("t5")} - LIGHT_OF_T5
 FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}

@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -175,11 +176,13 @@ class _Window:
             activities=activities,
             with_stack=cfg.with_stack,
             profile_memory=cfg.with_memory,
-            # This object records one window only. Without this option, torch 2.11 warns that it drops older windows.
-            acc_events=True,
         )
-        # Starting the first profiler in a process takes about a second. The window's clock does not count this second.
-        self._profile.start()
+        with warnings.catch_warnings():
+            # This object records one window only, and torch 2.11 warns that it drops older windows. The option
+            # acc_events would prevent the warning, but then torch makes a Python object of each event at the end.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            # Starting the first profiler in a process takes about a second, which the window's clock does not count.
+            self._profile.start()
         self._started = time.perf_counter()
 
     def add(self, phase: str, seconds: float) -> None:

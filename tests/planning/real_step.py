@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -123,7 +124,9 @@ def n_microbatches(cfg: config.Config, sizes: dict[str, int]) -> int:
 def measured(values: dict[str, Any]) -> Measured:
     """Train for some steps on this rank. The first sets up, later ones count memory, the last one messages."""
     before = living_storages()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    # Told to keep older events, of which there are none, torch would make Python objects of all: most of the time here.
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         cfg, sizes = settled(values, dist.get_world_size())
         world = mesh.start(torch.device("cpu"), sizes)
         model = parallelize.parallelize(cfg, world)
