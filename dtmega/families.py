@@ -202,6 +202,7 @@ FAMILIES: dict[str, Family] = {
         objectives={"auto": SPANS, "separate-spans": SEPARATE_SPANS},
         show=ANSWERS,
         vocabulary_of=exported.of_spans,
+        exact=("eager",),
     ),
     "hf": Transformers(),
 }

@@ -52,6 +52,9 @@ class Model(nn.Module):
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' for models without such a
             decoder.
         one_backward: reason why backward cannot run in two parts; '' if nothing prevents two parts.
+        read_by_layers: names of the parameters that all layers of a stack read, though no layer contains them.
+        layers_apart: whether each layer must read the parameters of `read_by_layers` by a call of its own, so that their
+            gradients can be taken layer by layer ([run] exact).
     """
 
     cfg: Any
@@ -68,6 +71,8 @@ class Model(nn.Module):
     context: ContextParallel | None = None
     decoder_begins: str = ""
     one_backward: str = ""
+    read_by_layers: tuple[str, ...] = ()
+    layers_apart: bool = False
 
     def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
         if places is None:

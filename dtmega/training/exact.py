@@ -75,14 +75,17 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
         partial: names of the parameters whose gradients must be summed over tp, by stage.
     """
     sizes = {whole.full_name(name): parameter.numel() for name, parameter in whole.named_parameters()}
-    n_places = max([len(names) for names in whole.ties], default=1)
+    n_readers = len(whole.blocks()) if whole.read_by_layers else 1
+    n_places = max([n_readers, *(len(names) for names in whole.ties)])
     everyone = dist.group.WORLD
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
     n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
     found = ExactSums(sizes, n_parts, groups, world.device)
     for number, stage in stages.items():
-        found.of_stage[number] = StageSums(stage, stage.full_name, stage.ties, partial[number], found)
+        stage.layers_apart = True
+        further = stage.ties, stage.read_by_layers
+        found.of_stage[number] = StageSums(stage, stage.full_name, *further, partial[number], found)
     return found
 
 

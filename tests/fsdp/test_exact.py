@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"name": "gpt", "max_position_embeddings": S, **DROPOUT},
     "llama": {"name": "llama", "n_kv_heads": 2, "ffn_hidden_size": 24},
     "bert": {"name": "bert", "max_position_embeddings": S, **DROPOUT},
+    "t5": {"name": "t5", "n_decoder_layers": 3, "init": "normal", "inner_dropout": 0.1, **DROPOUT},
 }
 ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
 BF16 = {"precision": {"params": "bfloat16"}}
@@ -116,7 +117,7 @@ def configured(family: str, layout: Layout) -> config.Config:
         "run": {"exact": True},
         "model": {"vocab_size": V, "hidden_size": D, "n_heads": HEADS, "n_layers": layout.layers, "init_std": 0.2}
         | MODELS[family],
-        "data": {"seq_len": S},
+        "data": {"seq_len": S} | ({"decoder_seq_len": S} if family == "t5" else {}),
         "batch": {"micro_batch_size": B, "global_batch_size": 12},
         "train": {"steps": STEPS},
         "optim": {"eps": 1e-6, "lr": 1e-2, "clip_grad": 0.3},
@@ -136,6 +137,10 @@ def microbatch(family: str, ids: list[int]) -> dict[str, Tensor]:
         row = {"tokens": tokens[:-1], "labels": labels, "sample_ids": torch.tensor(i), "places": torch.arange(S)}
         if family == "bert":
             row |= {"token_types": (torch.arange(S) > S // 2).long(), "swapped": torch.tensor(i % 2)}
+        if family == "t5":
+            # The texts of encoder and decoder, each with padding of another length.
+            row |= {"decoder_tokens": tokens[:-1], "decoder_places": torch.arange(S), "tokens": tokens.flip(0)[1:]}
+            row |= {"document_ids": (torch.arange(S) > i % S).long(), "decoder_document_ids": (labels == IGNORED).long()}
         rows.append(row)
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
