@@ -6,9 +6,13 @@ goes on with another layout in tests/test_resume_exact.py. benchmarks/exact.py p
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import math
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config, mesh
+from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
 from dtmega.data.objectives.objective import IGNORED
 from dtmega.ops import fixed_point
@@ -35,8 +39,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"name": "gpt", "max_position_embeddings": S, **DROPOUT},
     "llama": {"name": "llama", "n_kv_heads": 2, "ffn_hidden_size": 24},
     "bert": {"name": "bert", "max_position_embeddings": S, **DROPOUT},
+    "hf": {"name": "hf"},
+    "hf, tied": {"name": "hf"},
     "t5": {"name": "t5", "n_decoder_layers": 3, "init": "normal", "inner_dropout": 0.1, **DROPOUT},
 }
+LENGTHS = {"t5": {"decoder_seq_len": S}, "hf": {"tokenizer": "bytes"}, "hf, tied": {"tokenizer": "bytes"}}
 ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
 BF16 = {"precision": {"params": "bfloat16"}}
 FP16 = {"precision": {"params": "float16", "initial_loss_scale": 20000.0}}
@@ -112,19 +119,36 @@ CASES = [
 ]
 
 
+@functools.cache
+def directory(tied: bool, n_layers: int) -> tempfile.TemporaryDirectory[str]:
+    """A folder with the config.json of a Llama of transformers, and without weights, so that the seed decides them."""
+    sizes = {"vocab_size": V, "hidden_size": D, "num_attention_heads": HEADS, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": n_layers, "intermediate_size": 24, "max_position_embeddings": 64}
+    values = {"model_type": "llama", "initializer_range": 0.2, "tie_word_embeddings": tied, "pad_token_id": None, **sizes}
+    folder = tempfile.TemporaryDirectory()
+    Path(folder.name, "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def model_of(family: str, layout: Layout) -> dict[str, Any]:
+    if family.startswith("hf"):
+        return MODELS[family] | {"path": directory("tied" in family, layout.layers).name}
+    sizes = {"vocab_size": V, "hidden_size": D, "n_heads": HEADS, "n_layers": layout.layers, "init_std": 0.2}
+    return sizes | MODELS[family]
+
+
 def configured(family: str, layout: Layout) -> config.Config:
     keys: dict[str, Any] = {
         "run": {"exact": True},
-        "model": {"vocab_size": V, "hidden_size": D, "n_heads": HEADS, "n_layers": layout.layers, "init_std": 0.2}
-        | MODELS[family],
-        "data": {"seq_len": S} | ({"decoder_seq_len": S} if family == "t5" else {}),
+        "model": model_of(family, layout),
+        "data": {"seq_len": S} | LENGTHS.get(family, {}),
         "batch": {"micro_batch_size": B, "global_batch_size": 12},
         "train": {"steps": STEPS},
         "optim": {"eps": 1e-6, "lr": 1e-2, "clip_grad": 0.3},
         "compile": {"enable": False},
         "mesh": {"dp_shard": 1} | layout.sizes,
     }
-    return config.validate({**keys, **(layout.how or {}), **(layout.same or {})}, "test")
+    return families.resolve(config.validate({**keys, **(layout.how or {}), **(layout.same or {})}, "test"))
 
 
 def microbatch(family: str, ids: list[int]) -> dict[str, Tensor]:

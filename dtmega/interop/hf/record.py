@@ -50,7 +50,7 @@ class Transformers:
     objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN})
     show = CONTINUATION
     dtypes = ("float32", "bfloat16")
-    exact = ()
+    exact = ("eager",)
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return resolve.resolve(cfg)
