@@ -36,18 +36,21 @@ def long_bits_of(cases: list[tuple[str, Layout]]) -> list[Bits]:
 def bits(families: list[str]) -> None:
     """A row for each layout, and a column for each family: how many of the tensors of all ranks have equal bits."""
     print("| layout | processes | " + " | ".join(families) + " |\n| --- |" + " --- |" * (1 + len(families)), flush=True)
-    truths: dict[str, list[Bits]] = {}
+    truths: dict[tuple[str, str], Bits] = {}
     for name, layout in LAYOUTS.items():
-        if any((family, name) not in CASES for family in families):
+        here = [family for family in families if (family, name) in CASES]
+        if not here:
             continue
         truth = truth_of(layout)
-        if repr(truth) not in truths:
-            truths[repr(truth)] = ranks.run(truth.n, long_bits_of, [(f, truth) for f in families], timeout_s=600.0)[0]
-        of_ranks = ranks.run(layout.n, long_bits_of, [(f, layout) for f in families], timeout_s=600.0)
-        cells: list[str] = []
-        for i in range(len(families)):
-            cells.append(_cell([of_rank[i] for of_rank in of_ranks], truths[repr(truth)][i]))
-        print(f"| {name} | {layout.n} | " + " | ".join(cells) + " |", flush=True)
+        missing = [family for family in here if (family, repr(truth)) not in truths]
+        if missing:
+            found = ranks.run(truth.n, long_bits_of, [(f, truth) for f in missing], timeout_s=600.0)[0]
+            truths |= {(family, repr(truth)): of_one for family, of_one in zip(missing, found, strict=True)}
+        of_ranks = ranks.run(layout.n, long_bits_of, [(f, layout) for f in here], timeout_s=600.0)
+        cells = dict.fromkeys(families, "refused")
+        for i, family in enumerate(here):
+            cells[family] = _cell([of_rank[i] for of_rank in of_ranks], truths[family, repr(truth)])
+        print(f"| {name} | {layout.n} | " + " | ".join(cells.values()) + " |", flush=True)
 
 
 def _cell(of_ranks: list[Bits], truth: Bits) -> str:

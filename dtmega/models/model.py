@@ -53,7 +53,7 @@ class Model(nn.Module):
             decoder.
         one_backward: reason why backward cannot run in two parts; '' if nothing prevents two parts.
         read_by_layers: names of the parameters that all layers of a stack read, though no layer contains them.
-        layers_apart: whether each layer must read the parameters of `read_by_layers` by a call of its own, so that their
+        layers_apart: whether each layer reads the parameters of `read_by_layers` by a call of its own, so that their
             gradients can be taken layer by layer ([run] exact).
     """
 

@@ -44,13 +44,16 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         return
     # Each row: what is asked for, what is allowed, the key, and why nothing else is.
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
-        (cfg.model.name, proved("eager"), "[model] name", "other families add gradients of shared tables in autograd"),
+        (cfg.model.name, proved("eager"), "[model] name", "other families are not proved"),
         (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
         (cfg.optim.name, OPTIMIZERS, "[optim] name", "the update must be elementwise"),
         (cfg.data.objective, OBJECTIVES, "[data] objective", "other objectives are not proved"),
         (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
     ]
+    if sizes["tp"] > 1 and sizes["pp"] > 1:
+        why = "each stage gathers what a T5's encoder hands on, and sums its gradient over tp, by itself"
+        rows.append((cfg.model.name, proved("tp with pp"), "[model] name for [mesh] tp > 1 with pp > 1", why))
     compiled = proved("compiled")
     if cfg.model.name not in compiled:
         rows.append((cfg.compile.enable, (False, "auto"), "[compile] enable", f"proved for {', '.join(compiled)} only"))

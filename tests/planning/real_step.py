@@ -128,7 +128,7 @@ def measured(values: dict[str, Any]) -> Measured:
         world = mesh.start(torch.device("cpu"), sizes)
         model = parallelize.parallelize(cfg, world)
         model.draw(cfg.run.seed)
-        optimizer = build_optimizer(model.named_parameters(), cfg.optim)
+        optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact)
         loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
         run = _Parts(cfg, world, model, optimizer, Spikes(0), _Silent(), loss_scale)
 

@@ -51,6 +51,9 @@ WHOLE_SEQUENCES = {
     "deepseek_v3": "its heads of values have another size than its heads of queries and keys",
 }
 
+# Families that keep every bit on all layouts ([run] exact): benchmarks/exact.py and tests/fsdp/test_exact.py prove it.
+EXACT = ("llama",)
+
 
 @dataclass(frozen=True)
 class Attention:
