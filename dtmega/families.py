@@ -187,24 +187,28 @@ class BuiltInFamily:
 FAMILIES: dict[str, Family] = {
     "bloom": BuiltInFamily(
         *(bloom.Bloom, bloom_plan, {"hf": [bloom_names.HF], "megatron": [megatron.BLOOM_FORM]}),
-        exact=("eager", "compiled"),
+        exact=("eager", "compiled", "tp with pp"),
     ),
-    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], **core.GPT_FORMS}, exact=("eager",)),
+    "gpt": BuiltInFamily(
+        *(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], **core.GPT_FORMS}),
+        exact=("eager", "tp with pp"),
+    ),
     "llama": BuiltInFamily(
         *(llama.Llama, llama_plan, {"hf": [llama_names.HF], **core.LLAMA_FORMS}),
-        exact=("eager", "compiled"),
+        exact=("eager", "compiled", "tp with pp"),
     ),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},
         show=FILLS,
-        exact=("eager",),
+        exact=("eager", "tp with pp"),
     ),
     "t5": BuiltInFamily(
         *(t5.T5, t5_plan, {"hf": [t5_names.HF], "megatron": [megatron.T5_FORM]}),
         objectives={"auto": SPANS, "separate-spans": SEPARATE_SPANS},
         show=ANSWERS,
         vocabulary_of=exported.of_spans,
+        exact=("eager",),
     ),
     "hf": Transformers(),
 }

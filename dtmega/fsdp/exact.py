@@ -68,6 +68,7 @@ class StageSums:
         stage: the stage. Its parameters must not be gathered when the first step begins.
         full_name: function from a parameter's name in the stage to its name in the whole model.
         ties: names that share one parameter, in groups.
+        read_by_layers: names of the parameters that each layer reads by a call of its own.
         partial: names of the parameters of whose gradients each tp rank has a part.
         owner: the sums of all stages.
     """
@@ -77,6 +78,7 @@ class StageSums:
         stage: nn.Module,
         full_name: Callable[[str], str],
         ties: Sequence[Sequence[str]],
+        read_by_layers: Sequence[str],
         partial: Sequence[str],
         owner: ExactSums,
     ) -> None:
@@ -86,10 +88,13 @@ class StageSums:
         self._further: list[tuple[str, Place]] = []
         for names in ties:
             first, *others = [name for name in names if name in here] or [""]
-            for name in others:
-                module, _, attribute = name.rpartition(".")
-                self._further.append((first, Place(stage.get_submodule(module), attribute)))
+            self._further += [(first, self._place(name)) for name in others]
+        self._further += [(name, self._place(name)) for name in read_by_layers if name in here]
         self.slots_of_units: list[list[Slot]] = []
+
+    def _place(self, name: str) -> Place:
+        module, _, attribute = name.rpartition(".")
+        return Place(self._stage.get_submodule(module), attribute)
 
     def build(self) -> None:
         """List the slots: a unit for each group of parameters that FSDP2 gathers at once, or a single unit."""

@@ -29,7 +29,9 @@ class Slot:
 
     def take(self) -> list[Tensor]:
         """Take this microbatch's gradients, one of each place: whole over the data ranks, this rank's part over tp."""
-        taken = [place.take() for place in self.places]
+        taken: list[Tensor | None] = []
+        for place in self.places:
+            taken += place.take()
         if self.fsdp is None:
             taken.append(self.parameter.grad)
             self.parameter.grad = None
@@ -52,13 +54,14 @@ class Place:
     """A further place of a shared parameter: in each forward, the module gets a leaf of its own with the same memory.
 
     Otherwise autograd would add the gradients of all places before they are rounded. Stages of a pipeline hold their
-    places separately, so the sum on one process must round each gradient separately, too.
+    places separately, so the sum on one process must round each gradient separately, too. A module that several layers
+    call has a place for each call.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._name = name
         self._shared: nn.Parameter | None = None
-        self._leaf: nn.Parameter | None = None
+        self._gradients: list[Tensor] = []
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave)
 
@@ -66,14 +69,23 @@ class Place:
         if torch.is_grad_enabled():
             self._shared = module._parameters[self._name]
             assert self._shared is not None
-            self._leaf = nn.Parameter(self._shared.detach(), requires_grad=self._shared.requires_grad)
-            module._parameters[self._name] = self._leaf
+            leaf = nn.Parameter(self._shared.detach(), requires_grad=self._shared.requires_grad)
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(self._keep)
+            module._parameters[self._name] = leaf
 
     def _leave(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if self._shared is not None:
             module._parameters[self._name] = self._shared
             self._shared = None
 
-    def take(self) -> Tensor | None:
-        leaf, self._leaf = self._leaf, None
-        return None if leaf is None else leaf.grad
+    def _keep(self, leaf: Tensor) -> None:
+        # Under a pipeline, other microbatches may have passed the module since the forward of this one.
+        assert leaf.grad is not None
+        self._gradients.append(leaf.grad)
+        leaf.grad = None
+
+    def take(self) -> list[Tensor]:
+        """Take the gradients of all calls in this microbatch."""
+        gradients, self._gradients = self._gradients, []
+        return gradients

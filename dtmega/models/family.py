@@ -35,8 +35,8 @@ class Family(Protocol):
         objectives: training objectives that the family supports, keyed by the value of [data] objective; the default
             key is "auto".
         show: kind of sample that is shown at the end of training.
-        exact: ways of running blocks, "eager" and "compiled", that benchmarks/exact.py has shown to keep every bit on
-            all layouts ([run] exact).
+        exact: ways of running that benchmarks/exact.py has shown to keep every bit on all layouts ([run] exact):
+            blocks that are "eager" or "compiled", and "tp with pp".
         dtypes: values of [precision] params that the family supports in training. float16 requires heads that multiply
             their gradients by the loss scale (`Model.expect`).
     """

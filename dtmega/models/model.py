@@ -54,6 +54,9 @@ class Model(nn.Module):
             decoder.
         outputs: names of the weights that compute predictions from the last hidden state.
         one_backward: reason why backward cannot run in two parts; '' if nothing prevents two parts.
+        read_by_layers: names of the parameters that all layers of a stack read, though no layer contains them.
+        layers_apart: whether each layer reads the parameters of `read_by_layers` by a call of its own, so that their
+            gradients can be taken layer by layer ([run] exact).
     """
 
     cfg: Any
@@ -71,6 +74,8 @@ class Model(nn.Module):
     decoder_begins: str = ""
     outputs: Collection[str] = ("head.weight",)
     one_backward: str = ""
+    read_by_layers: tuple[str, ...] = ()
+    layers_apart: bool = False
 
     def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
         if places is None:

@@ -8,6 +8,7 @@ one device also runs in pieces: as pipeline stages, or cut by tensor parallelism
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,9 @@ class Attention(nn.Module):
             sample_ids: global sample indices, [B] int64, which key the dropout masks.
             encoded: encoder's output as the source of keys and values, [B, S, D]; None to compute both from x.
         """
-        source = x if encoded is None else encoded
+        # All layers of the decoder read `encoded`. With a view for each layer, autograd first adds what one layer sends
+        # back, and then adds the layers, from the last one to the first. FSDP and pipelines add in this order, too.
+        source = x if encoded is None else encoded.view_as(encoded)
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
         k = self.k(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, K]
         v = self.v(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -176,6 +179,7 @@ class T5(Model):
     both_ways = frozenset({"seq_len"})
     decoder_rows = frozenset({"decoder_tokens", "decoder_places", "decoder_document_ids", "labels"})
     decoder_begins = "decoder_embed"
+    read_by_layers = ("encoder_bias.weight", "decoder_bias.weight")
     head_ids: Tensor  # [H] int32
     channel_ids: Tensor  # [F] int32
 
@@ -406,6 +410,21 @@ class T5(Model):
         layers = list(self.decoder.values())
         shared = (self.head_ids, sample_ids, target.places, self.channel_ids)
         return self.run_layers(layers, hidden, rule, *shared, cross_rule, self.memory(encoded))
+
+    def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
+        """Apply layers of one stack to `hidden`, as `Model.run_layers` does; the rule comes first in `shared`.
+
+        If `layers_apart` is set, each layer looks up the biases of its stack again.
+        """
+        rule, *others = shared
+        if not self.layers_apart or rule.table is None or not torch.is_grad_enabled():
+            return super().run_layers(layers, hidden, *shared)
+        encodes = any(layer in self.encoder.values() for layer in layers)
+        bias = self.encoder_bias if encodes else self.decoder_bias
+        for layer in layers:
+            own_rule = rule.with_table(self._table(bias, bidirectional=encodes))
+            hidden = layer(hidden, own_rule, *others)
+        return hidden
 
     def _table(self, bias: nn.Embedding | None, bidirectional: bool) -> Tensor | None:
         """The biases that relative positions add to scores, [H, 2 M + 1] fp32; None with learned positions."""

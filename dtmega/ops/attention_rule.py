@@ -109,6 +109,12 @@ class AttentionRule(NamedTuple):
             bias = entry if bias is None else bias + entry
         return bias
 
+    def with_table(self, table: Tensor) -> AttentionRule:
+        """The same rule with another tensor for `table`, to which the gradient of the biases goes."""
+        shared = None if self.shared is None else self.shared.with_table(table)
+        rule = self._replace(table=table, strip=None, shared=shared)
+        return rule if self.strip is None else rule._replace(strip=_strip(rule))
+
     @property
     def adds(self) -> bool:
         return self.slopes is not None or self.table is not None

@@ -44,6 +44,12 @@ class SharedRule(NamedTuple):
     queries_balanced: bool
     keys_balanced: bool
 
+    def with_table(self, table: Tensor) -> SharedRule:
+        """The same rule with another tensor for the table of all heads (`AttentionRule.with_table`)."""
+        mine = self.context.own_heads(table) if self.context.by_heads else table
+        runs = [run._replace(rule=run.rule.with_table(mine)) for run in self.runs]
+        return self._replace(runs=tuple(runs))
+
 
 def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Callable[[Any, bool], Any]) -> Any:
     """Complete the rule for sequences that several ranks share.

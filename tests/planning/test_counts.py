@@ -40,6 +40,7 @@ GPT = {"model.name": "gpt", "model.max_position_embeddings": 32}
 LLAMA = {"model.name": "llama", "model.n_kv_heads": 2, "model.ffn_hidden_size": 64}
 BERT = {"model.name": "bert", "model.max_position_embeddings": 32}
 T5 = {"model.name": "t5", "data.decoder_seq_len": 12}
+EXACT = {"run.exact": True, "model.n_layers": 2}
 PREFIX = {"data.objective": "prefix-lm"}
 
 # Name -> processes, keys.
@@ -69,6 +70,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama, pp 2, GPipe": (2, {"mesh.pp": 2, "pipeline.schedule": "GPipe", **LLAMA}),
     "t5, dp_shard 2": (2, {"mesh.dp_shard": 2, **T5, **DROPOUT}),
     "muon, HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "optim.name": "muon"}),
+    "exact bloom, dp_shard 2": (2, {"mesh.dp_shard": 2, **EXACT, **DROPOUT}),
+    "exact bloom, HSDP 2 x 2, bf16": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, **EXACT, **BF16, **DROPOUT}),
+    "exact bloom, pp 2, 1F1B": (2, {"mesh.pp": 2, **EXACT, **DROPOUT}),
     "prefix-lm, pp 2, ZBV": (2, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble", **PREFIX, **DROPOUT}),
 }
 ALWAYS = ("bloom, dp_shard 2, bf16",)

@@ -29,7 +29,10 @@ def configured(**sections: dict[str, Any]) -> config.Config:
 
 
 REFUSED = {
-    "a T5": ({"model": {"name": "t5"}}, "[model] name in ('bloom', 'gpt', 'llama', 'bert'), got 't5'"),
+    "a T5 over tp and pp": (
+        {"model": {"name": "t5"}, "mesh": {"tp": 2, "pp": 2}},
+        "[model] name for [mesh] tp > 1 with pp > 1 in ('bloom', 'gpt', 'llama', 'bert', 'hf'), got 't5'",
+    ),
     "offload": ({"fsdp": {"cpu_offload": True}}, "[fsdp] cpu_offload in (False), got True"),
     "sums in bf16": ({"precision": {"reduce": "bfloat16"}}, "[precision] reduce in ('float32'), got 'bfloat16'"),
     "a compiled GPT": (
@@ -45,7 +48,7 @@ def test_what_is_not_proved_is_refused_with_what_is_allowed(name: str):
     sections, words = REFUSED[name]
     cfg = configured(**sections)
     with pytest.raises(ValueError, match=re.escape(f"[run] exact needs {words}")):
-        check(cfg, mesh.resolve(cfg.mesh, 1), CPU)
+        check(cfg, mesh.resolve(cfg.mesh, 4), CPU)
 
 
 def test_a_gpu_is_refused():

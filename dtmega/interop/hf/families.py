@@ -61,6 +61,8 @@ DOES_NOT_PACK = {
     "bloom": "its class takes no positions (name = 'bloom' with init_from trains the same model)",
     "opt": "its mask ignores the positions",
 }
+# Families that keep every bit on all layouts ([run] exact): benchmarks/exact.py and tests/fsdp/test_exact.py prove it.
+EXACT = ("llama",)
 
 
 @dataclass(frozen=True)

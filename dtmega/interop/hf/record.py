@@ -21,7 +21,7 @@ from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
 from dtmega.interop.hf import context_proof, packing_proof, resolve
 from dtmega.interop.hf.directory import initial_values, read_config
-from dtmega.interop.hf.families import DOES_NOT_PACK, KNOWN, OVER_CP, WHOLE_SEQUENCES
+from dtmega.interop.hf.families import DOES_NOT_PACK, EXACT, KNOWN, OVER_CP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
@@ -51,7 +51,7 @@ class Transformers:
     objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "conversations": CONVERSATIONS})
     show = CONTINUATION
     dtypes = ("float32", "bfloat16")
-    exact = ()
+    exact = ("eager", "tp with pp")
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return resolve.resolve(cfg)
@@ -78,6 +78,11 @@ class Transformers:
         lengths = lengths_of(cfg, whole)
         check_units(cfg, whole)
         kind = whole.hf.config.model_type
+        if cfg.run.exact and kind not in EXACT:
+            raise ValueError(
+                f"'{kind}' is not proved to keep every bit on all layouts: expected exact = false, or one of "
+                f"{', '.join(EXACT)} ([run] exact, [model] path)"
+            )
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
         # transformers would round these buffers to the parameters' dtype, but dtmega keeps stored buffers unchanged.

@@ -50,13 +50,16 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         return
     # Each row: what is asked for, what is allowed, the key, and why nothing else is.
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
-        (cfg.model.name, proved("eager"), "[model] name", "other families add gradients of shared tables in autograd"),
+        (cfg.model.name, proved("eager"), "[model] name", "other families are not proved"),
         (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
         (cfg.optim.name, OPTIMIZERS, "[optim] name", "no other update is proved"),
         (cfg.data.objective, OBJECTIVES, "[data] objective", "other objectives are not proved"),
         (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
     ]
+    if sizes["tp"] > 1 and sizes["pp"] > 1:
+        why = "each stage gathers what a T5's encoder hands on, and sums its gradient over tp, by itself"
+        rows.append((cfg.model.name, proved("tp with pp"), "[model] name for [mesh] tp > 1 with pp > 1", why))
     compiled = proved("compiled")
     if cfg.model.name not in compiled:
         rows.append((cfg.compile.enable, (False, "auto"), "[compile] enable", f"proved for {', '.join(compiled)} only"))
@@ -81,7 +84,8 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
         partial: names of the parameters whose gradients must be summed over tp, by stage.
     """
     sizes = {whole.full_name(name): parameter.numel() for name, parameter in whole.named_parameters()}
-    n_places = max([len(names) for names in whole.ties], default=1)
+    n_readers = len(whole.blocks()) if whole.read_by_layers else 1
+    n_places = max([n_readers, *(len(names) for names in whole.ties)])
     everyone = dist.group.WORLD
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
@@ -90,7 +94,9 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     share = f"tp {world.coordinate('tp')}, cp {world.coordinate('cp')}"
     found = ExactSums(sizes, n_parts, groups, world.device, share)
     for number, stage in stages.items():
-        found.of_stage[number] = StageSums(stage, stage.full_name, stage.ties, partial[number], found)
+        stage.layers_apart = True
+        further = stage.ties, stage.read_by_layers
+        found.of_stage[number] = StageSums(stage, stage.full_name, *further, partial[number], found)
     return found
 
 

@@ -264,6 +264,17 @@ def test_a_layout_that_the_model_cannot_have_is_refused(
         check(cfg, mesh.resolve(cfg.mesh, world), torch.device("cpu"))
 
 
+def test_of_the_models_of_transformers_only_the_proved_classes_keep_every_bit(tmp_path: Path):
+    keys = {"run": {"exact": True}, "batch": {"micro_batch_size": 1, "global_batch_size": 1}}
+    instead(tmp_path, "llama")
+    cfg = resolved(tmp_path, **keys)
+    check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
+    instead(tmp_path, "mistral")
+    cfg = resolved(tmp_path, **keys)
+    with pytest.raises(ValueError, match=r"'mistral' is not proved .* one of llama \(\[run\] exact, \[model\] path\)"):
+        check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
+
+
 def resolved(home: Path, **sections: dict[str, Any]) -> config.Config:
     there = {"model": {"name": "hf", "path": str(home)}, "data": {"seq_len": 16, "tokenizer": "bytes"}}
     return families.resolve(config.validate({**there, "train": {"steps": 1}, **sections}, "test"))
