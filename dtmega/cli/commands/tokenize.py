@@ -79,10 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="stop at the first malformed record instead of skipping it with a warning"
     )
-    _add_chat_arguments(parser.add_argument_group("conversations"))
+    _add_chat_arguments(parser)
 
 
-def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("conversations")
     group.add_argument(
         "--chat",
         action="store_true",

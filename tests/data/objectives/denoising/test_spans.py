@@ -507,8 +507,8 @@ def test_the_identity_of_a_run_has_what_decides_its_spans(tmp_path, objective, n
     text = open_text(config.load([*flags, "--data.objective", name]), objective)
     decides = ("path", "tokenizer", "weights", "seq_len", "split", *objective.reads)
     assert set(text.identity) == {"[run] seed", "order", *(f"[data] {key}" for key in decides)}
-    # Where the row changes, raise `order` in data/objectives/denoising/objectives.py and the number here, so older runs are
-    # refused.
+    # Where the row changes, raise `order` in data/objectives/denoising/objectives.py and the number here, so older runs
+    # are refused.
     found, _, labels = unpadded(text.rows("train")[range(1)], 0)
     assert (found, labels) == (read, said)
     assert text.identity["order"] == 1
