@@ -43,7 +43,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "hf, tied": {"name": "hf"},
     "t5": {"name": "t5", "n_decoder_layers": 3, "init": "normal", "inner_dropout": 0.1, **DROPOUT},
 }
-LENGTHS = {"t5": {"decoder_seq_len": S}, "hf": {"tokenizer": "bytes"}, "hf, tied": {"tokenizer": "bytes"}}
+LEARNED = {"positions": "learned", "max_position_embeddings": S, "norm": "layer", "bias": True, "scale_scores": True}
+MODELS["t5 of Megatron"] = {**MODELS["t5"], **LEARNED}
+# Further keys of [data], by the [model] name.
+DATA = {"t5": {"decoder_seq_len": S}, "hf": {"tokenizer": "bytes"}}
 ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
 BF16 = {"precision": {"params": "bfloat16"}}
 FP16 = {"precision": {"params": "float16", "initial_loss_scale": 20000.0}}
@@ -135,7 +138,7 @@ def runs(family: str, name: str) -> bool:
         return family in COMPILED
     if name.startswith("fp16"):
         return not family.startswith("hf")
-    return family != "t5" or not name.endswith(NOT_T5)
+    return not family.startswith("t5") or not name.endswith(NOT_T5)
 
 
 CASES = [(family, name) for family in MODELS for name in LAYOUTS if runs(family, name)]
@@ -169,7 +172,7 @@ def configured(family: str, layout: Layout) -> config.Config:
     keys: dict[str, Any] = {
         "run": {"exact": True},
         "model": model_of(family, layout),
-        "data": {"seq_len": S} | LENGTHS.get(family, {}),
+        "data": {"seq_len": S} | DATA.get(MODELS[family]["name"], {}),
         "batch": {"micro_batch_size": B, "global_batch_size": 12},
         "train": {"steps": STEPS},
         "optim": {"eps": 1e-6, "lr": 1e-2, "clip_grad": 0.3},
@@ -189,7 +192,7 @@ def microbatch(family: str, ids: list[int]) -> dict[str, Tensor]:
         row = {"tokens": tokens[:-1], "labels": labels, "sample_ids": torch.tensor(i), "places": torch.arange(S)}
         if family == "bert":
             row |= {"token_types": (torch.arange(S) > S // 2).long(), "swapped": torch.tensor(i % 2)}
-        if family == "t5":
+        if family.startswith("t5"):
             # The texts of encoder and decoder, each with padding of another length.
             row |= {"decoder_tokens": tokens[:-1], "decoder_places": torch.arange(S), "tokens": tokens.flip(0)[1:]}
             row |= {
