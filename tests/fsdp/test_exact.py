@@ -47,6 +47,7 @@ LEARNED = {"positions": "learned", "max_position_embeddings": S, "norm": "layer"
 MODELS["t5 of Megatron"] = {**MODELS["t5"], **LEARNED}
 # Further keys of [data], by the [model] name.
 DATA = {"t5": {"decoder_seq_len": S}, "hf": {"tokenizer": "bytes"}}
+PACKED = {"data": {"objective": "conversations", "seq_len": S, "tokenizer": "bytes"}}
 ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
 BF16 = {"precision": {"params": "bfloat16"}}
 FP16 = {"precision": {"params": "float16", "initial_loss_scale": 20000.0}}
@@ -112,6 +113,8 @@ LAYOUTS = {
     "muon, tp 2 x dp_shard 2": Layout(4, {"tp": 2, "dp_shard": 2}, same=MUON),
     "muon, cp 2 x dp_replicate 2": Layout(4, {"cp": 2, "dp_replicate": 2}, same=MUON),
     "recompute, dp_shard 2": Layout(2, {"dp_shard": 2}, same={"recompute": {"mode": "full"}}),
+    "packed, dp_shard 2": Layout(2, {"dp_shard": 2}, same=PACKED),
+    "packed, pp 2": Layout(2, {"pp": 2}, same=PACKED),
     "compile, dp_shard 2": Layout(2, {"dp_shard": 2}, same={"compile": {"enable": True}}),
     "compile, pp 2": Layout(2, {"pp": 2}, same={"compile": {"enable": True}}),
     "selective recompute, pp 2": Layout(2, {"pp": 2}, same={"recompute": {"mode": "selective"}}),
@@ -138,6 +141,8 @@ def runs(family: str, name: str) -> bool:
         return family in COMPILED
     if name.startswith("fp16"):
         return not family.startswith("hf")
+    if name.startswith("packed"):
+        return not family.startswith(("bert", "t5"))
     return not family.startswith("t5") or not name.endswith(NOT_T5)
 
 
@@ -182,14 +187,18 @@ def configured(family: str, layout: Layout) -> config.Config:
     return families.resolve(config.validate({**keys, **(layout.how or {}), **(layout.same or {})}, "test"))
 
 
-def microbatch(family: str, ids: list[int]) -> dict[str, Tensor]:
-    """Sequences by their numbers, each with another number of labels."""
+def microbatch(family: str, ids: list[int], packed: bool = False) -> dict[str, Tensor]:
+    """Sequences by their numbers, each with another number of labels. Packed ones consist of two conversations."""
     rows: list[dict[str, Tensor]] = []
     for i in ids:
         generator = torch.Generator().manual_seed(i)
         tokens = torch.randint(V - 1, (S + 1,), generator=generator)
         labels = tokens[1:].where(torch.arange(S) >= i % S, IGNORED)
         row = {"tokens": tokens[:-1], "labels": labels, "sample_ids": torch.tensor(i), "places": torch.arange(S)}
+        if packed:
+            begins = 1 + i % (S - 1)
+            second = torch.arange(S) >= begins
+            row |= {"document_ids": second.long(), "position_ids": torch.arange(S) - begins * second}
         if family == "bert":
             row |= {"token_types": (torch.arange(S) > S // 2).long(), "swapped": torch.tensor(i % 2)}
         if family.startswith("t5"):
@@ -239,7 +248,8 @@ def stepped(run: Step, step: int) -> StepResult:
     n_mine = size // run.world.data_size
     first = step * size + run.world.data_rank * n_mine
     parts = [[*range(i, i + B)] for i in range(first, first + n_mine, B)]
-    return train_step(run, StepBatch(0, size, [microbatch(run.cfg.model.name, ids) for ids in parts]))
+    packed = run.cfg.data.objective == "conversations"
+    return train_step(run, StepBatch(0, size, [microbatch(run.cfg.model.name, ids, packed) for ids in parts]))
 
 
 class Bits(NamedTuple):
@@ -275,7 +285,8 @@ def _bits(family: str, layout: Layout) -> Bits:
     statistics = run.model.statistics(num_zeros=True, params_norm=True)
     n_mine = 12 // run.world.data_size
     mine = range(run.world.data_rank * n_mine, (run.world.data_rank + 1) * n_mine)
-    totals = run.model.losses([microbatch(family, [i]) for i in mine])
+    packed = run.cfg.data.objective == "conversations"
+    totals = run.model.losses([microbatch(family, [i], packed) for i in mine])
     dist.all_reduce(totals, group=run.world.groups["loss"])
     run.model.check_copies()
     return Bits(steps, grids, tensors, totals.tolist(), statistics)

@@ -30,7 +30,7 @@ from dtmega.ops.shards import local
 
 DEVICES = ("cpu",)
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
-OBJECTIVES = ("auto",)
+OBJECTIVES = ("auto", "conversations")
 MACHINE = ("torch's version", "the kind of processor")
 _told: list[Callable[[str], object]] = []  # by `another_machine_allowed`
 
