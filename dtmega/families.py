@@ -36,7 +36,7 @@ from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, llama, t5
+from dtmega.models import bert, bloom, count, gpt, llama, t5, trainable
 from dtmega.models.family import Family, check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
@@ -249,8 +249,22 @@ def sample_options(cfg: config.Config) -> dict[str, Any]:
 
 
 def build(cfg: config.Config) -> Model:
-    """Build the whole model on the default device, which may be meta. Parameter values are not initialised yet."""
-    return of(cfg.model).build(cfg.model)
+    """Build the whole model on the default device, which may be meta. Parameter values are not initialised yet.
+
+    Raises:
+        ValueError: [train] freeze does not fit the model.
+    """
+    whole = of(cfg.model).build(cfg.model)
+    if cfg.train.freeze:
+        trainable.freeze(whole, cfg.train.freeze)
+    return whole
+
+
+def notes(cfg: config.Config) -> list[str]:
+    """Lines that a starting run prints about its model."""
+    with torch.device("meta"):
+        whole = build(cfg)
+    return [*of(cfg.model).notes(cfg.model), *trainable.notes(whole)]
 
 
 def pieces(model: config.Model) -> list[Piece]:

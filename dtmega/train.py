@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from dtmega import config, mesh
 from dtmega.checkpoint import found, resume
-from dtmega.checkpoint.run import SaveOutcome, tensors_of
+from dtmega.checkpoint.run import SaveOutcome
 from dtmega.checkpoint.state import HEALTHY, START, Progress, State
+from dtmega.checkpoint.tensors import tensors_of
 from dtmega.config import RunEnd
 from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes, flight_recorder, process

@@ -53,6 +53,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "train": (
         *COURSE["train"],
         *("drift_interval", "max_skipped", "skip_spikes", "skip_steps", "exit_interval", "exit_duration_min"),
+        "freeze",
     ),
     "precision": (
         *("params", "reduce"),

@@ -388,6 +388,9 @@ class Train(Section):
         ge=0,
     )
     past_stop: bool = key(False, "continue a run that stop_loss_above or stop_validation_rises has ended")
+    freeze: list[str] = key(
+        [], "patterns of parameters' names that are not trained ('embed.*'); needs weights to start from"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Train:

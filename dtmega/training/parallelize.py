@@ -530,6 +530,9 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
         )
     family.check(cfg, sizes)
+    if cfg.train.freeze:
+        with torch.device("meta"):
+            families.build(cfg)
     if cfg.optim.lr_factors:
         optim.check_factors(cfg.optim, families.shapes(cfg.model))
 

@@ -311,7 +311,7 @@ def announcement(
     samples = text.samples("train")
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
-    lines += families.of(cfg.model).notes(cfg.model)
+    lines += families.notes(cfg)
     if cfg.run.exact:
         lines.append(
             "sums are exact: equal bits on every data layout and pipeline, one thread per process ([run] exact)"
