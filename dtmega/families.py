@@ -36,7 +36,7 @@ from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, llama, t5, trainable
+from dtmega.models import bert, bloom, count, gpt, llama, lora, t5, trainable
 from dtmega.models.family import Family, check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
@@ -141,7 +141,7 @@ class BuiltInFamily:
             return None
         if is_hf_folder(model.init_from):
             return self.folder(Path(model.init_from), model)
-        return open_checkpoint_weights(model)
+        return open_checkpoint_weights(model, self.weights)
 
     def folder(self, path: Path, model: config.Model) -> Source:
         return ours.open_weights(path, self.form(model, "hf"), model, self.model)
@@ -252,11 +252,13 @@ def build(cfg: config.Config) -> Model:
     """Build the whole model on the default device, which may be meta. Parameter values are not initialised yet.
 
     Raises:
-        ValueError: [train] freeze does not fit the model.
+        ValueError: [train] freeze or [lora] targets does not fit the model.
     """
     whole = of(cfg.model).build(cfg.model)
     if cfg.train.freeze:
         trainable.freeze(whole, cfg.train.freeze)
+    if cfg.lora.rank:
+        lora.attach(whole, cfg.lora)
     return whole
 
 

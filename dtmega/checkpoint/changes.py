@@ -30,6 +30,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "cp_form", "tp", "sequence_parallel"),
     "pipeline": ("schedule", "virtual_stages", "stages", "split", "csv", "draw"),
     "recompute": ("mode", "method", "layers"),
+    "lora": ("base", "base_path"),
     "fsdp": ("reshard_after_forward", "cpu_offload", "accumulate"),
 }
 # Keys that affect the learning rate or the end of the run. If some of these keys have changed, the line about the last

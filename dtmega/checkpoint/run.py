@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import manifest, tensor_files
+from dtmega.checkpoint.base import Base
 from dtmega.checkpoint.files import Disk, open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
@@ -67,12 +68,14 @@ class Checkpoints:
     Attributes:
         newest: path of the newest complete checkpoint that this object has loaded or saved; '' before the first load or
             save.
+        base: weights that checkpoints leave out; None if they hold all weights. Set before the first save.
         best: folder name of the checkpoint with the best validation loss, which is kept in addition to the newest
             checkpoints; '' if validations are not compared.
     """
 
     def __init__(self, cfg: config.Config, device: torch.device) -> None:
         self.newest = ""
+        self.base: Base | None = None
         self.best = ""
         self._best_step = 0
         self._files, self._device = open_root(root_of(cfg)), device
@@ -195,7 +198,7 @@ class Checkpoints:
         for checkpoint in candidates:
             try:
                 state = state_of(checkpoint)
-                targets = self._targets(checkpoint, parameters, optimizer, state.updates)
+                targets = self._targets(checkpoint, parameters, optimizer, state.updates, state.base)
                 first_copies = {n: copies[0] for n, copies in targets.items()}
                 tensor_files.load_tensors(checkpoint, first_copies, self._group, pace)
             except Damaged as error:
@@ -218,6 +221,7 @@ class Checkpoints:
         parameters: Iterable[tuple[str, Tensor]],
         optimizer: torch.optim.Optimizer,
         n_updates: int,
+        base: Base | None,
     ) -> dict[str, list[Tensor]]:
         """The tensors to fill, as `targets_of` returns them from the same arguments.
 
@@ -228,7 +232,7 @@ class Checkpoints:
         targets = dict[str, list[Tensor]]()
         refusal = ""
         try:
-            targets = targets_of(checkpoint, parameters, optimizer, n_updates)
+            targets = targets_of(checkpoint, parameters, optimizer, n_updates, base)
         except ValueError as error:
             refusal = str(error)
         refusals: list[Any] = [None] * dist.get_world_size()

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from dtmega.checkpoint.base import Base
 from dtmega.checkpoint.reader import Checkpoint
 
 
-def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def tensors_of(
+    stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, base: Base | None = None
+) -> dict[str, Tensor]:
     """The tensors to save: `model/NAME`, and `optimizer/KEY/NAME` for each tensor in a parameter's optimizer state.
 
     Frozen parameters have no optimizer state. The number of updates is the same for all parameters, and is saved once,
@@ -19,7 +22,10 @@ def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -
     Args:
         stored: parameters and buffers as this rank holds them, by name.
         optimizer: optimizer of the trained parameters.
+        base: base that holds the frozen parameters; None if the checkpoint holds all of them.
     """
+    elsewhere = base.digests if base else {}
+    stored = {n: p for n, p in stored.items() if n not in elsewhere}
     trained = {n: p for n, p in stored.items() if p.requires_grad}
     # If FSDP has left a module gathered, `stored` holds whole parameters instead of the optimizer's parameters.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
@@ -36,6 +42,7 @@ def targets_of(
     stored: Iterable[tuple[str, Tensor]],
     optimizer: torch.optim.Optimizer,
     n_updates: int,
+    base: Base | None = None,
 ) -> dict[str, list[Tensor]]:
     """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
 
@@ -46,15 +53,21 @@ def targets_of(
         stored: names and parameters of this rank; a name may appear twice.
         optimizer: optimizer of these parameters.
         n_updates: number of weight updates so far.
+        base: base that holds the tensors that the checkpoint leaves out; None if it leaves out none.
 
     Raises:
         ValueError: the checkpoint lacks a tensor, or holds a tensor in a different shape.
     """
+    elsewhere = base.digests if base else {}
     saved = checkpoint.manifest.tensors
     kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}
     optimizer.state.clear()
     for n, p in stored:
+        if n in elsewhere:
+            if p.requires_grad:
+                raise ValueError(_trained_now(checkpoint, n))
+            continue
         targets.setdefault(f"model/{n}", []).append(p.detach())
         moments = {kind: torch.zeros_like(p) for kind in kinds if p.requires_grad}
         for kind, moment in moments.items():
@@ -66,10 +79,7 @@ def targets_of(
     for n, copies in targets.items():
         parameter = n.split("/")[-1]
         if n not in saved and n != f"model/{parameter}" and f"model/{parameter}" in saved:
-            raise ValueError(
-                f"{checkpoint.path} has no moments of '{parameter}', which was frozen then and is trained now: freeze "
-                f"it, or start a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
-            )
+            raise ValueError(_trained_now(checkpoint, parameter))
         if n not in saved:
             raise ValueError(f"{checkpoint.path} is of another model: it has no '{n}' ([model])")
         if saved[n].shape != tuple(copies[0].shape):
@@ -78,3 +88,11 @@ def targets_of(
                 f"{list(copies[0].shape)} here ([model])"
             )
     return targets
+
+
+def _trained_now(checkpoint: Checkpoint, name: str) -> str:
+    """The error message about a parameter that was frozen when the checkpoint was saved."""
+    return (
+        f"{checkpoint.path} has no moments of '{name}', which was frozen then and is trained now: freeze it, or start a "
+        f"new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
+    )

@@ -26,15 +26,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtmega import config, families, mesh
+from dtmega.checkpoint import starting
+from dtmega.checkpoint.base import Base, location
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
+from dtmega.formats.sources import Source
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
 from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
+from dtmega.models.lora import draw_adapters, is_adapter, transposed_layers
 from dtmega.models.model import Model
 from dtmega.ops import cost, optim, ranges, softmax
 from dtmega.ops.context_parallel import ContextParallel
@@ -96,6 +100,27 @@ class ShardedModel:
         """
         for stage in self.stages.values():
             init_weights(stage, seed)
+
+    def load_beside(
+        self, source: Source, cfg: config.Config, was: Base | None, with_heartbeats: Callable[[Any], Any]
+    ) -> Base | None:
+        """Load the weights beside the checkpoint, and draw the adapters of a new run (`checkpoint/starting.py`).
+
+        Returns:
+            The base of the run; None if its checkpoints hold all weights.
+        """
+        stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
+        counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
+        group = self.world.groups["shards"]
+        digests = starting.load_beside(source, with_heartbeats(stored), counted, group, cfg.model, was)
+        path = location(cfg.model, source)
+        if was is not None:
+            return was._replace(path=path)
+        for stage in self.stages.values():
+            draw_adapters(stage, cfg.run.seed)
+        with torch.device("meta"):
+            transposed = transposed_layers(families.build(cfg))
+        return Base(path, digests, transposed) if digests else None
 
     def forward_backward(
         self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
@@ -207,9 +232,14 @@ class ShardedModel:
 
         AdamW would skip a parameter without a gradient. Then the parameter's decay and moments would depend on which
         tokens and layers a rank has. Frozen parameters stay without a gradient.
+
+        Raises:
+            RuntimeError: an adapter has no gradient, because nothing calls its linear layer.
         """
-        for _, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
+                if is_adapter(name):
+                    raise RuntimeError(f"no gradient has come to '{name}', so that it would not learn ([lora] targets)")
                 parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
@@ -530,11 +560,10 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
         )
     family.check(cfg, sizes)
-    if cfg.train.freeze:
+    if cfg.train.freeze or cfg.lora.rank or cfg.optim.lr_factors:
         with torch.device("meta"):
-            families.build(cfg)
-    if cfg.optim.lr_factors:
-        optim.check_factors(cfg.optim, families.shapes(cfg.model))
+            whole = families.build(cfg)
+        optim.check_factors(cfg.optim, [whole.full_name(name) for name, _ in whole.named_parameters()])
 
 
 def check_pipeline(

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from dtmega import config, families, mesh
-from dtmega.checkpoint import changes, found, resume
+from dtmega.checkpoint import changes, found, resume, starting
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import START, Progress, State
-from dtmega.checkpoint.weights import load_weights
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import Text, open_text, repetition_notes
@@ -76,7 +75,7 @@ class Origin(NamedTuple):
 
     Attributes:
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        init: weights that a new run starts with; None if the run draws its weights or resumes.
+        init: weights that a new run starts with, or that a resumed run's checkpoint leaves out; None if there are none.
         damage: messages about damaged checkpoints, one line each.
     """
 
@@ -188,7 +187,7 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
         if startup.rank == 0:
             # Rank 0 chooses the dtype for all ranks, because their processors may differ.
             step.send = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
-        init = None if candidates else families.of(settings.cfg.model).weights(settings.cfg.model)
+        init = starting.weights_beside(settings.cfg, candidates, families.of(settings.cfg.model).weights)
         step.must_match = found.manifest_digests([*candidates, init])
     dtype = step.received
     settings = settings._replace(
@@ -232,7 +231,7 @@ def fill(
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(origin.candidates, model.stored_tensors(), optimizer, origin.damage, startup)
         if origin.init is not None:
-            load_weights(origin.init, startup.with_heartbeats(model.stored_tensors()), cfg.model.vocab_size)
+            checkpoints.base = model.load_beside(origin.init, cfg, loaded and loaded.base, startup.with_heartbeats)
         elif loaded is None:
             model.draw(cfg.run.seed)
         compiled = compiling(cfg, settings.device)

@@ -126,7 +126,7 @@ class Transformers:
 
     def weights(self, model: config.Model) -> Source | None:
         if model.init_from and not is_hf_folder(model.init_from):
-            return open_checkpoint_weights(model, self.digest(model))
+            return open_checkpoint_weights(model, self.weights, self.digest(model))
         if not model.init_from and not has_weights(model.directory):
             return None
         key = "init_from" if model.init_from else "path"
