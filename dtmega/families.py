@@ -6,7 +6,7 @@ in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,10 +23,9 @@ from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
-from dtmega.formats.whole import as_ours, as_theirs, closest
-from dtmega.interop.hf.files import config_json, ours
+from dtmega.formats.whole import as_ours, as_theirs
 from dtmega.interop.hf.files import export as hf_export
-from dtmega.interop.hf.files.tensors import TensorFiles
+from dtmega.interop.hf.files import ours
 from dtmega.interop.hf.names import bert as bert_names
 from dtmega.interop.hf.names import bloom as bloom_names
 from dtmega.interop.hf.names import gpt as gpt_names
@@ -36,7 +35,7 @@ from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, llama, lora, t5, trainable
+from dtmega.models import bert, bloom, count, gpt, llama, lora, lora_proof, t5, trainable
 from dtmega.models.family import Family, check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
@@ -89,6 +88,10 @@ class BuiltInFamily:
 
     def build(self, model: config.Model) -> Model:
         return self.model(model)
+
+    def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
+        model = lora_proof.small_section(cfg.model, tp)  # pyright: ignore[reportArgumentType]
+        return cfg.model_copy(update={"model": model}), self.build(model)
 
     def pieces(self, whole: Model) -> list[Piece]:
         return count.pieces(whole)
@@ -292,68 +295,3 @@ def stored_buffers(model: config.Model) -> frozenset[str]:
     with torch.device("meta"):
         built = of(model).build(model)
     return frozenset(built.full_name(name) for name, _ in built.stored_buffers())
-
-
-def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.Model]:
-    """Open a directory saved by transformers, if its model belongs to a built-in family.
-
-    Args:
-        path: the directory, with config.json and safetensors.
-        model: the [model] section that config.json must agree with; None to make the section from config.json.
-
-    Returns:
-        The weights, keyed by our names, and the [model] section.
-
-    Raises:
-        ValueError: the model belongs to no built-in family, or config.json does not agree with the section.
-    """
-    if model is None:
-        file = f"{path}/{config_json.NAME}"
-        theirs = config_json.read_plain(path)
-        known = {}
-        for family_name, family in FAMILIES.items():
-            for form in family.formats.get("hf", ()):
-                known[form.kind] = family_name, form
-        kind = theirs["model_type"]
-        if kind not in known:
-            raise ValueError(
-                f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(known))} ([model] name); a "
-                f"model of transformers needs no conversion: name = 'hf' with path = '{path}' trains it as it is"
-            )
-        name, form = known[kind]
-        model = config.model_section({"name": name, **form.section(theirs, file, TensorFiles(path))}, str(path))
-    return of(model).folder(path, model), model
-
-
-def section_of(
-    program: str,
-    names: Collection[str],
-    theirs: Mapping[str, Any],
-    where: str,
-    expected: config.Model | None = None,
-) -> config.Model:
-    """The [model] section for a model that another program has stored.
-
-    Args:
-        program: a key of `Family.formats`.
-        names: names of the stored tensors, used to recognise the family.
-        theirs: configuration stored with the tensors.
-        where: path of the tensors, for messages.
-        expected: section that the configuration must agree with; None to make the section from the configuration.
-
-    Raises:
-        ValueError: the model belongs to no family, or the configuration does not agree with `expected`.
-    """
-    if expected is not None:
-        family = of(expected)
-        if not isinstance(family, BuiltInFamily):
-            raise ValueError(f"{where}: {program} has no model of name = '{expected.name}' (--config)")
-        family.form(expected, program).check(theirs, where, expected)
-        return expected
-    forms = {}
-    for family_name, family in FAMILIES.items():
-        of_program = family.formats.get(program)
-        if of_program:
-            forms[family_name] = of_program[0]
-    name = closest(names, forms)
-    return config.model_section({"name": name, **forms[name].section(theirs, where)}, where)

@@ -93,6 +93,6 @@ def targets_of(
 def _trained_now(checkpoint: Checkpoint, name: str) -> str:
     """The error message about a parameter that was frozen when the checkpoint was saved."""
     return (
-        f"{checkpoint.path} has no moments of '{name}', which was frozen then and is trained now: freeze it, or start a "
-        f"new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
+        f"{checkpoint.path} has no moments of '{name}', which was frozen then and is trained now: freeze it, or start "
+        f"a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
     )

@@ -124,9 +124,7 @@ class Config(Section):
                 "([batch] micro_batch_size, [run] exact)"
             )
         if self.lora.rank and self.train.freeze:
-            raise ValueError(
-                "adapters freeze all other weights already: expected freeze=[] ([train] freeze, [lora] rank)"
-            )
+            raise ValueError("adapters freeze all other weights: expected freeze=[] ([train] freeze, [lora] rank)")
         if self.lora.base != "float32" and self.precision.params != self.lora.base:
             raise ValueError(
                 f"frozen weights in bfloat16 would be rounded: expected params='bfloat16' or base='float32', got "

@@ -356,9 +356,7 @@ class Optim(Section):
 class Lora(Section):
     """[lora]: low-rank adapters, which are trained instead of the weights (docs/fine-tuning.md)."""
 
-    rank: int = key(
-        0, "r: width of an adapter between its two matrices; 0 = no adapters, all weights are trained", ge=0
-    )
+    rank: int = key(0, "r: rank of an adapter, the width between its matrices; 0 = all weights are trained", ge=0)
     alpha: float = key(16.0, "an adapter's result is multiplied by alpha / rank", gt=0)
     dropout: float = key(0.0, "dropout on an adapter's input; only 0", ge=0)
     targets: str | list[str] = key(

@@ -301,9 +301,7 @@ LORA = (
     Synonym("lora.alpha", "lora_alpha"),
     Synonym("lora.dropout", "lora_dropout", "only 0"),
     Synonym("lora.targets", "lora_target_modules target_modules lora_target lora_target_linear", "patterns of names"),
-    Synonym(
-        "train.freeze", "unfrozen_parameters freeze_layers frozen_parameters trainable_parameters", "patterns of names"
-    ),
+    Synonym("train.freeze", "unfrozen_parameters freeze_layers frozen_parameters", "patterns of names"),
 )
 
 EVAL = (

@@ -94,6 +94,10 @@ class Family(Protocol):
         """Build the whole model on the default device, which may be meta. The parameters have no values yet."""
         ...
 
+    def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
+        """Build a small model on the default device that tp cuts like the configured one. Also return its config."""
+        ...
+
     def pieces(self, whole: Model) -> list[Piece]:
         """The pieces of a whole model in the pipeline's order, each with its costs."""
         ...

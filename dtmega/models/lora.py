@@ -143,7 +143,7 @@ def _why_none(model: Model, known: dict[str, Linear], pattern: str) -> str:
             return f"'{pattern}' matches {name}, a {kind}: expected linear layers inside the blocks"
     if not known:
         return f"no linear layer has a name like '{pattern}': {type(model).__name__} has none inside its blocks"
-    first, last = list(known)[0], list(known)[-1]
+    first, *_, last = *known, *known
     return f"no linear layer has a name like '{pattern}'; there are '{first}' to '{last}'"
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from dtmega import config, families, mesh
 from dtmega.checkpoint import starting
 from dtmega.checkpoint.base import Base, location
 from dtmega.data.objectives.objective import Objective
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
 from dtmega.formats.sources import Source
@@ -37,10 +39,11 @@ from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
+from dtmega.models import lora_proof
 from dtmega.models.initial import init_weights
-from dtmega.models.lora import draw_adapters, is_adapter, transposed_layers
+from dtmega.models.lora import attach, draw_adapters, is_adapter, targets, transposed_layers
 from dtmega.models.model import Model
-from dtmega.ops import cost, optim, ranges, softmax
+from dtmega.ops import cost, host, optim, ranges, softmax
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
@@ -345,6 +348,8 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     """Build this rank's part of the configured model. The parameter values are loaded or drawn later."""
     with torch.device("meta"):
         whole = families.build(cfg)
+    if cfg.lora.rank and not host.must_skip("that every adapter learns is verified at the start of a run, not here"):
+        _prove_adapters(cfg, world, whole)
     cut = None
     stages = {0: whole}
     if world.sizes["pp"] > 1:
@@ -376,6 +381,27 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
             sums |= {number: ShardSums(stage) for number, stage in stages.items()}
         model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device, sums)
     return model
+
+
+def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
+    """Raise a ValueError if a small clone, cut over tp like the model, has adapters that do not learn."""
+    family, tp = families.of(cfg.model), world.tp.size()
+    lora = cfg.lora.model_copy(update={"targets": lora_proof.everywhere(targets(whole, cfg.lora.targets))})
+    length = {"seq_len": 8 * tp, "decoder_seq_len": 8 * tp}
+    with torch.device("meta"):
+        small, clone = family.clone(cfg.model_copy(update={"data": cfg.data.model_copy(update=length)}), tp)
+        attach(clone, lora.model_copy(update={"base": "float32"}))
+    alone = dataclasses.replace(world, sizes={**world.sizes, "cp": 1})
+    family.cut(small, clone, alone)
+    if multiplies_on_amx(cfg, world):
+        multiply_on_amx(clone)
+    family.allocate(small, clone, alone, world.device)
+    _move_buffers(clone, world.device)
+    rows = families.objective(cfg).blank(small.data, 2)
+    text = lora_proof.blank_to_text(rows, small.model.vocab_size, IGNORED)
+    missing = lora_proof.unlearning(clone, {name: row.to(world.device) for name, row in text.items()})
+    if missing:
+        raise ValueError(lora_proof.refusal(missing))
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
@@ -458,7 +484,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
     # compile, block by block, so that one compiled graph serves all blocks. On a CPU with AMX tiles, first give the
     # linear layers faster bfloat16 matrix products.
-    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES and not cfg.run.exact:
+    if multiplies_on_amx(cfg, world):
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
         # torch warns about every region whose policy chooses the tensors to keep, because in-place operations might
@@ -481,6 +507,12 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
+
+
+def multiplies_on_amx(cfg: config.Config, world: World) -> bool:
+    """True if linear layers get faster bfloat16 products."""
+    on_cpu = world.device.type == "cpu" and features.HAS_TILES
+    return keeps_masters(cfg, world.sizes) and on_cpu and not cfg.run.exact
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dtmega import config, families
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights, is_hf_folder
-from dtmega.cli.convert import card
+from dtmega.cli.convert import card, recognise
 from dtmega.cli.convert.card import Row
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
@@ -54,7 +54,7 @@ class ConversionSource(NamedTuple):
 def _from_hf(name: str, args: argparse.Namespace) -> ConversionSource:
     path = Path(name)
     configured = _model(args.config) if args.config else None
-    weights, model = families.open_folder(path, configured)
+    weights, model = recognise.open_folder(path, configured)
     tokenizer = path / "tokenizer.json"
     return ConversionSource(name, weights, model, str(tokenizer) if tokenizer.exists() else "", directory=path)
 
@@ -96,7 +96,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     padded = vocabulary.with_padded_vocabulary(contents, configured)
     their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:
-        padded = families.section_of(contents.program, contents.weights.tensors, their_args, where, padded)
+        padded = recognise.section_of(contents.program, contents.weights.tensors, their_args, where, padded)
     check_stored(padded, contents.weights, where)
     n_ids = configured.vocab_size if configured else args.vocab_size
     if args.tokenizer and not n_ids:

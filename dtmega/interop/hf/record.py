@@ -27,6 +27,7 @@ from dtmega.interop.hf.files.write import widest
 from dtmega.interop.hf.model import HF
 from dtmega.interop.hf.tp.load import materialize, open_folder
 from dtmega.interop.hf.tp.parallel import cut_stage, plan_for
+from dtmega.interop.hf.tp.tiny import VOCAB, tiny_config
 from dtmega.mesh import World
 from dtmega.models import count
 from dtmega.models.family import check_units, hidden_state
@@ -66,6 +67,11 @@ class Transformers:
 
     def build(self, model: config.Model) -> Model:
         return HF(model)
+
+    def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
+        small = HF(cfg.model, tiny_config(read_config(cfg.model.directory), tp))
+        model = cfg.model.model_copy(update={"vocab_size": VOCAB})
+        return cfg.model_copy(update={"model": model}), small
 
     def pieces(self, whole: Model) -> list[Piece]:
         return count.pieces(whole)
@@ -113,7 +119,7 @@ class Transformers:
             kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
                 context_proof.prove(stage.hf, ranks, world.device)
-        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
+        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=stage.is_clone)
         return []
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
