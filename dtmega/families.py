@@ -6,7 +6,7 @@ in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs
 from dtmega.interop.hf.files import export as hf_export
 from dtmega.interop.hf.files import ours
+from dtmega.interop.hf.files.peft import TheirLayers, layers_of
 from dtmega.interop.hf.names import bert as bert_names
 from dtmega.interop.hf.names import bloom as bloom_names
 from dtmega.interop.hf.names import gpt as gpt_names
@@ -155,6 +156,9 @@ class BuiltInFamily:
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         plain_config, theirs = self.as_stored("hf", source, model)
         hf_export.export(theirs, folder, plain_config, None, tokenizer, **options)
+
+    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[TheirLayers, list[str]]:
+        return layers_of(self.form(model, "hf"), model, self.model, layers)
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         return as_ours(source, self.form(model, program), model, self.model, where)

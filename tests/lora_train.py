@@ -24,7 +24,7 @@ from dtmega.mesh import World
 from dtmega.models.lora import is_adapter
 from dtmega.ops import optim
 from dtmega.ops.optim import Spikes
-from dtmega.ops.shards import boxes
+from dtmega.ops.shards import boxes, local
 from dtmega.training.parallelize import ShardedModel, parallelize
 from dtmega.training.step import train_step
 from tests import hf_models, hf_train
@@ -150,4 +150,17 @@ def numbers(world: World, keys: dict[str, Any], directories: dict[Asked, str], p
             "adapters": hf_train.errors(adapters, expected[asked]["adapters"]),
             "digests": base.digests,
         }
+    return found
+
+
+def rounded(world: World, keys: dict[str, Any], where: str, asked: Asked) -> dict[str, Any]:
+    """Losses in bfloat16 with the base in either dtype, and the bytes of the frozen parameters."""
+    found: dict[str, Any] = {}
+    for base in ("float32", "bfloat16"):
+        cfg = configured(where, keys, asked, lora={"base": base}, precision={"params": "bfloat16"})
+        model, _ = ready(cfg, world)
+        put_initial(model)
+        losses = steps(cfg, world, model)
+        frozen = sum(local(p).nbytes for _, p in model.named_parameters() if not p.requires_grad)
+        found[base] = {"losses": losses, "bytes": frozen}
     return found

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
+from dtmega.__main__ import main as command
 from dtmega.checkpoint.resume import open_checkpoint, state_of
-from tests.layouts import DEBUG, FAMILIES, PAIRS, write_text
+from dtmega.distributed.agreement import Startup
+from dtmega.inference.trained import open_trained
+from tests.layouts import FAMILIES, PAIRS, write_text
 from tests.resumed import Record, Training, train_all
 
 FEW = {"train.steps": 10, "checkpoint.interval": 4, "checkpoint.keep": 9, "eval.interval": 0, "train.drift_interval": 5}
@@ -82,3 +89,107 @@ def test_a_checkpoint_holds_the_adapters_and_their_moments_alone_and_the_digest_
         bases.append(state_of(checkpoint).base)
     assert all(base == bases[0] for base in bases)
     assert bases[0].path == open_checkpoint(str(records()["base"])).path
+
+
+def convert(*words: str) -> int:
+    return command(["convert", *words])
+
+
+def by_hand(base: str, folder: Path) -> Any:
+    """transformers' model of a directory with the adapters of a folder for peft, as its files are documented."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    scale = settings["lora_alpha"] / settings["r"]
+    adapted = [
+        name for name, _ in model.named_modules() if any(name.endswith(f".{end}") for end in settings["target_modules"])
+    ]
+    assert {f"base_model.model.{name}.lora_{x}.weight" for name in adapted for x in "AB"} == tensors.keys()
+    for name in adapted:
+        a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+        update = scale * b @ a
+        with torch.no_grad():
+            model.get_submodule(name).weight.add_(update.t() if settings["fan_in_fan_out"] else update)
+    return model.eval()
+
+
+@functools.cache
+def exported() -> dict[str, Path]:
+    """The base and each run with adapters, as directories of transformers and as folders for peft."""
+    found: dict[str, Path] = {"base": folder() / "hf base"}
+    assert convert("--from", "dtmega", str(records()["base"]), "--to", "hf", str(found["base"])) == 0
+    for name in ("1", "tp 2", "pp 2", "three layouts"):
+        for kind, more in (("peft", []), ("merged", ["--merge"])):
+            target = found[f"{name}, {kind}"] = folder() / f"{kind} {name}"
+            assert convert("--from", "dtmega", str(records()[name]), "--to", "hf", str(target), *more) == 0
+    return found
+
+
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.randint(0, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", ["1", "tp 2", "pp 2", "three layouts"])
+def test_adapters_for_peft_and_the_merged_directory_give_the_same_logits(name: str):
+    with_adapters = logits(by_hand(str(exported()["base"]), exported()[f"{name}, peft"]))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported()[f"{name}, merged"], dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(exported()["base"], dtype=torch.float32)
+    assert (with_adapters - logits(base.eval())).abs().max() > 0.01
+    assert (with_adapters - logits(merged.eval())).abs().max() <= 1e-6
+
+
+# peft asks transformers 5 for what is called otherwise there.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_itself_loads_the_adapters_of_each_layout():
+    peft = pytest.importorskip("peft")
+    for name in ("1", "tp 2", "pp 2", "three layouts"):
+        base = transformers.AutoModelForCausalLM.from_pretrained(exported()["base"], dtype=torch.float32)
+        theirs = peft.PeftModel.from_pretrained(base, str(exported()[f"{name}, peft"])).eval()
+        ours = by_hand(str(exported()["base"]), exported()[f"{name}, peft"])
+        assert (logits(theirs) - logits(ours)).abs().max() <= 1e-6
+
+
+def test_a_run_with_adapters_is_read_for_inference_with_them_merged():
+    trained = open_trained(str(records()["tp 2"]), None, {}, Startup())
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported()["tp 2, merged"], dtype=torch.float32)
+    assert (logits(lambda tokens: SimpleNamespace(logits=trained.model(tokens))) - logits(merged)).abs().max() <= 1e-5
+
+
+@functools.cache
+def ends() -> dict[str, str]:
+    """The ends of runs that were to go on with another base, or to begin without one, by the names of their folders."""
+    text = write_text(folder() / "data")
+    lora = KEYS | text | LORA
+    base = {"model.init_from": str(records()["base"])}
+    moved, other = folder() / "moved", folder() / "other"
+    shutil.copytree(exported()["base"], moved)
+    trainings = [
+        Training(1, KEYS | text | {"train.steps": 1, "run.seed": 5, "checkpoint.interval": 0}, other),
+        Training(1, lora, folder() / "drawn", code=2),
+        Training(1, KEYS | text | {"train.freeze": ["embed*"]}, folder() / "drawn, frozen", code=2),
+    ]
+    for name, path, code in (("moved base", moved, 0), ("other base", other, 2), ("no base", folder() / "nowhere", 2)):
+        shutil.copytree(records()["1"], folder() / name)
+        keys = lora | base | {"train.steps": 11, "lora.base_path": str(path)}
+        trainings.append(Training(1, keys, folder() / name, code=code))
+    train_all(trainings)
+    return {t.folder.name: json.loads((t.folder / "exit.json").read_text())["reason"] for t in trainings}
+
+
+def test_a_run_goes_on_with_its_base_elsewhere_and_in_another_form():
+    assert Record(folder() / "moved base").steps.keys() == set(range(1, 12)) if ends() else False
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other base", "is not the base of this run: 39 of 39 tensors differ"),
+        ("no base", "the base of this run cannot be read"),
+        ("drawn", "expected weights to start from, got none"),
+        ("drawn, frozen", "expected weights to start from, got none"),
+    ],
+)
+def test_another_a_missing_and_a_drawn_base_are_refused(name: str, words: str):
+    assert words in ends()[name]

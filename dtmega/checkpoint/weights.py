@@ -50,6 +50,9 @@ class Merged:
         base: weights of the base.
         path: path of the base.
         vocab: value of [model] vocab_size.
+
+    Attributes:
+        layers: names of the layers with adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Source, path: str, vocab: int) -> None:
@@ -60,6 +63,8 @@ class Merged:
         lora = config.Lora.model_validate(state.config.get("lora", {}))
         self._scale = lora.alpha / lora.rank if lora.rank else 0.0
         self._stored = Weights(checkpoint)
+        endings = [name for name in self._stored.tensors if name.endswith(".lora_a")]
+        self.layers = tuple(name.removesuffix(".lora_a") for name in endings)
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (dtype, shape) in base.tensors.items():
             if name in self._stored.tensors:

@@ -297,7 +297,7 @@ TRAIN = (
 )
 
 LORA = (
-    Synonym("lora.rank", "lora_r lora_rank lora.r adapter use_peft lora_dim", "low-rank adapters"),
+    Synonym("lora.rank", "lora_r lora_rank lora.r adapter use_peft lora_dim"),
     Synonym("lora.alpha", "lora_alpha"),
     Synonym("lora.dropout", "lora_dropout", "only 0"),
     Synonym("lora.targets", "lora_target_modules target_modules lora_target lora_target_linear", "patterns of names"),
@@ -467,6 +467,7 @@ SYNONYMS = (
     *BATCH,
     *OPTIM,
     *TRAIN,
+    *LORA,
     *EVAL,
     *LOG,
     *CHECKPOINT,

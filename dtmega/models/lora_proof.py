@@ -88,19 +88,19 @@ def _draw(clone: Model) -> None:
     draw_adapters(clone, SEED)
 
 
-def blank_to_text(rows: dict[str, Tensor], vocab: int, ignored: int) -> dict[str, Tensor]:
+def blank_to_text(rows: dict[str, Tensor], vocab: int) -> dict[str, Tensor]:
     """A microbatch whose tokens and labels are drawn, the same ones on every rank.
+
+    Every token has a label, because a rank whose tokens have none would have no gradient.
 
     Args:
         rows: rows without text, as `Objective.blank` makes them.
         vocab: size of the vocabulary.
-        ignored: label of a token without loss.
     """
     generator = torch.Generator().manual_seed(SEED)
     for name in ("tokens", "decoder_tokens", "labels"):
         if name in rows:
-            drawn = torch.randint(3, vocab, rows[name].shape, generator=generator)
-            rows[name] = torch.where(rows[name] == ignored, rows[name], drawn)
+            rows[name] = torch.randint(3, vocab, rows[name].shape, generator=generator)
     return rows
 
 

@@ -30,7 +30,6 @@ from dtmega import config, families, mesh
 from dtmega.checkpoint import starting
 from dtmega.checkpoint.base import Base, location
 from dtmega.data.objectives.objective import Objective
-from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
 from dtmega.formats.sources import Source
@@ -398,7 +397,7 @@ def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
     family.allocate(small, clone, alone, world.device)
     _move_buffers(clone, world.device)
     rows = families.objective(cfg).blank(small.data, 2)
-    text = lora_proof.blank_to_text(rows, small.model.vocab_size, IGNORED)
+    text = lora_proof.blank_to_text(rows, small.model.vocab_size)
     missing = lora_proof.unlearning(clone, {name: row.to(world.device) for name, row in text.items()})
     if missing:
         raise ValueError(lora_proof.refusal(missing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,6 +22,7 @@ from dtmega.interop.hf import context_proof, resolve
 from dtmega.interop.hf.directory import initial_values, read_config
 from dtmega.interop.hf.families import KNOWN, OVER_CP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
+from dtmega.interop.hf.files.peft import TheirLayer, TheirLayers
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
 from dtmega.interop.hf.model import HF
@@ -144,6 +145,11 @@ class Transformers:
 
     def folder(self, path: Path, model: config.Model) -> Source:
         raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
+
+    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[TheirLayers, list[str]]:
+        with torch.device("meta"):
+            modules = [name for name, module in HF(model).hf.named_modules() if hasattr(module, "weight")]
+        return {name: TheirLayer(name) for name in layers}, modules
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
