@@ -269,11 +269,10 @@ def build(cfg: config.Config) -> Model:
     return whole
 
 
-def notes(cfg: config.Config) -> list[str]:
-    """Lines that a starting run prints about its model."""
+def elements(cfg: config.Config) -> trainable.Elements:
+    """The numbers of elements of the trained and of the frozen parameters of the whole model."""
     with torch.device("meta"):
-        whole = build(cfg)
-    return [*of(cfg.model).notes(cfg.model), *trainable.notes(whole)]
+        return trainable.elements(build(cfg).parameters())
 
 
 def pieces(model: config.Model) -> list[Piece]:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.distributed.agreement import Startup
@@ -193,3 +194,36 @@ def test_a_run_goes_on_with_its_base_elsewhere_and_in_another_form():
 )
 def test_another_a_missing_and_a_drawn_base_are_refused(name: str, words: str):
     assert words in ends()[name]
+
+
+def test_inspect_and_the_report_tell_rank_targets_and_what_is_trained_and_frozen(capsys, tmp_path: Path):
+    run, n_frozen = records()["tp 2"], sum(t.numel() for t in record("base").final.values())
+    n_trained = sum(t.numel() for t in record("tp 2").final.values())
+    assert command(["inspect", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert f"{n_trained:,} parameters in 56 tensors" in told
+    assert f"{n_frozen:,} frozen parameters in 39 tensors, not in the checkpoint" in told
+    assert "adapters    rank 3, alpha 6.0, on linears" in told
+    assert f"trained: {n_trained:,} parameters; frozen: {n_frozen:,}" in (run / "stdout-0").read_text()
+    assert command(["report", str(run), "--output", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "adapters of rank 3, alpha 6.0, on linears" in page
+    assert f"{n_trained / 1e3:.1f}" in page
+
+
+@pytest.mark.parametrize("target", ["megatron", "dtmega"])
+def test_weights_for_other_formats_are_written_only_with_adapters_merged(target: str, tmp_path: Path, capsys):
+    where = ("--from", "dtmega", str(records()["1"]), "--to", target, str(tmp_path / "out"))
+    assert convert(*where) == 2
+    assert "expected --merge" in capsys.readouterr().err
+    assert convert(*where, "--merge") == 0
+
+
+def test_merged_weights_are_the_start_of_another_run_that_trains_everything(tmp_path: Path):
+    source = families.of(config.Llama()).weights
+    merged = load_file(exported()["1, merged"] / "model.safetensors")
+    model = config.model_section(state_of(open_checkpoint(str(records()["1"]))).config["model"], "test")
+    weights = source(model.model_copy(update={"init_from": str(records()["1"])}))
+    assert weights is not None
+    theirs = merged["model.layers.0.self_attn.q_proj.weight"]
+    assert (weights.read("layers.0.attn.q.weight") - theirs).abs().max() <= 1e-7

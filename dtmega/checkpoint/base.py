@@ -36,11 +36,13 @@ class Base(NamedTuple):
         path: directory or checkpoint of the base.
         digests: digest of each tensor that the run's checkpoints do not hold, by name.
         transposed: names of the layers with adapters whose weights are stored as [in, out].
+        elements: number of elements of these tensors.
     """
 
     path: str
     digests: dict[str, str]
     transposed: tuple[str, ...] = ()
+    elements: int = 0
 
     def check(self, digests: Mapping[str, str], where: str) -> None:
         """Refuse another base.

@@ -22,6 +22,11 @@ class Elements(NamedTuple):
     trained: int
     frozen: int
 
+    @property
+    def notes(self) -> list[str]:
+        """The line that a run and a plan print about frozen parameters; [] if there are none."""
+        return [f"trained: {self.trained:,} parameters; frozen: {self.frozen:,}"] if self.frozen else []
+
 
 def freeze(model: Model, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names in checkpoints match a pattern, in place. Call this function on a whole model.
@@ -53,9 +58,3 @@ def elements(parameters: Iterable[nn.Parameter]) -> Elements:
     for parameter in parameters:
         counts[parameter.requires_grad] += parameter.numel()
     return Elements(counts[True], counts[False])
-
-
-def notes(model: Model) -> list[str]:
-    """The line about trained and frozen parameters that a run prints when it starts; [] if all are trained."""
-    trained, frozen = elements(model.parameters())
-    return [f"trained: {trained:,} parameters; frozen: {frozen:,}"] if frozen else []

@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -122,7 +123,8 @@ class ShardedModel:
             draw_adapters(stage, cfg.run.seed)
         with torch.device("meta"):
             transposed = transposed_layers(families.build(cfg))
-        return Base(path, digests, transposed) if digests else None
+        elements = sum(math.prod(source.tensors[name][1]) for name in digests)
+        return Base(path, digests, transposed, elements) if digests else None
 
     def forward_backward(
         self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None

@@ -28,7 +28,7 @@ from dtmega.distributed.watchdog import Watch
 from dtmega.files import atomic, console
 from dtmega.formats.sources import Source
 from dtmega.mesh import World
-from dtmega.ops import cost, optim
+from dtmega.ops import optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.training import accumulation, exact, history, out_of_memory, rank_log, trackers
@@ -254,7 +254,7 @@ def write_files(
         at: progress of the run at this start.
         end: configured end of the run.
     """
-    cfg, saved_cfg = settings.cfg, settings.saved_cfg
+    cfg, saved_cfg, elements = settings.cfg, settings.saved_cfg, families.elements(settings.cfg)
     resume.set_aside_newer(cfg, at.step)
     # A run resumed from a named checkpoint deletes no other checkpoints: a later attempt may resume from one of them.
     if loaded and cfg.checkpoint.resume == "auto":
@@ -267,7 +267,8 @@ def write_files(
         config=saved_cfg.model_dump(),
         layout={"processes": world.size, **world.sizes},
         device=settings.device,
-        parameters=cost.n_parameters(settings.pieces),
+        parameters=sum(elements),
+        frozen=elements.frozen,
         steps=end.steps,
     )
 
@@ -310,7 +311,7 @@ def announcement(
     samples = text.samples("train")
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
-    lines += families.notes(cfg)
+    lines += [*families.of(cfg.model).notes(cfg.model), *families.elements(cfg).notes]
     if cfg.run.exact:
         lines.append(
             "sums are exact: equal bits on every data layout and pipeline, one thread per process ([run] exact)"
