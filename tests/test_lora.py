@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
+from dtmega.checkpoint.base import Digesting
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.weights import Weights
 from dtmega.distributed.agreement import Startup
 from dtmega.inference.trained import open_trained
-from tests.layouts import FAMILIES, PAIRS, write_text
+from tests.layouts import FAMILIES, PAIRS, tensors, write_text
 from tests.resumed import Record, Training, train_all
 
 FEW = {"train.steps": 10, "checkpoint.interval": 4, "checkpoint.keep": 9, "eval.interval": 0, "train.drift_interval": 5}
@@ -40,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
 }
 FEW_LAYOUTS = ("1", "HSDP 2 x 2")
+FROZEN, LATER = ["embed.*", "layers.0.*"], ["layers.1.mlp.*"]
 EXPORTED = ("1", "three layouts", "HSDP 2 x 2")
 COMPARED = [
     "three layouts",
@@ -73,11 +76,23 @@ def on_three_layouts() -> list[Training]:
     return trainings
 
 
+def with_frozen_weights() -> list[Training]:
+    """A run whose first stage of a pipeline is all frozen, on one process, and on three layouts, with more at last."""
+    frozen = keys() | {"model.init_from": str(folder() / "base"), "train.freeze": FROZEN}
+    alone = Training(1, frozen | {"train.exit_interval": 8}, folder() / "frozen, one process")
+    on_other_layouts = [
+        alone._replace(n=2, keys=frozen | {"mesh.dp_shard": 2, "train.exit_interval": 4}),
+        alone._replace(n=2, keys=frozen | {"mesh.pp": 2, "train.exit_interval": 4}),
+        alone._replace(keys=frozen | {"train.freeze": [*FROZEN, *LATER]}),
+    ]
+    return [alone, *(training._replace(folder=folder() / "frozen") for training in on_other_layouts)]
+
+
 @functools.cache
 def records() -> dict[str, Path]:
     """Folders of the runs that `make test` trains, by name, in one group."""
     base = Training(1, keys() | {"train.steps": 1, "checkpoint.interval": 0}, folder() / "base")
-    trainings = [base, *with_adapters(*FEW_LAYOUTS), *on_three_layouts()]
+    trainings = [base, *with_adapters(*FEW_LAYOUTS), *on_three_layouts(), *with_frozen_weights()]
     train_all(trainings)
     return {training.folder.name: training.folder for training in trainings}
 
@@ -108,6 +123,34 @@ def test_adapters_train_on_every_layout_as_on_one_process(name: str):
     assert worst(ours.final, truth.final) <= STEPPED
 
 
+def test_a_run_with_frozen_weights_trains_the_others_on_every_layout_as_on_one_process():
+    ours, truth = record("frozen"), record("frozen, one process")
+    losses = zip(ours.series("loss")[:8], truth.series("loss"), strict=True)
+    assert max(abs(a / b - 1) for a, b in losses) <= LOSS
+    assert worst(tensors(folder() / "frozen" / "checkpoints", 8), truth.final) <= STEPPED
+    assert all(name.startswith(("layers.1.", "norm.", "head.")) for name in truth.final)
+
+
+def test_what_is_frozen_later_stays_in_the_checkpoints_with_what_it_had_learned():
+    before, after = tensors(folder() / "frozen" / "checkpoints", 8), record("frozen").final
+    later = [name for name in before if name.startswith("layers.1.mlp.")]
+    assert len(later) == 3
+    for name in later:
+        assert torch.equal(before[name], after[name])
+        assert not torch.equal(before[name], record("base").final[name])
+    assert not torch.equal(before["norm.weight"], after["norm.weight"])
+    assert "changed since the checkpoint: train.freeze" in (folder() / "frozen" / "stdout-0").read_text()
+
+
+def test_a_run_with_frozen_weights_is_read_with_those_of_its_base():
+    run = records()["frozen"]
+    section = config.model_section(state_of(open_checkpoint(str(run))).config["model"], "test")
+    weights = families.of(section).weights(section.model_copy(update={"init_from": str(run)}))
+    assert weights is not None
+    assert torch.equal(weights.read("embed.weight"), record("base").final["embed.weight"])
+    assert torch.equal(weights.read("norm.weight"), record("frozen").final["norm.weight"])
+
+
 def test_a_checkpoint_holds_the_adapters_and_their_moments_alone_and_the_digest_of_the_base_on_any_layout():
     bases = []
     for name in (*FEW_LAYOUTS, "three layouts"):
@@ -119,6 +162,17 @@ def test_a_checkpoint_holds_the_adapters_and_their_moments_alone_and_the_digest_
         bases.append(state_of(checkpoint).base)
     assert all(base == bases[0] for base in bases)
     assert bases[0].path == open_checkpoint(str(records()["base"])).path
+
+
+@pytest.mark.full
+def test_the_digest_of_a_base_is_that_of_whole_tensors_on_every_layout():
+    source = Digesting(Weights(open_checkpoint(str(records()["base"]))), KEYS["model.vocab_size"])
+    for name in source.tensors:
+        source.read(name)
+    for name in LAYOUTS:
+        base = state_of(open_checkpoint(str(more_records()[name]))).base
+        assert base is not None
+        assert base.digests == source.digests([*source.tensors]), name
 
 
 def convert(*words: str) -> int:

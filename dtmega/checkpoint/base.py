@@ -88,7 +88,11 @@ class Digesting:
         counted = part
         if name in BY_TOKEN:
             counted = part[: max(0, self.vocab - starts[0])]
-        self._parts.setdefault(name, {})[starts] = part_digest(name, counted, starts)
+        digest = part_digest(name, counted, starts)
+        if part.shape == shape:
+            self._parts[name] = {starts: digest}
+        else:
+            self._parts.setdefault(name, {})[starts] = digest
         return part
 
     def digests(self, counted: Collection[str], group: dist.ProcessGroup | None = None) -> dict[str, str]:

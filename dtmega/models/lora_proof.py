@@ -68,8 +68,9 @@ def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
     missing: list[str] = []
     for ending in (B, A):
         clone.zero_grad()
-        sums = clone(**rows)
-        torch.stack([total for total in sums.values() if total.requires_grad]).sum().backward()
+        for total in clone(**rows).values():
+            if total.requires_grad:
+                total.backward(retain_graph=True)
         for name, parameter in adapters(clone):
             gradient = parameter.grad
             if name.endswith(ending) and (gradient is None or not bool(local(gradient).any())):
