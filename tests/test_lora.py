@@ -37,7 +37,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, {"mesh.tp": 2} | PAIRS),
     "tp 4, few heads": (4, {"mesh.tp": 4, "mesh.sequence_parallel": False} | PAIRS),
     "pp 2": (2, {"mesh.pp": 2}),
-    "pp 2, ZBV": (2, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}),
     "dp_shard 2": (2, {"mesh.dp_shard": 2}),
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
 }

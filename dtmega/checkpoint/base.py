@@ -126,7 +126,7 @@ def part_digest(name: str, part: Tensor, starts: tuple[int, ...]) -> int:
         return 0
     factors = [_factors(name, dim, starts[dim], size) for dim, size in enumerate(part.shape)]
     if not factors:
-        return _bits(part.view(1)).item() * int(_factors(name, 0, 0, 1).item()) % 2**64
+        return int(_bits(part.view(1)).item()) * int(_factors(name, 0, 0, 1).item()) % 2**64
     n_rows = max(1, AT_A_TIME // part[0].numel())
     total = 0
     for start in range(0, part.shape[0], n_rows):

@@ -2,6 +2,7 @@
 
     the layer is cut by     A                B                what is sent
     outputs (Column)        whole            cut by outputs   nothing more: A reads the gathered input
+    outputs, in parts       whole            whole            nothing more: a rank takes the rows of its outputs
     inputs (Row)            cut by inputs    whole            x A^T, r numbers for each token, is summed; then comes B
     nothing                 whole            whole            nothing
 
@@ -33,18 +34,18 @@ def placement(name: str, of_weight: Placement | None, output_dim: int) -> Placem
     if of_weight is None or of_weight == Replicate():
         return of_weight
     assert isinstance(of_weight, Shard | _StridedShard)
-    by_output = of_weight.dim == output_dim
+    by_output, in_parts = of_weight.dim == output_dim, isinstance(of_weight, _StridedShard)
     if by_output != (name == "lora_b"):
         return Replicate()
-    dim = 0 if by_output else 1
-    if isinstance(of_weight, _StridedShard):
-        return _StridedShard(dim, split_factor=of_weight.split_factor)
-    return Shard(dim)
+    if by_output:
+        # If tp cuts the rows in parts, FSDP2 has to cut the other dim, which has only r entries (`shards.dim_to_cut`).
+        return Replicate() if in_parts else Shard(0)
+    return _StridedShard(1, split_factor=of_weight.split_factor) if in_parts else Shard(1)
 
 
 def has_adapter(module: Any) -> bool:
     """True if the linear layer has an adapter."""
-    return "lora_a" in module._parameters
+    return hasattr(module, "lora_a")
 
 
 def add(module: Any, out: Tensor, reduced: Tensor, b: Tensor) -> Tensor:

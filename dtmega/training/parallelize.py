@@ -114,8 +114,8 @@ class ShardedModel:
         """
         stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
         counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
-        group = self.world.groups["shards"]
-        digests = starting.load_beside(source, with_heartbeats(stored), counted, group, cfg.model, was)
+        together = self.world.groups["shards"]
+        digests = starting.load_beside(source, with_heartbeats(stored), counted, together, cfg.model, was)
         path = location(cfg.model, source)
         if was is not None:
             return was._replace(path=path)

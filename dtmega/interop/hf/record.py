@@ -120,7 +120,7 @@ class Transformers:
             kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
                 context_proof.prove(stage.hf, ranks, world.device)
-        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=stage.is_clone)
+        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=bool(stage.is_clone))
         return []
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:

@@ -25,7 +25,7 @@ def multiply_on_amx(model: nn.Module) -> None:
     A layer with an adapter keeps its forward: its weight is frozen, so there is no gradient to compute faster.
     """
     for module in model.modules():
-        if type(module) is nn.Linear and "lora_a" not in module._parameters:
+        if type(module) is nn.Linear and not hasattr(module, "lora_a"):
             module.forward = types.MethodType(_forward, module)
 
 

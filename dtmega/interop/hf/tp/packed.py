@@ -49,13 +49,13 @@ class PackedColumn(Column):
             self.check_size(f"'{name}' of {type(module).__name__} in {self.parts} parts", size, self.parts * tp)
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
-        return product(x, self.matrix(module), self.bias(module))
+        return product(x, self.matrix(module), self.rows(module.bias))
 
-    def bias(self, module: Any) -> Any:
-        if module.bias is None:
+    def rows(self, parameter: Any) -> Any:
+        if parameter is None:
             return None
-        whole = self.stack.shared(module.bias, self.group, self.of_heads)
-        return whole.view(self.parts, self.group.size(), -1)[:, self.group.rank()].flatten()
+        whole = self.stack.shared(parameter, self.group, self.of_heads)
+        return whole.unflatten(0, (self.parts, self.group.size(), -1))[:, self.group.rank()].flatten(0, 1)
 
 
 class PackedRow(Row):
