@@ -37,6 +37,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, {"mesh.tp": 2} | PAIRS),
     "tp 4, few heads": (4, {"mesh.tp": 4, "mesh.sequence_parallel": False} | PAIRS),
     "pp 2": (2, {"mesh.pp": 2}),
+    "tp 2, compiled": (2, {"mesh.tp": 2, "compile.enable": True} | PAIRS),
+    "tp 2, selective": (2, {"mesh.tp": 2, "recompute.mode": "selective"} | PAIRS),
+    "cp 2": (2, {"mesh.cp": 2} | PAIRS),
     "dp_shard 2": (2, {"mesh.dp_shard": 2}),
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
 }
