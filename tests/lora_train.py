@@ -73,9 +73,32 @@ def plain(where: str, ends: Sequence[str]) -> tuple[Any, dict[str, nn.Parameter]
     return model, adapters
 
 
+def with_peft(where: str, ends: Sequence[str]) -> tuple[Any, dict[str, nn.Parameter]]:
+    """The same with peft's adapters."""
+    import peft
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).train()
+    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[*ends], task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(base, settings)
+    adapters: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            layer, _, matrix = name.rpartition(".")
+            adapters[f"{layer}.{matrix.lower()}"] = parameter
+            if matrix == "lora_A":
+                with torch.no_grad():
+                    parameter.copy_(initial_a(layer, parameter.shape[1]))
+    return model, adapters
+
+
 def truth(where: str, ends: Sequence[str]) -> dict[str, Any]:
-    """Losses of ten steps of torch's AdamW, and the adapters after them."""
-    model, adapters = plain(where, ends)
+    """Losses of ten steps of torch's AdamW on the plain model, and the adapters after them."""
+    return ten_steps(*plain(where, ends))
+
+
+def ten_steps(model: Any, adapters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Losses of ten steps of torch's AdamW, the adapters after them, and the bytes that AdamW keeps."""
     settings = {"lr": hf_train.LR, "betas": (0.9, 0.95), "eps": hf_train.EPS, "weight_decay": hf_train.DECAY}
     optimizer = torch.optim.AdamW(adapters.values(), **settings)
     losses = []
@@ -91,7 +114,12 @@ def truth(where: str, ends: Sequence[str]) -> dict[str, Any]:
         losses.append(total.item())
         torch.nn.utils.clip_grad_norm_(adapters.values(), hf_train.CLIP)
         optimizer.step()
-    return {"losses": losses, "adapters": {name: p.detach().clone() for name, p in adapters.items()}}
+    kept = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return {
+        "losses": losses,
+        "adapters": {name: p.detach().clone() for name, p in adapters.items()},
+        "bytes": sum(moment.nbytes for moment in kept),
+    }
 
 
 def truths(every: Sequence[Asked]) -> tuple[dict[Asked, str], str]:
@@ -149,6 +177,7 @@ def numbers(world: World, keys: dict[str, Any], directories: dict[Asked, str], p
             "losses": max(abs(a / b - 1) for a, b in zip(losses, expected[asked]["losses"], strict=True)),
             "adapters": hf_train.errors(adapters, expected[asked]["adapters"]),
             "digests": base.digests,
+            "bytes": sum(8 * local(p.detach()).numel() for p in model.counted_once().values() if p.requires_grad),
         }
     return found
 
