@@ -27,8 +27,9 @@ from torch import nn
 
 from dtmega import config
 from dtmega.checkpoint.resume import find_checkpoints
-from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import Progress, State
+from dtmega.checkpoint.tensors import tensors_of
 
 MEGABYTES = 64
 

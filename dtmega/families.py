@@ -24,10 +24,10 @@ from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
-from dtmega.formats.whole import as_ours, as_theirs, closest
-from dtmega.interop.hf.files import config_json, ours
+from dtmega.formats.whole import as_ours, as_theirs
 from dtmega.interop.hf.files import export as hf_export
-from dtmega.interop.hf.files.tensors import TensorFiles
+from dtmega.interop.hf.files import ours
+from dtmega.interop.hf.files.peft import TheirLayers, layers_of
 from dtmega.interop.hf.names import bert as bert_names
 from dtmega.interop.hf.names import bloom as bloom_names
 from dtmega.interop.hf.names import gpt as gpt_names
@@ -37,7 +37,7 @@ from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, llama, t5
+from dtmega.models import bert, bloom, count, gpt, llama, lora, lora_proof, t5, trainable
 from dtmega.models.family import Family, check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
@@ -93,6 +93,10 @@ class BuiltInFamily:
     def build(self, model: config.Model) -> Model:
         return self.model(model)
 
+    def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
+        model = lora_proof.small_section(cfg.model, tp)  # pyright: ignore[reportArgumentType]
+        return cfg.model_copy(update={"model": model}), self.build(model)
+
     def pieces(self, whole: Model) -> list[Piece]:
         return count.pieces(whole)
 
@@ -144,7 +148,7 @@ class BuiltInFamily:
             return None
         if is_hf_folder(model.init_from):
             return self.folder(Path(model.init_from), model)
-        return open_checkpoint_weights(model)
+        return open_checkpoint_weights(model, self.weights)
 
     def folder(self, path: Path, model: config.Model) -> Source:
         return ours.open_weights(path, self.form(model, "hf"), model, self.model)
@@ -155,6 +159,9 @@ class BuiltInFamily:
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         plain_config, theirs = self.as_stored("hf", source, model)
         hf_export.export(theirs, folder, plain_config, None, tokenizer, **options)
+
+    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[TheirLayers, list[str]]:
+        return layers_of(self.form(model, "hf"), model, self.model, layers)
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         return as_ours(source, self.form(model, program), model, self.model, where)
@@ -256,8 +263,23 @@ def sample_options(cfg: config.Config) -> dict[str, Any]:
 
 
 def build(cfg: config.Config) -> Model:
-    """Build the whole model on the default device, which may be meta. Parameter values are not initialised yet."""
-    return of(cfg.model).build(cfg.model)
+    """Build the whole model on the default device, which may be meta. Parameter values are not initialised yet.
+
+    Raises:
+        ValueError: [train] freeze or [lora] targets does not fit the model.
+    """
+    whole = of(cfg.model).build(cfg.model)
+    if cfg.train.freeze:
+        trainable.freeze(whole, cfg.train.freeze)
+    if cfg.lora.rank:
+        lora.attach(whole, cfg.lora)
+    return whole
+
+
+def elements(cfg: config.Config) -> trainable.Elements:
+    """The numbers of elements of the trained and of the frozen parameters of the whole model."""
+    with torch.device("meta"):
+        return trainable.elements(build(cfg).parameters())
 
 
 def pieces(model: config.Model) -> list[Piece]:
@@ -283,68 +305,3 @@ def stored_buffers(model: config.Model) -> frozenset[str]:
     with torch.device("meta"):
         built = of(model).build(model)
     return frozenset(built.full_name(name) for name, _ in built.stored_buffers())
-
-
-def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.Model]:
-    """Open a directory saved by transformers, if its model belongs to a built-in family.
-
-    Args:
-        path: the directory, with config.json and safetensors.
-        model: the [model] section that config.json must agree with; None to make the section from config.json.
-
-    Returns:
-        The weights, keyed by our names, and the [model] section.
-
-    Raises:
-        ValueError: the model belongs to no built-in family, or config.json does not agree with the section.
-    """
-    if model is None:
-        file = f"{path}/{config_json.NAME}"
-        theirs = config_json.read_plain(path)
-        known = {}
-        for family_name, family in FAMILIES.items():
-            for form in family.formats.get("hf", ()):
-                known[form.kind] = family_name, form
-        kind = theirs["model_type"]
-        if kind not in known:
-            raise ValueError(
-                f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(known))} ([model] name); a "
-                f"model of transformers needs no conversion: name = 'hf' with path = '{path}' trains it as it is"
-            )
-        name, form = known[kind]
-        model = config.model_section({"name": name, **form.section(theirs, file, TensorFiles(path))}, str(path))
-    return of(model).folder(path, model), model
-
-
-def section_of(
-    program: str,
-    names: Collection[str],
-    theirs: Mapping[str, Any],
-    where: str,
-    expected: config.Model | None = None,
-) -> config.Model:
-    """The [model] section for a model that another program has stored.
-
-    Args:
-        program: a key of `Family.formats`.
-        names: names of the stored tensors, used to recognise the family.
-        theirs: configuration stored with the tensors.
-        where: path of the tensors, for messages.
-        expected: section that the configuration must agree with; None to make the section from the configuration.
-
-    Raises:
-        ValueError: the model belongs to no family, or the configuration does not agree with `expected`.
-    """
-    if expected is not None:
-        family = of(expected)
-        if not isinstance(family, BuiltInFamily):
-            raise ValueError(f"{where}: {program} has no model of name = '{expected.name}' (--config)")
-        family.form(expected, program).check(theirs, where, expected)
-        return expected
-    forms = {}
-    for family_name, family in FAMILIES.items():
-        of_program = family.formats.get(program)
-        if of_program:
-            forms[family_name] = of_program[0]
-    name = closest(names, forms)
-    return config.model_section({"name": name, **forms[name].section(theirs, where)}, where)

@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from dtmega import config, mesh
 from dtmega.checkpoint import found, resume
-from dtmega.checkpoint.run import SaveOutcome, tensors_of
+from dtmega.checkpoint.run import SaveOutcome
 from dtmega.checkpoint.state import HEALTHY, START, Progress, State
+from dtmega.checkpoint.tensors import tensors_of
 from dtmega.config import RunEnd
 from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes, flight_recorder, process
@@ -285,11 +286,12 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
             loss_scale=run.loss_scale and run.loss_scale.state,
             exact=run.model.exact and run.model.exact.state,
             health=run.health.state,
+            base=run.checkpoints.base,
             identity=run.text.identity,
             digest=run.digest,
             layout={"processes": run.world.size, **run.world.sizes},
         )
-        ended = run.checkpoints.save(tensors_of(run.model.owned(), run.optimizer), state)
+        ended = run.checkpoints.save(tensors_of(run.model.owned(), run.optimizer, run.checkpoints.base), state)
     else:
         ended = run.checkpoints.poll()
     if last:

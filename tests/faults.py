@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dtmega import config, mesh
 from dtmega.checkpoint import manifest, tensor_files
-from dtmega.checkpoint.run import Checkpoints, SaveOutcome, tensors_of
+from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.checkpoint.state import Progress, State
+from dtmega.checkpoint.tensors import tensors_of
 from dtmega.ops.optim import build_optimizer
 from dtmega.training.parallelize import parallelize
 

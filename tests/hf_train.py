@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from dtmega import config, families, mesh, train
 from dtmega.checkpoint.resume import open_checkpoint
-from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import Progress, State
+from dtmega.checkpoint.tensors import tensors_of
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import IGNORED, StepBatch
 from dtmega.interop.hf.tp.verify import deviation

@@ -123,7 +123,8 @@ TORCH = {
         "the one method of a style, which parallelize_module calls; a style of one's own overrides it",
     ),
     "torch.distributed.tensor.placement_types._StridedShard": Private(
-        ("interop/hf/tp/packed.py", "ops/shards.py"), "the placement of a dimension that is cut in parts: [q | k | v]"
+        ("interop/hf/tp/packed.py", "ops/shards.py", "plans/adapters.py"),
+        "the placement of a dimension that is cut in parts: [q | k | v]",
     ),
     "torch.nn.Module._modules": Private(
         ("interop/hf/model.py", "models/model.py"), "delete a layer of a list without renumbering the others"

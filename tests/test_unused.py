@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtmega import config, families
 from dtmega.checkpoint.resume import open_checkpoint
-from dtmega.checkpoint.run import _targets, tensors_of
+from dtmega.checkpoint.tensors import targets_of, tensors_of
 from dtmega.models.model import Model
 from dtmega.ops import optim
 from dtmega.plans.styles import Plan, Whole
@@ -144,10 +144,10 @@ def test_a_parameter_that_was_frozen_when_it_was_saved_is_not_trained_on_without
     parameters = {name: nn.Parameter(checkpoint.read(f"model/{name}")) for name in (UNUSED, FROZEN[0])}
     optimizer = optim.build_optimizer(parameters.items(), config.Optim())
     with pytest.raises(ValueError, match=r"no moments of 'embed_norm.bias', which was frozen"):
-        _targets(checkpoint, parameters.items(), optimizer, 6)
+        targets_of(checkpoint, parameters.items(), optimizer, 6)
     parameters[FROZEN[0]].requires_grad_(False)
     optimizer = optim.build_optimizer(parameters.items(), config.Optim())
-    assert len(_targets(checkpoint, parameters.items(), optimizer, 6)) == 2 + 2
+    assert len(targets_of(checkpoint, parameters.items(), optimizer, 6)) == 2 + 2
 
 
 def test_a_stage_of_frozen_parameters_only_has_an_optimizer_that_does_nothing():

@@ -28,6 +28,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "cp_form", "tp", "sequence_parallel"),
     "pipeline": ("schedule", "virtual_stages", "stages", "split", "csv", "draw"),
     "recompute": ("mode", "method", "layers"),
+    "lora": ("base", "base_path"),
     "fsdp": ("reshard_after_forward", "cpu_offload", "accumulate"),
 }
 # Keys that affect the learning rate or the end of the run. If some of these keys have changed, the line about the last
@@ -51,6 +52,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "train": (
         *COURSE["train"],
         *("drift_interval", "max_skipped", "skip_spikes", "skip_steps", "exit_interval", "exit_duration_min"),
+        "freeze",
     ),
     "precision": (
         *("params", "reduce"),

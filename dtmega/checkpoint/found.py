@@ -19,7 +19,6 @@ from dtmega.checkpoint import manifest, resume
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.weights import Weights
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.agreement import Refused
 from dtmega.distributed.exit_codes import ExitStatus
@@ -157,7 +156,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
 
 def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
     """The manifest digest of each source that is a checkpoint, by path. The digests must be equal on all ranks."""
-    unwrapped = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
+    unwrapped = [getattr(source, "checkpoint", source) for source in sources]
     checkpoints = [source for source in unwrapped if isinstance(source, Checkpoint)]
     return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in checkpoints}
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import manifest, tensor_files
+from dtmega.checkpoint.base import Base
 from dtmega.checkpoint.files import Disk, open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
@@ -32,6 +33,7 @@ from dtmega.checkpoint.resume import finished, name, root_of, state_of
 from dtmega.checkpoint.staging import Stager
 from dtmega.checkpoint.state import State
 from dtmega.checkpoint.tensor_files import Failed
+from dtmega.checkpoint.tensors import targets_of
 from dtmega.ops.shards import local
 
 
@@ -66,12 +68,14 @@ class Checkpoints:
     Attributes:
         newest: path of the newest complete checkpoint that this object has loaded or saved; '' before the first load or
             save.
+        base: weights that checkpoints leave out; None if they hold all weights. Set before the first save.
         best: folder name of the checkpoint with the best validation loss, which is kept in addition to the newest
             checkpoints; '' if validations are not compared.
     """
 
     def __init__(self, cfg: config.Config, device: torch.device) -> None:
         self.newest = ""
+        self.base: Base | None = None
         self.best = ""
         self._best_step = 0
         self._files, self._device = open_root(root_of(cfg)), device
@@ -194,7 +198,7 @@ class Checkpoints:
         for checkpoint in candidates:
             try:
                 state = state_of(checkpoint)
-                targets = self._targets(checkpoint, parameters, optimizer, state.updates)
+                targets = self._targets(checkpoint, parameters, optimizer, state.updates, state.base)
                 first_copies = {n: copies[0] for n, copies in targets.items()}
                 tensor_files.load_tensors(checkpoint, first_copies, self._group, pace)
             except Damaged as error:
@@ -217,10 +221,9 @@ class Checkpoints:
         parameters: Iterable[tuple[str, Tensor]],
         optimizer: torch.optim.Optimizer,
         n_updates: int,
+        base: Base | None,
     ) -> dict[str, list[Tensor]]:
-        """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
-
-        Takes the same arguments as the module's function `_targets`.
+        """The tensors to fill, as `targets_of` returns them from the same arguments.
 
         Raises:
             ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this error, because the
@@ -229,7 +232,7 @@ class Checkpoints:
         targets = dict[str, list[Tensor]]()
         refusal = ""
         try:
-            targets = _targets(checkpoint, parameters, optimizer, n_updates)
+            targets = targets_of(checkpoint, parameters, optimizer, n_updates, base)
         except ValueError as error:
             refusal = str(error)
         refusals: list[Any] = [None] * dist.get_world_size()
@@ -311,77 +314,3 @@ class Checkpoints:
         """The free space as text, for the message about a failed save; '' if unknown."""
         free = self._files.free_bytes()
         return "" if free is None else f" ({free:,} bytes free)"
-
-
-def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors to save: `model/NAME`, and `optimizer/KEY/NAME` for each tensor in a parameter's optimizer state.
-
-    Frozen parameters have no optimizer state. The number of updates is the same for all parameters, and is saved once,
-    in `State`.
-
-    Args:
-        stored: parameters and buffers as this rank holds them, by name.
-        optimizer: optimizer of the trained parameters.
-    """
-    trained = {n: p for n, p in stored.items() if p.requires_grad}
-    # If FSDP has left a module gathered, `stored` holds whole parameters instead of the optimizer's parameters.
-    assert not optimizer.state or all(p in optimizer.state for p in trained.values())
-    counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
-    assert len(counts) <= 1, f"parameters have been updated {counts} times"
-    tensors: dict[str, Tensor] = {f"model/{n}": p.detach() for n, p in stored.items()}
-    for n, p in trained.items():
-        tensors |= {f"optimizer/{key}/{n}": t for key, t in optimizer.state.get(p, {}).items() if key != "step"}
-    return tensors
-
-
-def _targets(
-    checkpoint: Checkpoint,
-    stored: Iterable[tuple[str, Tensor]],
-    optimizer: torch.optim.Optimizer,
-    n_updates: int,
-) -> dict[str, list[Tensor]]:
-    """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
-
-    Replaces the optimizer's state with zero tensors, and includes these tensors in the result.
-
-    Args:
-        checkpoint: the checkpoint to load.
-        stored: names and parameters of this rank; a name may appear twice.
-        optimizer: optimizer of these parameters.
-        n_updates: number of weight updates so far.
-
-    Raises:
-        ValueError: the checkpoint lacks a tensor, or holds a tensor in a different shape.
-    """
-    saved = checkpoint.manifest.tensors
-    kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
-    targets: dict[str, list[Tensor]] = {}
-    optimizer.state.clear()
-    # With Muon, matrices have other moments than the parameters that AdamW trains.
-    kinds_of: dict[Tensor, Sequence[str]] = {}
-    for group in optimizer.param_groups if kinds else ():
-        kinds_of |= dict.fromkeys(group["params"], group.get("moments", kinds))
-    for n, p in stored:
-        targets.setdefault(f"model/{n}", []).append(p.detach())
-        moments = {kind: torch.zeros_like(p) for kind in kinds_of.get(p, ())}
-        for kind, moment in moments.items():
-            targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
-        if moments:
-            # torch's Adam keeps the number of updates in its state; SGD does not.
-            counted = {"step": torch.tensor(float(n_updates), device=p.device)} if "exp_avg" in moments else {}
-            optimizer.state[p] = {**counted, **moments}
-    for n, copies in targets.items():
-        parameter = n.split("/")[-1]
-        if n not in saved and n != f"model/{parameter}" and f"model/{parameter}" in saved:
-            raise ValueError(
-                f"{checkpoint.path} has no moments of '{parameter}', which was frozen then and is trained now: freeze "
-                f"it, or start a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
-            )
-        if n not in saved:
-            raise ValueError(f"{checkpoint.path} is of another model: it has no '{n}' ([model])")
-        if saved[n].shape != tuple(copies[0].shape):
-            raise ValueError(
-                f"{checkpoint.path} is of another model: '{n}' is {list(saved[n].shape)} there, "
-                f"{list(copies[0].shape)} here ([model])"
-            )
-    return targets

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from dtmega import __version__
+from dtmega.checkpoint.base import Base
 from dtmega.ops.fixed_point import ExactState
 from dtmega.ops.loss_scale import ScaleState
 
@@ -69,6 +70,7 @@ class State(BaseModel):
         loss_scale: state of float16's loss scale; None in other precisions.
         exact: grids and fixed values of [run] exact; None without.
         health: counts of high losses.
+        base: weights that the run started from, if the checkpoint holds only what was trained; else None.
         identity: everything that determines the run's results, except the weights: for example, the seed, and digests
             of the data and the tokenizer. Empty in a checkpoint that holds weights only.
         config: the run's resolved configuration, by section.
@@ -84,6 +86,7 @@ class State(BaseModel):
     loss_scale: ScaleState | None
     exact: ExactState | None = None
     health: HealthState = HEALTHY
+    base: Base | None = None
     identity: dict[str, Any]
     config: dict[str, dict[str, Any]]
     digest: str
@@ -101,6 +104,7 @@ class State(BaseModel):
         loss_scale: ScaleState | None = None,
         exact: ExactState | None = None,
         health: HealthState = HEALTHY,
+        base: Base | None = None,
         identity: Mapping[str, Any] | None = None,
         digest: str = "",
         layout: Mapping[str, int] | None = None,
@@ -114,6 +118,7 @@ class State(BaseModel):
             loss_scale=loss_scale,
             exact=exact,
             health=health,
+            base=base,
             identity=dict(identity or {}),
             config=config,
             digest=digest,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import changes
+from dtmega.checkpoint.base import Digesting, open_base
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.files.untrusted_json import download
-from dtmega.formats.sources import BY_TOKEN, Source
+from dtmega.formats.sources import BY_TOKEN, Slices, Source
 from dtmega.ops.shards import Box, boxes
 
 # Keys of [model] that may differ between a run and the checkpoint that supplies the run's initial weights.
@@ -37,16 +39,106 @@ class Weights:
         return self.checkpoint.read(f"model/{name}", index)
 
 
+class Merged:
+    """The weights of a run whose checkpoints hold only what was trained, as a `Source` of whole weights.
+
+    Frozen weights come from the base. An adapter is added to its layer's weight: W + (alpha / r) B A, in fp32. A frozen
+    tensor that is read as a whole is compared with its digest; `verify` compares those that are read in parts.
+
+    Args:
+        checkpoint: the run's checkpoint.
+        base: weights of the base.
+        path: path of the base.
+        vocab: value of [model] vocab_size.
+
+    Attributes:
+        layers: names of the layers with adapters.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, base: Source, path: str, vocab: int) -> None:
+        self.checkpoint, self.path = checkpoint, path
+        state = state_of(checkpoint)
+        assert state.base is not None
+        self.base, self._frozen = state.base, Digesting(base, vocab)
+        lora = config.Lora.model_validate(state.config.get("lora", {}))
+        self._scale = lora.alpha / lora.rank if lora.rank else 0.0
+        self._stored = Weights(checkpoint)
+        endings = [name for name in self._stored.tensors if name.endswith(".lora_a")]
+        self.layers = tuple(name.removesuffix(".lora_a") for name in endings)
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, (dtype, shape) in base.tensors.items():
+            if name in self._stored.tensors:
+                self.tensors[name] = self._stored.tensors[name]
+            else:
+                self.tensors[name] = (torch.float32 if self._layer(name) else dtype, shape)
+
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
+        if name in self._stored.tensors:
+            return self._stored.read(name, index)
+        weight = self._frozen.read(name, index)
+        if weight.shape == self.tensors[name][1]:
+            self.verify([name])
+        if not (layer := self._layer(name)):
+            return weight
+        sides = index or (slice(None),) * 2
+        outputs, inputs = sides[::-1] if layer in self.base.transposed else sides
+        a = self._stored.read(f"{layer}.lora_a", (slice(None), inputs)).float()
+        b = self._stored.read(f"{layer}.lora_b", (outputs, slice(None))).float()
+        update = self._scale * (b @ a)
+        return weight.float() + (update.t() if layer in self.base.transposed else update)
+
+    def verify(self, counted: Collection[str], group: dist.ProcessGroup | None = None) -> None:
+        """Compare what has been read from the base with the digests in the checkpoint; the arguments of `digests`.
+
+        Raises:
+            ValueError: the base is not the base of the run.
+        """
+        frozen = [name for name in counted if name in self.base.digests]
+        self.base.check(self._frozen.digests(frozen, group), self.path)
+
+    def _layer(self, name: str) -> str:
+        """The layer whose adapter changes the tensor with this name; '' if there is none."""
+        layer = name.removesuffix(".weight")
+        return layer if f"{layer}.lora_a" in self._stored.tensors else ""
+
+
+def whole_weights(
+    checkpoint: Checkpoint,
+    model: config.Model,
+    weights_of: Callable[[config.Model], Source | None],
+    base_path: str = "",
+) -> Source:
+    """All weights of a checkpoint's model, even if the checkpoint holds only what was trained.
+
+    Args:
+        checkpoint: the checkpoint.
+        model: the [model] section, with the current path of the model's directory.
+        weights_of: the family's method `weights`, to open the base.
+        base_path: where the base is now; '' if it has not moved.
+
+    Raises:
+        ValueError: the base is missing, or belongs to another model.
+    """
+    state = state_of(checkpoint)
+    if state.base is None:
+        return Weights(checkpoint)
+    path, base = open_base(state.base, model, state.config["model"], base_path, weights_of)
+    return Merged(checkpoint, base, path, model.vocab_size)
+
+
 def is_hf_folder(path: str) -> bool:
     """True if a folder holds a Hugging Face model rather than a checkpoint or a run."""
     return any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists()
 
 
-def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
+def open_checkpoint_weights(
+    model: config.Model, weights_of: Callable[[config.Model], Source | None], digest: str = ""
+) -> Source:
     """Open the checkpoint that `[model] init_from` names, and check that its weights fit the other keys of [model].
 
     Args:
         model: the run's [model] section.
+        weights_of: the family's method `weights`, to open the base of a checkpoint that holds only what was trained.
         digest: digest of the directory that the model is read from; '' if there is no such directory.
 
     Raises:
@@ -73,7 +165,9 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
             f"{checkpoint.path} is of a model whose config.json has the digest '{state.digest}', not '{digest}' "
             f"([model] init_from, [model] path)"
         )
-    return Weights(checkpoint)
+    # The base is named by the checkpoint's own section, not by `init_from`, which names the checkpoint.
+    own = model.model_copy(update={"init_from": state.config.get("model", {}).get("init_from", "")})
+    return whole_weights(checkpoint, own, weights_of, state.config.get("lora", {}).get("base_path", ""))
 
 
 @torch.no_grad()

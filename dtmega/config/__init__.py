@@ -35,6 +35,7 @@ from dtmega.config.keys import (
     Eval,
     Fsdp,
     Log,
+    Lora,
     Mesh,
     Optim,
     Pipeline,
@@ -87,6 +88,7 @@ class Config(Section):
     batch: Batch = Batch()
     optim: Optim = Optim()
     train: Train
+    lora: Lora = Lora()
     eval: Eval = Eval()
     log: Log = Log()
     profile: Profile = Profile()
@@ -109,6 +111,13 @@ class Config(Section):
             raise ValueError(
                 "micro_batch_size = 0 would follow the layout, expected a size, which fixes the bits of a microbatch "
                 "([batch] micro_batch_size, [run] exact)"
+            )
+        if self.lora.rank and self.train.freeze:
+            raise ValueError("adapters freeze all other weights: expected freeze=[] ([train] freeze, [lora] rank)")
+        if self.lora.base != "float32" and self.precision.params != self.lora.base:
+            raise ValueError(
+                f"frozen weights in bfloat16 would be rounded: expected params='bfloat16' or base='float32', got "
+                f"params='{self.precision.params}' ([lora] base, [precision] params)"
             )
         if not self.train.epochs:
             self._check_length()

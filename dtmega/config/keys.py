@@ -373,6 +373,36 @@ class Optim(Section):
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 
+class Lora(Section):
+    """[lora]: low-rank adapters, which are trained instead of the weights (docs/fine-tuning.md)."""
+
+    rank: int = key(0, "r: rank of an adapter, the width between its matrices; 0 = all weights are trained", ge=0)
+    alpha: float = key(16.0, "an adapter's result is multiplied by alpha / rank", gt=0)
+    dropout: float = key(0.0, "dropout on an adapter's input; only 0", ge=0)
+    targets: str | list[str] = key(
+        "linears", "layers that get an adapter: patterns of their names ('q_proj'), or linears = all inside the blocks"
+    )
+    base: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype in which the frozen weights are kept; bfloat16 only with [precision] params = 'bfloat16'"
+    )
+    base_path: str = key("", "with [lora] or [train] freeze: where the weights that the run started from are now")
+
+    @model_validator(mode="after")
+    def _check(self) -> Lora:
+        if self.dropout:
+            raise ValueError(
+                f"a linear layer does not see which sample a token is from, so its dropout would depend on the layout: "
+                f"expected dropout=0, got {self.dropout} ([lora] dropout)"
+            )
+        fields = type(self).model_fields
+        unread = [name for name in ("alpha", "targets", "base") if getattr(self, name) != fields[name].default]
+        if not self.rank and unread:
+            raise ValueError(f"[lora] {', '.join(unread)} would not be read without adapters: expected rank > 0, got 0")
+        if not self.targets:
+            raise ValueError("[lora] targets has patterns, at least one, or is 'linears'; got none")
+        return self
+
+
 class Train(Section):
     """[train]: the length of the run, steps to skip, and reasons to stop early."""
 
@@ -414,6 +444,9 @@ class Train(Section):
         ge=0,
     )
     past_stop: bool = key(False, "continue a run that stop_loss_above or stop_validation_rises has ended")
+    freeze: list[str] = key(
+        [], "patterns of parameters' names that are not trained ('embed.*'); needs weights to start from"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Train:

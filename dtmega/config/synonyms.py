@@ -118,7 +118,6 @@ MODEL = (
     Synonym("model.relative_buckets", "relative_attention_num_buckets"),
     Synonym("model.relative_max_distance", "relative_attention_max_distance"),
     Synonym("", "flavor model_size", "choose a size by its file (--config), or set the keys of [model]"),
-    Synonym("", "lora_r lora_alpha lora_dropout lora_target_modules adapter use_peft", "all weights are trained"),
     Synonym("", "load_in_8bit load_in_4bit qlora quantization quantization_config", "nothing is quantized"),
     Synonym(
         "",
@@ -297,6 +296,14 @@ TRAIN = (
     Synonym("", "do_train do_predict", "a run trains, unless [eval] only is true"),
 )
 
+LORA = (
+    Synonym("lora.rank", "lora_r lora_rank lora.r adapter use_peft lora_dim"),
+    Synonym("lora.alpha", "lora_alpha"),
+    Synonym("lora.dropout", "lora_dropout", "only 0"),
+    Synonym("lora.targets", "lora_target_modules target_modules lora_target lora_target_linear", "patterns of names"),
+    Synonym("train.freeze", "unfrozen_parameters freeze_layers frozen_parameters", "patterns of names"),
+)
+
 EVAL = (
     Synonym("eval.interval", "eval_interval eval_every eval_freq val_check_interval val_interval eval_step eval.freq"),
     Synonym("eval.interval", "eval_steps", "steps between evaluations; [eval] steps is the number of batches in one"),
@@ -460,6 +467,7 @@ SYNONYMS = (
     *BATCH,
     *OPTIM,
     *TRAIN,
+    *LORA,
     *EVAL,
     *LOG,
     *CHECKPOINT,

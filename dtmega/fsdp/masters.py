@@ -44,6 +44,9 @@ class Masters:
         if not self._slots:
             for module in model.modules():
                 for name, parameter in module.named_parameters(recurse=False):
+                    # A frozen parameter that is kept in the compute dtype is its own copy.
+                    if parameter.dtype == self._dtype:
+                        continue
                     self._slots.append(_Slot(module, name, parameter))
             # A tied parameter has several slots but one copy.
             self._copies = {slot.master: self._copy(slot.master) for slot in self._slots}

@@ -21,9 +21,10 @@ from dtmega import config, families, mesh
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
-from dtmega.checkpoint.weights import Weights, load_weights
+from dtmega.checkpoint.weights import Merged, load_weights, whole_weights
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.distributed.agreement import Startup
+from dtmega.formats.sources import Source
 from dtmega.formats.whole import check_stored
 from dtmega.models.show import CONTINUATION, Show
 from dtmega.pipelining.relay import Relay
@@ -71,10 +72,12 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
             search.send = first.path
     with startup.step("configuration") as comparison:
         checkpoint = open_checkpoint(search.received) if first is None else first
-        cfg = inference_config(config_of_run(path, checkpoint), axes)
+        cfg = config_of_run(path, checkpoint)
+        base_path = cfg.lora.base_path
+        cfg = inference_config(cfg, axes)
         family = families.of(cfg.model)
         model_section = family.reread_directory(cfg.model, state_of(checkpoint).digest)
-        weights = Weights(checkpoint)
+        weights = whole_weights(checkpoint, model_section, family.weights, base_path)
         check_stored(model_section, weights, checkpoint.path)
         cfg = cfg.model_copy(update={"model": model_section})
         tokenizer = load_tokenizer(cfg.data.tokenizer)
@@ -94,6 +97,8 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
         with startup.step("model"):
             parallel = parallelize(cfg, world)
             _read(weights, cfg, startup.with_heartbeats(parallel.stored_tensors()))
+            if isinstance(weights, Merged):
+                weights.verify(parallel.counted_once(), world.groups["shards"])
         model = parallel.stages[0] if sizes["pp"] == 1 else Relay(parallel.stages, world.groups["pp"], device)
     model.eval()
     return TrainedModel(cfg, checkpoint.path, state_of(checkpoint).progress.step, tokenizer, family.show, model)
@@ -102,11 +107,15 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
 def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
     """Adapt a run's configuration to inference: the given mesh, fp32, and defaults for keys that only training needs.
 
+    Adapters are merged into the weights that are read, so the model has none.
+
     Args:
         cfg: the run's configuration.
         axes: size of each axis of [mesh].
     """
     changed = {
+        "lora": config.Lora(),
+        "train": cfg.train.model_copy(update={"freeze": []}),
         "mesh": config.Mesh.model_validate({**axes, "sequence_parallel": False}),
         "precision": config.Precision(params="float32"),
         "pipeline": config.Pipeline(),
@@ -136,7 +145,7 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def _read(weights: Source, cfg: config.Config, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Fill this rank's parameters from the checkpoint.
 
     Args:

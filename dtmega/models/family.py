@@ -5,7 +5,7 @@ families.py has one record for each family, and is the only file that contains t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,6 +94,10 @@ class Family(Protocol):
         """Build the whole model on the default device, which may be meta. The parameters have no values yet."""
         ...
 
+    def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
+        """Build a small model on the default device that tp cuts like the configured one. Also return its config."""
+        ...
+
     def pieces(self, whole: Model) -> list[Piece]:
         """The pieces of a whole model in the pipeline's order, each with its costs."""
         ...
@@ -146,6 +150,14 @@ class Family(Protocol):
 
         Raises:
             ValueError: config.json does not agree with the [model] section, or the tensors belong to a different model.
+        """
+        ...
+
+    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[Any, list[str]]:
+        """The layers of the transformers model that compute what these layers do, and the names of all its modules.
+
+        Raises:
+            ValueError: transformers joins several of these layers into one, or has no such model.
         """
         ...
 

@@ -21,16 +21,29 @@ def init_weights(model: Model, seed: int) -> None:
     for name, parameter in model.named_parameters():
         name = model.full_name(name)
         std = model.init_std(name)
-        for offsets, part in boxes(parameter):
-            if std is None:
-                part.fill_(model.init_constant(name))
-                continue
-            # Draw a few rows at a time, because the fp64 temporaries take ten times the memory of the result.
-            n_rows = max(1, _values_per_draw(part.device) // part[0].numel())
-            for start in range(0, part.shape[0], n_rows):
-                rows = part[start : start + n_rows]
-                indices = _global_indices(rows, (offsets[0] + start, *offsets[1:]), parameter.shape)
-                rows.copy_(keyed.normal(seed, name, indices) * std)
+        draw(parameter, name, seed, std, model.init_constant(name) if std is None else 0.0)
+
+
+def draw(parameter: Tensor, name: str, seed: int, std: float | None, constant: float) -> None:
+    """Set the initial values of this rank's part of a parameter.
+
+    Args:
+        parameter: the parameter, which may be cut.
+        name: name of the parameter in the whole model.
+        seed: seed of the values.
+        std: std of the values; None: all values are `constant`.
+        constant: value of all elements if there is no std.
+    """
+    for offsets, part in boxes(parameter):
+        if std is None:
+            part.fill_(constant)
+            continue
+        # Draw a few rows at a time, because the fp64 temporaries take ten times the memory of the result.
+        n_rows = max(1, _values_per_draw(part.device) // part[0].numel())
+        for start in range(0, part.shape[0], n_rows):
+            rows = part[start : start + n_rows]
+            indices = _global_indices(rows, (offsets[0] + start, *offsets[1:]), parameter.shape)
+            rows.copy_(keyed.normal(seed, name, indices) * std)
 
 
 def _values_per_draw(device: torch.device) -> int:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtmega.ops.shards import local
+from dtmega.plans import adapters
 from dtmega.plans.base import Style, distribute
 from dtmega.plans.styles import Enter, Plan, ShardBuffer
 
@@ -68,7 +69,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
                 partial |= {(match, p) for p in style.partial_gradients(match, mesh.size())}
             if isinstance(style, Style | Enter):
                 entered += [name] * style.enters
-                inside += [name] * style.inside
+                inside += [name] * (style.inside * (1 + adapters.has_adapter(match)))
     # If a region has only one product, communication and computation overlap in compiled blocks too (products.py).
     n_products = Counter(_check_regions(entered, inside))
     for name in entered:

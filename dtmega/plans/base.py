@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.plans import mappings, products
+from dtmega.plans import adapters, mappings, products
 
 
 class Stack:
@@ -92,6 +92,7 @@ class Style(ParallelStyle):
     of_heads = False  # True if replicated parameters are applied to this rank's heads only
     enters = False  # True if the module is a region of its own, so that the style is also an Enter
     inside = False  # True if the module computes on the input of its own region or of an enclosing region
+    output_dim = 0  # dim of a linear layer's weight along which the output features are
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)
@@ -110,9 +111,18 @@ class Style(ParallelStyle):
 
     def partial_gradients(self, module: nn.Module, tp: int) -> set[str]:
         """The names of the parameters whose gradient on each rank comes only from that rank's tokens or heads."""
-        if self.stack.sums_in_backward or not (self.stack.cut or self.of_heads):
+        if self.stack.sums_in_backward:
             return set()
-        return {n for n, _ in module.named_parameters(recurse=False) if self.placement(n, tp) == Replicate()}
+        whole = {n for n, _ in module.named_parameters(recurse=False) if self.placed(n, tp) == Replicate()}
+        if self.stack.cut or self.of_heads:
+            return whole
+        return whole & {"lora_a"} if self.placement("weight", tp) != Replicate() else set()
+
+    def placed(self, name: str, tp: int) -> Placement | None:
+        """The placement of a parameter of the module or of its adapter; None if the style does not know the name."""
+        if name in adapters.NAMES:
+            return adapters.placement(name, self.placement("weight", tp), self.output_dim)
+        return self.placement(name, tp)
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -133,7 +143,7 @@ class Style(ParallelStyle):
                 raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [model] {key})")
         self.check_class(module)
         for name, parameter in module.named_parameters(recurse=False):
-            placement, shape = self.placement(name, tp), list(parameter.shape)
+            placement, shape = self.placed(name, tp), list(parameter.shape)
             if placement is None:
                 raise ValueError(f"{kind} is for modules with {list(self.placements)}, but {owner} has '{name}'")
             if isinstance(parameter, DTensor):
@@ -159,7 +169,7 @@ class Style(ParallelStyle):
         self.check(module, tp)
         self.group = device_mesh.get_group()
         for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = self.placement(name, tp)
+            placement = self.placed(name, tp)
             assert placement is not None
             module.register_parameter(name, distribute(parameter, device_mesh, placement))
         module.forward = types.MethodType(self._function, module)

@@ -43,7 +43,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     region = getattr(x, "region", None)
     # Autocast would cast both factors in forward, but the backward below would use the factors before the cast.
-    if region is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+    if region is None or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() and not region.has_one_product and not region.cut:
         return F.linear(x, weight, bias)
@@ -153,7 +153,8 @@ class _Product(torch.autograd.Function):
     """The product x W^T + b as a node of the chain, with three outputs:
 
     - x W^T + b;
-    - a ticket: zeros in the shape of x that take no memory. In a compiled block, the ticket's gradient is x;
+    - a ticket: zeros in the shape of x that take no memory. In a compiled block, the ticket's gradient is x. The ticket
+      is None if backward does not need x, because x is kept, or because the weight is frozen;
     - the link for the next product: zeros like the ticket. The link's gradient is the later products' part of the
       gradient of x.
 
@@ -177,11 +178,12 @@ class _Product(torch.autograd.Function):
         sums: bool,
         region: Region | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        ctx.save_for_backward(*([weight] if cut else [weight, x]))
+        learns = ctx.needs_input_grad[2]
+        ctx.save_for_backward(*([weight, x] if learns and not cut else [weight]))
         ctx.group, ctx.cut, ctx.sums, ctx.region = group, cut, sums, region
         if region is not None:
             ctx.set_materialize_grads(False)
-        ticket = x.new_zeros(()).expand(x.shape) if cut else None
+        ticket = x.new_zeros(()).expand(x.shape) if learns and cut else None
         chained = region is not None and ctx.needs_input_grad[0]
         next_link = x.new_zeros(()).expand(x.shape) if chained else None
         return F.linear(x, weight, bias), ticket, next_link
@@ -189,7 +191,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.saved_tensors[0]
-        needs_x, _, _, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dout, ticket_gradient, dx_of_later_products = grad_outputs
         rows = dout.flatten(0, -2)
         dx = None
@@ -201,13 +203,15 @@ class _Product(torch.autograd.Function):
                 dx += dx_of_later_products
             if ctx.sums:
                 started = mappings.start_gradient(dx, ctx.group, ctx.cut)
-        if not ctx.cut:
-            x = ctx.saved_tensors[1]
-        elif ctx.region is None:
-            x = ticket_gradient
-        else:
-            x = ctx.region.fetch()
-        dweight = rows.t() @ x.flatten(0, -2)
+        dweight = None
+        if needs_weight:
+            if not ctx.cut:
+                x = ctx.saved_tensors[1]
+            elif ctx.region is None:
+                x = ticket_gradient
+            else:
+                x = ctx.region.fetch()
+            dweight = rows.t() @ x.flatten(0, -2)
         dbias = rows.sum(0) if needs_bias else None
         if started is not None:
             dx = started.wait()

@@ -34,7 +34,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.plans import mappings, products
+from dtmega.plans import adapters, mappings, products
 from dtmega.plans.base import Stack, Style, as_function, computing_on, local_part
 from dtmega.plans.products import product
 
@@ -128,12 +128,24 @@ class Column(Style):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         if not self.enters:
-            return self.multiply(module, x)
+            return self.adapted(module, x)
         entered = self.stack.enter_products(x, self.group, module)
-        return products.again(self.multiply(module, entered), entered)
+        return products.again(self.adapted(module, entered), entered)
+
+    def adapted(self, module: Any, x: Tensor) -> Tensor:
+        """This rank's outputs for the whole input, with those of the layer's adapter, if there is one."""
+        out = self.multiply(module, x)
+        if not adapters.has_adapter(module):
+            return out
+        a = self.stack.shared(module.lora_a, self.group, of_heads=True)
+        return adapters.add(module, out, product(x, a), self.rows(module.lora_b))
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
         return product(x, self.matrix(module), local_part(module.bias))
+
+    def rows(self, parameter: Any) -> Any:
+        """The rows of a parameter [out, ...] for this rank's outputs."""
+        return local_part(parameter)
 
 
 class KVColumn(Column):
@@ -157,17 +169,14 @@ class KVColumn(Column):
         super().check(module, tp)
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
+        return product(x, self.rows(module.weight), self.rows(module.bias))
+
+    def rows(self, parameter: Any) -> Any:
         group = self.group
-        if self.kv_heads % group.size() == 0:
-            return super().multiply(module, x)
+        if parameter is None or self.kv_heads % group.size() == 0:
+            return local_part(parameter)
         head = group.rank() * self.kv_heads // group.size()
-
-        def rows_of_head(parameter: Any) -> Any:
-            if parameter is None:
-                return None
-            return self.stack.shared(parameter, group, of_heads=True).unflatten(0, (self.kv_heads, -1))[head]
-
-        return product(x, rows_of_head(module.weight), rows_of_head(module.bias))
+        return self.stack.shared(parameter, group, of_heads=True).unflatten(0, (self.kv_heads, -1))[head]
 
 
 def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") -> None:
@@ -200,6 +209,9 @@ class Row(Style):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         out = self.stack.leave(product(x, self.matrix(module)), self.group)
+        if adapters.has_adapter(module):
+            reduced = self.stack.leave(product(x, local_part(module.lora_a)), self.group)
+            out = adapters.add(module, out, reduced, self.stack.shared(module.lora_b, self.group, self.of_heads))
         return out if module.bias is None else out + self.stack.shared(module.bias, self.group, self.of_heads)
 
 
@@ -228,10 +240,13 @@ class Whole(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return super()._apply(module, device_mesh) if any(True for _ in module.parameters(recurse=False)) else module
 
-    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         group = self.group
         with computing_on(module, lambda parameter: self.stack.shared(parameter, group, self.of_heads)):
-            return type(module).forward(module, *args, **kwargs)
+            out = type(module).forward(module, *args, **kwargs)
+            if not adapters.has_adapter(module):
+                return out
+            return adapters.add(module, out, product(args[0], module.lora_a), module.lora_b)
 
 
 class Norm(Whole):

@@ -22,6 +22,7 @@ PHASE_COLOURS = {
 # Class of a plan's memory -> colour, from the bottom of the picture to the top.
 MEMORY_COLOURS = {
     "parameters": "#2266cc",
+    "frozen parameters": "#9fb4cf",
     "optimizer's moments": "#1a8a5a",
     "gradients": "#dd6b10",
     "gradients before their sum": "#f2b27c",

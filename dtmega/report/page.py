@@ -112,8 +112,14 @@ def _about(run: Run) -> list[str]:
     facts = [str(model["name"])] if "name" in model else []
     if start is not None:
         facts += [f"{short(start.parameters)} parameters"] if start.parameters else []
+        facts += [f"{short(start.parameters - start.frozen)} of them trained"] if start.frozen else []
         facts += [str(run.config.get("precision", {}).get("params", ""))]
         facts += [run.layout, f"torch {start.versions.get('torch', '?')}"]
+    lora = run.config.get("lora", {})
+    if lora.get("rank"):
+        targets = lora.get("targets", "")
+        layers = targets if isinstance(targets, str) else ", ".join(map(str, targets))
+        facts += [f"adapters of rank {lora['rank']}, alpha {lora.get('alpha', '?')}, on {layers}"]
     checkpoint = run.newest_checkpoint
     facts += [f"newest checkpoint {checkpoint}" if checkpoint else ""]
     return [fact for fact in facts if fact]

@@ -41,6 +41,7 @@ class Start(BaseModel):
         layout: number of processes, under the key "processes", and size of each mesh axis, under the axis's name.
         device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
         parameters: number of parameters of the whole model.
+        frozen: number of those that are not trained.
         steps: the run's last step, as planned at this start.
         versions: versions of dtmega, torch and Python, by name.
     """
@@ -52,6 +53,7 @@ class Start(BaseModel):
     layout: dict[str, Count]
     device: str
     parameters: Count
+    frozen: Count = 0
     steps: Count
     versions: dict[str, str]
 
@@ -85,12 +87,13 @@ def append(
     device: torch.device,
     parameters: int,
     steps: int,
+    frozen: int = 0,
 ) -> None:
     """Add the line for a start. If the process or machine stops during the write, the line is complete or absent.
 
     Args:
         run_dir: the run directory.
-        step, config, layout, parameters, steps: attributes of `Start`.
+        step, config, layout, parameters, steps, frozen: attributes of `Start`.
         device: the device that this process computes on.
 
     Raises:
@@ -103,6 +106,7 @@ def append(
         layout=dict(layout),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         parameters=parameters,
+        frozen=frozen,
         steps=steps,
         versions={"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,17 +28,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtmega import config, families, mesh
+from dtmega.checkpoint import starting
+from dtmega.checkpoint.base import Base, location
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
+from dtmega.formats.sources import Source
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
 from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
+from dtmega.models import lora_proof
 from dtmega.models.initial import init_weights
+from dtmega.models.lora import attach, draw_adapters, is_adapter, targets, transposed_layers
 from dtmega.models.model import Model
-from dtmega.ops import cost, optim, ranges, softmax
+from dtmega.ops import cost, host, optim, ranges, softmax
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
@@ -98,6 +105,28 @@ class ShardedModel:
         """
         for stage in self.stages.values():
             init_weights(stage, seed)
+
+    def load_beside(
+        self, source: Source, cfg: config.Config, was: Base | None, with_heartbeats: Callable[[Any], Any]
+    ) -> Base | None:
+        """Load the weights beside the checkpoint, and draw the adapters of a new run (`checkpoint/starting.py`).
+
+        Returns:
+            The base of the run; None if its checkpoints hold all weights.
+        """
+        stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
+        counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
+        together = self.world.groups["shards"]
+        digests = starting.load_beside(source, with_heartbeats(stored), counted, together, cfg.model, was)
+        path = location(cfg.model, source)
+        if was is not None:
+            return was._replace(path=path)
+        for stage in self.stages.values():
+            draw_adapters(stage, cfg.run.seed)
+        with torch.device("meta"):
+            transposed = transposed_layers(families.build(cfg))
+        elements = sum(math.prod(source.tensors[name][1]) for name in digests)
+        return Base(path, digests, transposed, elements) if digests else None
 
     def forward_backward(
         self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
@@ -209,9 +238,14 @@ class ShardedModel:
 
         AdamW would skip a parameter without a gradient. Then the parameter's decay and moments would depend on which
         tokens and layers a rank has. Frozen parameters stay without a gradient.
+
+        Raises:
+            RuntimeError: an adapter has no gradient, because nothing calls its linear layer.
         """
-        for _, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
+                if is_adapter(name):
+                    raise RuntimeError(f"no gradient has come to '{name}', so that it would not learn ([lora] targets)")
                 parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
@@ -317,6 +351,8 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     """Build this rank's part of the configured model. The parameter values are loaded or drawn later."""
     with torch.device("meta"):
         whole = families.build(cfg)
+    if cfg.lora.rank and not host.must_skip("that every adapter learns is verified at the start of a run, not here"):
+        _prove_adapters(cfg, world, whole)
     matrices = None
     if cfg.optim.name == "muon":
         sizes = world.sizes["dp_replicate"], world.sizes["dp_shard"] * world.sizes["cp"], world.sizes["tp"]
@@ -353,6 +389,27 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
             sums |= {number: ShardSums(stage) for number, stage in stages.items()}
         model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device, sums)
     return model
+
+
+def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
+    """Raise a ValueError if a small clone, cut over tp like the model, has adapters that do not learn."""
+    family, tp = families.of(cfg.model), world.tp.size()
+    lora = cfg.lora.model_copy(update={"targets": lora_proof.everywhere(targets(whole, cfg.lora.targets))})
+    length = {"seq_len": 8 * tp, "decoder_seq_len": 8 * tp}
+    with torch.device("meta"):
+        small, clone = family.clone(cfg.model_copy(update={"data": cfg.data.model_copy(update=length)}), tp)
+        attach(clone, lora.model_copy(update={"base": "float32"}))
+    alone = dataclasses.replace(world, sizes={**world.sizes, "cp": 1})
+    family.cut(small, clone, alone)
+    if multiplies_on_amx(cfg, world):
+        multiply_on_amx(clone)
+    family.allocate(small, clone, alone, world.device)
+    _move_buffers(clone, world.device)
+    rows = families.objective(cfg).blank(small.data, 2)
+    text = lora_proof.blank_to_text(rows, small.model.vocab_size)
+    missing = lora_proof.unlearning(clone, {name: row.to(world.device) for name, row in text.items()})
+    if missing:
+        raise ValueError(lora_proof.refusal(missing))
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
@@ -435,7 +492,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
     # compile, block by block, so that one compiled graph serves all blocks. On a CPU with AMX tiles, first give the
     # linear layers faster bfloat16 matrix products.
-    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES and not cfg.run.exact:
+    if multiplies_on_amx(cfg, world):
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
         # torch warns about every region whose policy chooses the tensors to keep, because in-place operations might
@@ -458,6 +515,12 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
+
+
+def multiplies_on_amx(cfg: config.Config, world: World) -> bool:
+    """True if linear layers get faster bfloat16 products."""
+    on_cpu = world.device.type == "cpu" and features.HAS_TILES
+    return keeps_masters(cfg, world.sizes) and on_cpu and not cfg.run.exact
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
@@ -539,8 +602,10 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
     family.check(cfg, sizes)
     if cfg.optim.name == "muon":
         check_matrices(cfg)
-    if cfg.optim.lr_factors:
-        optim.check_factors(cfg.optim, families.shapes(cfg.model))
+    if cfg.train.freeze or cfg.lora.rank or cfg.optim.lr_factors:
+        with torch.device("meta"):
+            whole = families.build(cfg)
+        optim.check_factors(cfg.optim, [whole.full_name(name) for name, _ in whole.named_parameters()])
 
 
 def check_matrices(cfg: config.Config) -> None:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from dtmega import config, families, mesh
-from dtmega.checkpoint import changes, found, resume
+from dtmega.checkpoint import changes, found, resume, starting
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import START, Progress, State
-from dtmega.checkpoint.weights import load_weights
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import Text, open_text, repetition_notes
@@ -30,7 +29,7 @@ from dtmega.files import atomic, console
 from dtmega.files.console import counted
 from dtmega.formats.sources import Source
 from dtmega.mesh import World
-from dtmega.ops import cost, optim
+from dtmega.ops import optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.training import accumulation, exact, history, out_of_memory, rank_log, trackers
@@ -77,7 +76,7 @@ class Origin(NamedTuple):
 
     Attributes:
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        init: weights that a new run starts with; None if the run draws its weights or resumes.
+        init: weights that a new run starts with, or that a resumed run's checkpoint leaves out; None if there are none.
         damage: messages about damaged checkpoints, one line each.
     """
 
@@ -194,7 +193,7 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
         if startup.rank == 0:
             # Rank 0 chooses the dtype for all ranks, because their processors may differ.
             step.send = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
-        init = None if candidates else families.of(settings.cfg.model).weights(settings.cfg.model)
+        init = starting.weights_beside(settings.cfg, candidates, families.of(settings.cfg.model).weights)
         step.must_match = found.manifest_digests([*candidates, init])
     dtype = step.received
     settings = settings._replace(
@@ -238,7 +237,7 @@ def fill(
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(origin.candidates, model.stored_tensors(), optimizer, origin.damage, startup)
         if origin.init is not None:
-            load_weights(origin.init, startup.with_heartbeats(model.stored_tensors()), cfg.model.vocab_size)
+            checkpoints.base = model.load_beside(origin.init, cfg, loaded and loaded.base, startup.with_heartbeats)
         elif loaded is None:
             model.draw(cfg.run.seed)
         compiled = compiling(cfg, settings.device)
@@ -261,7 +260,7 @@ def write_files(
         at: progress of the run at this start.
         end: configured end of the run.
     """
-    cfg, saved_cfg = settings.cfg, settings.saved_cfg
+    cfg, saved_cfg, elements = settings.cfg, settings.saved_cfg, families.elements(settings.cfg)
     resume.set_aside_newer(cfg, at.step)
     # A run resumed from a named checkpoint deletes no other checkpoints: a later attempt may resume from one of them.
     if loaded and cfg.checkpoint.resume == "auto":
@@ -274,7 +273,8 @@ def write_files(
         config=saved_cfg.model_dump(),
         layout={"processes": world.size, **world.sizes},
         device=settings.device,
-        parameters=cost.n_parameters(settings.pieces),
+        parameters=sum(elements),
+        frozen=elements.frozen,
         steps=end.steps,
     )
 
@@ -317,7 +317,7 @@ def announcement(
     samples = text.samples("train")
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
-    lines += families.of(cfg.model).notes(cfg.model)
+    lines += [*families.of(cfg.model).notes(cfg.model), *families.elements(cfg).notes]
     if cfg.train.epochs:
         left_out = cfg.train.samples - end.samples
         lines.append(

@@ -31,9 +31,10 @@ from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint
-from dtmega.checkpoint.run import Checkpoints, SaveOutcome, tensors_of
+from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.checkpoint.staging import Stager
 from dtmega.checkpoint.state import HealthState, Progress, State
+from dtmega.checkpoint.tensors import tensors_of
 from dtmega.ops.fixed_point import ExactState
 from dtmega.ops.loss_scale import ScaleState
 

@@ -37,6 +37,10 @@ OTHER_MODEL = {
 }
 
 
+def no_base(model: config.Model) -> None:
+    """A family's `weights` that is never asked for the base of a checkpoint."""
+
+
 def test_every_key_of_a_model_is_of_one_of_the_two_kinds():
     assert MAY_DIFFER.keys() | OTHER_MODEL.keys() == config.Bloom.model_fields.keys()
     assert not MAY_DIFFER.keys() & OTHER_MODEL.keys()
@@ -49,11 +53,11 @@ def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_t
     path = store(f"{tmp_path}/w", {}, config={"model": there.model_dump()})
     asked = model.model_copy(update={"init_from": path})
     if key in MAY_DIFFER:
-        assert open_checkpoint_weights(asked).tensors == {}
+        assert open_checkpoint_weights(asked, no_base).tensors == {}
     else:
         was, now = there.model_dump()[key], model.model_dump()[key]
         with pytest.raises(ValueError) as refused:
-            open_checkpoint_weights(asked)
+            open_checkpoint_weights(asked, no_base)
         expected = f"{path} is of a model with {key}={was}, not {now} ([model] init_from, [model] {key})"
         assert str(refused.value) == expected
 
@@ -61,7 +65,7 @@ def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_t
 def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp_path):
     whole = torch.arange(6.0).view(3, 2)
     stored = {"model/a": whole, "optimizer/exp_avg/a": whole + 1}
-    source = open_checkpoint_weights(config.Bloom(init_from=store(f"{tmp_path}/w", stored)))
+    source = open_checkpoint_weights(config.Bloom(init_from=store(f"{tmp_path}/w", stored)), no_base)
     assert isinstance(source, Weights)
     assert source.tensors == {"a": (torch.float32, (3, 2))}
     assert torch.equal(source.read("a", (slice(1, 3), slice(0, 1))), whole[1:3, :1])
@@ -80,4 +84,4 @@ def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_pa
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
 def test_an_id_of_the_hub_is_refused_with_the_command_that_downloads_it(name: str):
     with pytest.raises(ValueError, match=rf"init_from\); a model of .* hub .* hf download {name} --local-dir gpt2$"):
-        open_checkpoint_weights(config.Bloom(init_from=name))
+        open_checkpoint_weights(config.Bloom(init_from=name), no_base)

@@ -100,7 +100,7 @@ def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
         ),
         ("[model]\nn_kv_head = 2", "in [model]; did you mean [model] n_kv_heads? For name = 'llama'"),
         ("[model]\nname = 't5'\nlayernorm_eps = 1e-5", "in [model]; did you mean [model] norm_eps?"),
-        ("[train]\nlora_r = 8", "unknown key 'lora_r' in [train]; there is no key of that meaning: all weights are"),
+        ("[train]\nlora_r = 8", "unknown key 'lora_r' in [train]; did you mean [lora] rank"),
     ],
 )
 def test_a_key_that_does_not_exist_is_an_error_with_the_key_that_was_meant(tmp_path: Path, toml: str, words: str):

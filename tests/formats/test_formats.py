@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dtmega import config, families
+from dtmega.cli.convert import recognise
 from dtmega.formats.format import Format
 from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import BY_TOKEN, Cast, Translated
@@ -238,7 +239,7 @@ def gpt2(folder: Path) -> Any:
 def ours_of_gpt2(tmp_path: Path) -> tuple[Any, config.Model, nn.Module]:
     """transformers' model, in tmp_path / "theirs"; its [model] section, and our model on meta."""
     model = gpt2(tmp_path / "theirs")
-    _, section = families.open_folder(tmp_path / "theirs", None)
+    _, section = recognise.open_folder(tmp_path / "theirs", None)
     with torch.device("meta"):
         whole = families.of(section).build(section)
     return model, section, whole
@@ -335,9 +336,9 @@ def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path)
     with pytest.raises(
         ValueError, match=r"has model_type='mamba', expected one of .*bloom, gpt2.* \(\[model\] name\).* trains it"
     ):
-        families.open_folder(tmp_path, None)
+        recognise.open_folder(tmp_path, None)
     gpt2(tmp_path)
-    assert families.open_folder(tmp_path, None)[1].name == "gpt"
+    assert recognise.open_folder(tmp_path, None)[1].name == "gpt"
 
 
 @pytest.mark.parametrize(("key", "value"), [("model_type", "opt"), ("activation_function", "relu")])

@@ -19,6 +19,7 @@ from transformers.models.megatron_bert import modeling_megatron_bert
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
+from dtmega.cli.convert import recognise
 from dtmega.formats.sources import Translated
 from dtmega.formats.whole import tensor_names
 from dtmega.models import bert
@@ -50,7 +51,7 @@ def theirs_in(folder: Path, kind: str, **keys: Any) -> Any:
 
 def ours_in(folder: Path, **keys: Any) -> bert.Bert:
     """The model of ours that a directory describes, with its weights."""
-    _, section = families.open_folder(folder, None)
+    _, section = recognise.open_folder(folder, None)
     model = bert.Bert(section.model_copy(update=keys))
     load_weights(families.of(section).folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
@@ -360,7 +361,7 @@ def test_a_bert_that_computes_something_else_is_refused(tmp_path: Path, key: dic
     (tmp_path / "config.json").write_text(json.dumps(transformers.BertConfig().to_dict() | key))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name}={value!r}, expected"):
-        families.open_folder(tmp_path, None)
+        recognise.open_folder(tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_a_bert_that_transformers_cannot_compute_is_not_exported(tmp_path: Path,
 
 def test_a_directory_of_the_other_class_is_refused_by_the_key_that_tells_them_apart(tmp_path: Path):
     theirs_in(tmp_path, "megatron-bert")
-    _, section = families.open_folder(tmp_path, None)
+    _, section = recognise.open_folder(tmp_path, None)
     post = section.model_copy(update={"norm": "post"})
     with pytest.raises(ValueError, match=r"model_type='megatron-bert', expected 'bert' .*\[model\] norm"):
-        families.open_folder(tmp_path, post)
+        recognise.open_folder(tmp_path, post)

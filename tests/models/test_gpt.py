@@ -17,6 +17,7 @@ from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
+from dtmega.cli.convert import recognise
 from dtmega.formats.whole import as_theirs
 from dtmega.interop.hf.names import gpt as gpt_names
 from dtmega.models import gpt
@@ -45,7 +46,7 @@ def theirs_in(folder: Path, **keys: Any) -> Any:
 
 def ours_in(folder: Path, **keys: Any) -> gpt.GPT:
     """The model of ours that a directory describes, with its weights."""
-    _, section = families.open_folder(folder, None)
+    _, section = recognise.open_folder(folder, None)
     section = section.model_copy(update=keys)
     assert isinstance(section, config.GPT)
     model = gpt.GPT(section)
@@ -193,4 +194,4 @@ def test_a_gpt2_that_computes_something_else_is_refused(tmp_path: Path, key: dic
     (tmp_path / "config.json").write_text(json.dumps(GPT2Config(**key).to_dict()))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name}={value!r}, expected"):
-        families.open_folder(tmp_path, None)
+        recognise.open_folder(tmp_path, None)

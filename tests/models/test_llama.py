@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
+from dtmega.cli.convert import recognise
 from dtmega.distributed import exit_codes
 from dtmega.formats.whole import as_theirs
 from dtmega.interop.hf.names.llama import HF
@@ -241,7 +242,7 @@ def test_what_is_exported_is_the_model_in_transformers_and_again_here(tmp_path, 
     assert not any(info.values())
     tokens, _ = batch()
     assert error(model(tokens), theirs(tokens).logits) < 1e-5
-    source, described = families.open_folder(tmp_path, None)
+    source, described = recognise.open_folder(tmp_path, None)
     assert described.model_dump() == model.cfg.model_dump() | {"n_kv_heads": model.cfg.kv_heads}
     for name, parameter in model.named_parameters():
         assert torch.equal(source.read(name), parameter), name

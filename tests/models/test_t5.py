@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from dtmega import config, families
 from dtmega.checkpoint.weights import load_weights
+from dtmega.cli.convert import recognise
 from dtmega.formats.sources import Translated
 from dtmega.formats.whole import tensor_names
 from dtmega.interop.hf.files import config_json
@@ -408,13 +409,13 @@ def test_what_files_of_old_versions_have_twice_or_in_vain_is_read(tmp_path: Path
 @pytest.mark.parametrize("form", FORMS)
 def test_a_directory_tells_apart_whether_the_head_is_the_embedding_and_whether_it_is_scaled(tmp_path: Path, form: str):
     theirs = theirs_in(tmp_path, form)
-    _, model = families.open_folder(tmp_path, None)
+    _, model = recognise.open_folder(tmp_path, None)
     assert isinstance(model, config.T5)
     assert model.tied == (theirs.lm_head.weight is theirs.shared.weight)
     assert model.scale_head == theirs.config.scale_decoder_outputs
     other = model.model_copy(update={"tied": not model.tied})
     with pytest.raises(ValueError, match=rf"tied={model.tied}, not {other.tied} \(\[model\] tied\)"):
-        families.open_folder(tmp_path, other)
+        recognise.open_folder(tmp_path, other)
 
 
 def test_a_head_that_is_stored_with_the_values_of_the_embedding_is_tied_to_it(tmp_path: Path):

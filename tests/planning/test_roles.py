@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dtmega import families
 from dtmega.planning import plan
-from dtmega.planning.counting.role import Role, plan_role
+from dtmega.planning.counting.role import FROZEN, GRADIENTS, MOMENTS, PARAMETERS, Role, plan_role
 from tests import ranks
 from tests.planning import real_step
 from tests.planning.test_counts import DROPOUT, SMALL, T5, TIMEOUT_S
@@ -52,6 +53,14 @@ def test_where_a_cell_has_two_actions_each_place_has_a_role_of_its_own(monkeypat
 
 def test_an_encoder_and_a_decoder_have_different_roles(monkeypatch: pytest.MonkeyPatch):
     assert shared(T5 | {"pipeline.split": 2}, monkeypatch) == {0: [0], 1: [1], 2: [2], 3: [3]}
+
+
+def test_frozen_weights_are_counted_apart_and_have_no_gradients_and_no_moments():
+    cfg, sizes = real_step.settled(real_step.nested(SMALL | {"lora.rank": 2}), 1)
+    held = plan_role(cfg, sizes, 0, GPU, 2).held
+    trained, frozen = families.elements(cfg)
+    assert (held[FROZEN], held[PARAMETERS], held[GRADIENTS]) == (4 * frozen, 4 * trained, 4 * trained)
+    assert 8 * trained <= held[MOMENTS] <= 8 * trained + 4 * 2 * 2 * 4 * cfg.model.n_layers  # and a count for each
 
 
 FULL: dict[str, dict[str, Any]] = {

@@ -39,7 +39,10 @@ REFUSED = {
         {"model": {"name": "gpt"}, "compile": {"enable": True}},
         "[compile] enable in (False, 'auto'), got True: proved for bloom, llama only",
     ),
-    "prefixes": ({"data": {"objective": "prefix-lm"}}, "[data] objective in ('auto', 'conversations'), got 'prefix-lm'"),
+    "prefixes": (
+        {"data": {"objective": "prefix-lm"}},
+        "[data] objective in ('auto', 'conversations'), got 'prefix-lm'",
+    ),
 }
 
 

@@ -50,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--original",
         default="",
         metavar="DIR",
-        help="from a run on a Hugging Face model: its directory, if it has moved",
+        help="from a run on a Hugging Face model, or with frozen weights: the directory that it began with, if it has "
+        "moved",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="from a run with adapters: add them to the weights; without this, to hf writes a folder for peft",
     )
     parser.add_argument(
         "--dtype", default="", help="to hf or megatron: float32, float16 or bfloat16 (default: the source's)"

@@ -28,6 +28,7 @@ import torch
 
 from dtmega import config, families
 from dtmega.checkpoint import found
+from dtmega.checkpoint.weights import Merged, is_hf_folder
 from dtmega.cli.convert import card, to_checkpoint
 from dtmega.cli.convert.sources import READERS, ConversionSource
 from dtmega.cli.convert.to_checkpoint import Training
@@ -35,6 +36,7 @@ from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.distributed.agreement import Startup
 from dtmega.formats.sources import Cast, Renamed
 from dtmega.formats.whole import check_stored
+from dtmega.interop.hf.files.peft import Adapters, write_peft
 from dtmega.interop.hf.files.tensors import DTYPES
 from dtmega.interop.megatron import write as for_megatron
 from dtmega.interop.megatron import write_core as for_megatron_core
@@ -78,7 +80,10 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
         stored = Renamed(source.weights, {name: name for name in expected}, startup.heartbeat)
         unchanged = families.stored_buffers(model)
         weights = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
-        _write(args, startup, source, family, model, weights)
+        if source.adapters is None or args.merge:
+            _write(args, startup, source, family, model, weights)
+        elif startup.rank == 0:
+            _write_adapters(args, source, source.adapters, family, model)
     startup.leave()
     if startup.rank == 0:
         print(f"written: {args.target[1]}")
@@ -115,6 +120,25 @@ def _write(
     elif startup.rank == 0:
         training = _finite(source.training, args)
         to_checkpoint.write(path, weights, model, family.digest(model), training, source.toml)
+
+
+def _write_adapters(
+    args: argparse.Namespace, source: ConversionSource, adapters: Adapters, family: Family, model: config.Model
+) -> None:
+    """Write the adapters of a run as a folder for peft.
+
+    Args:
+        model: the [model] section, with the current path of the model's directory.
+    """
+    folder = Path(args.target[1])
+    layers, modules = family.their_layers(model, adapters.layers)
+    if not is_hf_folder(adapters.base):
+        print(
+            f"{adapters.base} is the base, a checkpoint of dtmega; peft needs it as a folder of transformers: "
+            f"dtmega convert --from dtmega {adapters.base} --to hf DIR"
+        )
+    files = card.texts(None, source.rows, name=folder.name)
+    write_peft(folder, adapters, layers, modules, files)
 
 
 def _write_for_megatron(
@@ -171,6 +195,13 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
         model = {f"[model] {key}": value for key, value in source.model.model_dump().items()}
         tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in source.weights.tensors.items()}
         directory = {"digest of [model] path": source.digest}
+        if source.adapters is None and args.merge:
+            raise ValueError(f"--merge adds adapters to their weights, and {path} has none (--merge)")
+        if source.adapters is not None and not args.merge and target != "hf":
+            raise ValueError(
+                f"{path} has adapters beside its weights, and --to {target} has no place for them: expected --merge, "
+                f"which adds them to the weights (--merge)"
+            )
         step.must_match = model | tensors | found.manifest_digests([source.weights]) | directory
     return source
 
@@ -182,11 +213,11 @@ def _model_section(args: argparse.Namespace, source: ConversionSource, family: F
         ValueError: `--original` is given for a model without a directory, the directory has changed since the
             training, or the model's sizes do not fit the weights.
     """
-    if args.original and not family.directory:
+    if args.original and not family.directory and not isinstance(source.weights, Merged):
         raise ValueError(
             f"--original is for a run with a [model] path; {args.source[1]} is of name = '{source.model.name}'"
         )
-    moved = {"path": args.original} if args.original else {}
+    moved = {"path": args.original} if args.original and family.directory else {}
     try:
         model = family.reread_directory(source.model.model_copy(update=moved), source.digest)
     except ValueError as error:

@@ -11,6 +11,7 @@ import torch
 from dtmega.checkpoint.manifest import Entry
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.state import State
 from dtmega.distributed import exit_codes
 from dtmega.files.console import counted, printable
 
@@ -59,12 +60,27 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
         f"{counted(state.progress.skipped, 'step')} skipped",
         f"model       {state.config.get('model', {}).get('name')}: {counted(_elements(weights), 'parameter')} in "
         f"{counted(len(weights), 'tensor')}, {_bytes(weights):,} bytes",
+        *_about_base(state),
         f"optimizer   {counted(len(others), 'tensor')}, {_bytes(others):,} bytes, {counted(state.updates, 'update')}",
         f"written on  {', '.join(f'{axis}={size}' for axis, size in state.layout.items()) or 'no layout'}",
         f"written by  {', '.join(f'{program} {version}' for program, version in state.versions.items())}",
         f"identity    {', '.join(f'{key} {value}' for key, value in state.identity.items()) or 'weights only'}",
         f"files       {len(manifest.files)}, {sum(manifest.files.values()):,} bytes",
     ]
+
+
+def _about_base(state: State) -> list[str]:
+    """Lines about adapters, and about frozen weights that the checkpoint does not hold; [] if it holds all weights."""
+    if state.base is None:
+        return []
+    lora = state.config.get("lora", {})
+    lines = [
+        f"base        {state.base.path}: {counted(state.base.elements, 'frozen parameter')} in "
+        f"{counted(len(state.base.digests), 'tensor')}, not in the checkpoint"
+    ]
+    if lora.get("rank"):
+        lines.insert(0, f"adapters    rank {lora['rank']}, alpha {lora['alpha']}, on {lora['targets']}")
+    return lines
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:

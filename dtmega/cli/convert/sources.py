@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtmega import config, families
+from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
-from dtmega.checkpoint.weights import Weights, is_hf_folder
-from dtmega.cli.convert import card
+from dtmega.checkpoint.weights import Merged, Weights, is_hf_folder, whole_weights
+from dtmega.cli.convert import card, recognise
 from dtmega.cli.convert.card import Row
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.formats.sources import Renamed, Source
 from dtmega.formats.whole import check_stored
+from dtmega.interop.hf.files.peft import Adapters
 from dtmega.interop.megatron import folder, recipe, vocabulary
 from dtmega.interop.torch_files.dcp import DCPFolder
 
@@ -36,6 +38,7 @@ class ConversionSource(NamedTuple):
             its own ([model] path), the conversion uses that directory instead.
         rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines to print for the user.
+        adapters: adapters of the run, which `weights` has merged into their layers; None if there are none.
     """
 
     path: str
@@ -49,12 +52,13 @@ class ConversionSource(NamedTuple):
     directory: Path | None = None
     rows: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
+    adapters: Adapters | None = None
 
 
 def _from_hf(name: str, args: argparse.Namespace) -> ConversionSource:
     path = Path(name)
     configured = _model(args.config) if args.config else None
-    weights, model = families.open_folder(path, configured)
+    weights, model = recognise.open_folder(path, configured)
     tokenizer = path / "tokenizer.json"
     return ConversionSource(name, weights, model, str(tokenizer) if tokenizer.exists() else "", directory=path)
 
@@ -67,16 +71,29 @@ def _from_dtmega(name: str, args: argparse.Namespace) -> ConversionSource:
     is_models_own = families.of(model).directory and Path(tokenizer) == Path(model.directory, "tokenizer.json")
     data = config.Data.model_validate(state.config.get("data", {}))
     init_from = getattr(model, "init_from", "")
+    is_moved = args.original and families.of(model).directory
+    now = model.model_copy(update={"path": args.original}) if is_moved else model
+    base_path = "" if is_moved else args.original
+    weights = whole_weights(checkpoint, now, families.of(model).weights, base_path)
     return ConversionSource(
         checkpoint.path,
-        Weights(checkpoint),
+        weights,
         model,
         "" if is_models_own else tokenizer,
         state.digest,
         data,
         directory=Path(init_from) if init_from and is_hf_folder(init_from) else None,
         rows=card.rows_of_run(checkpoint, state, data, name),
+        adapters=_adapters(checkpoint, weights),
     )
+
+
+def _adapters(checkpoint: Checkpoint, weights: Source) -> Adapters | None:
+    """The adapters of a run; None if it has none."""
+    if not isinstance(weights, Merged) or not weights.layers:
+        return None
+    lora = config.Lora.model_validate(state_of(checkpoint).config["lora"])
+    return Adapters(Weights(checkpoint), weights.layers, lora, weights.path, weights.base.transposed)
 
 
 def _from_dcp(name: str, args: argparse.Namespace) -> ConversionSource:
@@ -96,7 +113,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     padded = vocabulary.with_padded_vocabulary(contents, configured)
     their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:
-        padded = families.section_of(contents.program, contents.weights.tensors, their_args, where, padded)
+        padded = recognise.section_of(contents.program, contents.weights.tensors, their_args, where, padded)
     check_stored(padded, contents.weights, where)
     n_ids = configured.vocab_size if configured else args.vocab_size
     if args.tokenizer and not n_ids:

@@ -72,12 +72,14 @@ class HF(Model):
     Attributes:
         hf: the transformers model; only the last stage keeps the head.
         takes_positions: whether its forward has an argument `position_ids`.
+        is_clone: whether this is a small clone, made by a config of its own.
     """
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: config.Model, small_config: Any = None) -> None:
         super().__init__()
         self.cfg = cfg
-        self.hf: Any = build(read_config(cfg.directory))
+        self.is_clone = small_config is not None
+        self.hf: Any = build(small_config or read_config(cfg.directory))
         self.is_first = self.is_last = True
         self.longest = longest(self.hf.config)
         facts = families.KNOWN.get(self.hf.config.model_type)

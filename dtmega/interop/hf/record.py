@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -23,11 +23,13 @@ from dtmega.interop.hf import context_proof, packing_proof, resolve
 from dtmega.interop.hf.directory import initial_values, read_config
 from dtmega.interop.hf.families import DOES_NOT_PACK, EXACT, KNOWN, OVER_CP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
+from dtmega.interop.hf.files.peft import TheirLayer, TheirLayers
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
 from dtmega.interop.hf.model import HF
 from dtmega.interop.hf.tp.load import materialize, open_folder
 from dtmega.interop.hf.tp.parallel import cut_stage, plan_for
+from dtmega.interop.hf.tp.tiny import VOCAB, tiny_config
 from dtmega.mesh import World
 from dtmega.models import count
 from dtmega.models.family import check_units, hidden_state
@@ -67,6 +69,11 @@ class Transformers:
 
     def build(self, model: config.Model) -> Model:
         return HF(model)
+
+    def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
+        small = HF(cfg.model, tiny_config(read_config(cfg.model.directory), tp))
+        model = cfg.model.model_copy(update={"vocab_size": VOCAB})
+        return cfg.model_copy(update={"model": model}), small
 
     def pieces(self, whole: Model) -> list[Piece]:
         return count.pieces(whole)
@@ -124,7 +131,7 @@ class Transformers:
                 context_proof.prove(stage.hf, ranks, world.device)
         if _packs(cfg) and not host.must_skip("packed conversations are proven at the start of a run, not here"):
             packing_proof.prove(stage.hf, world.device)
-        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
+        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=bool(stage.is_clone))
         return []
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
@@ -137,7 +144,7 @@ class Transformers:
 
     def weights(self, model: config.Model) -> Source | None:
         if model.init_from and not is_hf_folder(model.init_from):
-            return open_checkpoint_weights(model, self.digest(model))
+            return open_checkpoint_weights(model, self.weights, self.digest(model))
         if not model.init_from and not has_weights(model.directory):
             return None
         key = "init_from" if model.init_from else "path"
@@ -149,6 +156,11 @@ class Transformers:
 
     def folder(self, path: Path, model: config.Model) -> Source:
         raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
+
+    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[TheirLayers, list[str]]:
+        with torch.device("meta"):
+            modules = [name for name, module in HF(model).hf.named_modules() if hasattr(module, "weight")]
+        return {name: TheirLayer(name) for name in layers}, modules
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")

@@ -20,9 +20,12 @@ WIDE = 2  # smallest ratio of input to output features at which the transposed c
 
 
 def multiply_on_amx(model: nn.Module) -> None:
-    """Make the model's nn.Linear modules compute bfloat16 products faster. Other dtypes are not affected."""
+    """Make the model's nn.Linear modules compute bfloat16 products faster. Other dtypes are not affected.
+
+    A layer with an adapter keeps its forward: its weight is frozen, so there is no gradient to compute faster.
+    """
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and not hasattr(module, "lora_a"):
             module.forward = types.MethodType(_forward, module)
 
 

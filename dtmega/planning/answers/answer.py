@@ -101,18 +101,19 @@ class Answer(NamedTuple):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the tensors in one checkpoint: all weights, and the optimizer's moments, in float32."""
+        """Bytes of the tensors in one checkpoint: trained weights, and the optimizer's moments, in float32."""
+        trained = families.elements(self.job.cfg).trained
         if self.job.cfg.optim.name == "muon":
             # Matrices have one moment, all other parameters two.
             with torch.device("meta"):
                 whole = families.build(self.job.cfg)
             shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}
             of_matrices = sum(shapes[name].numel() for name in whole.matrices())
-            return torch.float32.itemsize * (3 * self.parameters - of_matrices)
-        held = self.roles[0].plan.held
-        # The optimizer also counts its steps, a number for each tensor.
+            return torch.float32.itemsize * (3 * trained - of_matrices)
+        # The optimizer also counts its steps, a number for each tensor. A place may have frozen weights alone.
+        held = max((role.plan.held for role in self.roles), key=lambda held: held.get(PARAMETERS, 0))
         moments_per_weight = round(held.get(MOMENTS, 0) / held[PARAMETERS])
-        return self.parameters * torch.float32.itemsize * (1 + moments_per_weight)
+        return families.elements(self.job.cfg).trained * torch.float32.itemsize * (1 + moments_per_weight)
 
 
 def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda done, all_roles: None) -> Answer:
@@ -192,6 +193,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "run_microbatches": plan.run_microbatches,
         "extrapolated": plan.run_microbatches < plan.n_microbatches,
         "fits": answer.fits,
+        "frozen_parameters": families.elements(answer.job.cfg).frozen,
         "checkpoint_bytes": answer.checkpoint_bytes,
         "memory": machine.memory._asdict(),
         "stages": plan.stages,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dtmega import families
 from dtmega.config import Config, DropoutModel
 from dtmega.files import console
 from dtmega.ops.cost import Piece
@@ -56,8 +57,9 @@ def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece]) -> l
         pieces: pieces of the whole model.
     """
     mine = _pieces_of(plan, place, pieces)
-    found = [_states(job, plan, place, mine)]
     cfg = job.cfg
+    # The formula has a gradient and moments for every parameter.
+    found = [] if families.elements(cfg).frozen else [_states(job, plan, place, mine)]
     one_by_one = cfg.recompute.method == "uniform" and cfg.recompute.layers == 1
     if cfg.precision.params in HALF and one_by_one and _has_layers_of_megatron(cfg, mine):
         found.append(_activations(job, plan, place, mine))

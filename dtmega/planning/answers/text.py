@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from dtmega import families
 from dtmega.files.console import counted
 from dtmega.pipelining.table import ACTION
 from dtmega.planning.answers.answer import Answer, RoleAnswer, Traffic
@@ -46,6 +47,7 @@ def skipped_checks(plan: Plan) -> list[str]:
 def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
     """The first lines: for which device, which model, which layout, which batch."""
     cfg = job.cfg
+    trained = families.elements(cfg).notes
     axes = " x ".join(f"{axis} {size}" for axis, size in job.sizes.items() if size > 1) or "one rank"
     schedule = f", schedule {cfg.pipeline.csv or cfg.pipeline.schedule}" if job.sizes["pp"] > 1 else ""
     lines = [CPU_ONLY] if job.machine.device.type == "cpu" else []
@@ -53,6 +55,7 @@ def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
         *lines,
         f"{cfg.model.name}: {parameters:,} parameters, {cfg.precision.params} on {job.world:,} x "
         f"{job.machine.device.type} ({axes}{schedule})",
+        *trained,
         f"a step: {cfg.batch.global_batch_size:,} sequences of {cfg.data.seq_len:,} tokens = "
         f"{counted(job.data_size, 'data rank')} x {counted(n_microbatches, 'microbatch')} x "
         f"{cfg.batch.micro_batch_size}",

@@ -35,6 +35,7 @@ from dtmega.training.step import train_step
 
 ROWS = "rows of the batch"
 PARAMETERS = "parameters"
+FROZEN = "frozen parameters"
 GRADIENTS = "gradients"
 MOMENTS = "optimizer's moments"
 COPIES = "weights for compute (gathered or cast)"
@@ -210,7 +211,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
     """Tell the ledger the owners of long-lived storages, which nobody knows when they are made."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
-        give(parameter, PARAMETERS)
+        give(parameter, PARAMETERS if parameter.requires_grad else FROZEN)
         if parameter.grad is not None:
             give(parameter.grad, GRADIENTS)
     for stage in model.stages.values():
@@ -241,4 +242,5 @@ def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
         for gradient in (sums, None if whole is None else whole.grad):
             if gradient is not None:
                 recorder.ledger.give(local(gradient), WHOLE_GRADIENTS)
-        recorder.ledger.give(parameter._sharded_param_data, PARAMETERS)
+        is_trained = parameter.sharded_param.requires_grad
+        recorder.ledger.give(parameter._sharded_param_data, PARAMETERS if is_trained else FROZEN)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtmega import config
+from dtmega import config, families
 from dtmega.fsdp import keeps_masters, reshards, wraps
 from dtmega.pipelining.table import SCHEDULES
 from dtmega.planning.search.layout import Layout, with_layout
@@ -81,6 +81,11 @@ class MemoryEstimator:
         self._bytes: int = getattr(torch, cfg.precision.params).itemsize
         self._reduce_bytes: int = getattr(torch, cfg.precision.reduce).itemsize
         self._moments = 1 if cfg.optim.name == "sgd" else 2
+        trained, frozen = families.elements(cfg)
+        # Trained and frozen elements for each element of the pieces, which hold no adapters.
+        n = max(1, sum(piece.elements for piece in places.pieces))
+        self._trained, self._frozen = trained / n, frozen / n
+        self._frozen_bytes = getattr(torch, cfg.lora.base).itemsize
         self._kept_bytes = functools.cache(self._count_kept)
         self._state_bytes = functools.cache(self._count_states)
 
@@ -100,8 +105,9 @@ class MemoryEstimator:
         """Bytes of weights and gradients while microbatches run, and while the optimizer does."""
         n, shards = place.elements / layout.tp, layout.n_shards
         splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
-        masters = MASTER_BYTES * n * (1 + self._moments) / shards
-        gradients = MASTER_BYTES * n / shards
+        n_trained = n * self._trained
+        masters = (MASTER_BYTES * n_trained * (1 + self._moments) + self._frozen_bytes * n * self._frozen) / shards
+        gradients = MASTER_BYTES * n_trained / shards
         if not wraps(self.cfg, layout.sizes, splits):
             copies = self._bytes * n if keeps_masters(self.cfg, layout.sizes) else 0.0
             return masters + copies + gradients, masters + gradients
@@ -110,9 +116,9 @@ class MemoryEstimator:
         gathered = units if reshards(cfg, layout.pp, shards) else n
         sharded = layout.accumulate == "sharded" and shards > 1
         if sharded or (layout.pp == 1 and n_microbatches == 1):
-            whole = self._reduce_bytes * units + gradients
+            whole = self._reduce_bytes * units * self._trained + gradients
         else:
-            whole = self._reduce_bytes * n
+            whole = self._reduce_bytes * n_trained
         return masters + self._bytes * gathered + whole, masters + gradients
 
     def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:

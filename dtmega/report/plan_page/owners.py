@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from dtmega.pipelining.table import stages_in
 from dtmega.planning.counting.recorder import BETWEEN_STAGES, ROOM
-from dtmega.planning.counting.role import COPIES, GRADIENTS, MOMENTS, PARAMETERS, WHOLE_GRADIENTS, Role
+from dtmega.planning.counting.role import COPIES, FROZEN, GRADIENTS, MOMENTS, PARAMETERS, WHOLE_GRADIENTS, Role
 from dtmega.planning.plan import Plan
 from dtmega.report.colours import MEMORY_COLOURS
 
 NAMES = {
     PARAMETERS: "parameters",
+    FROZEN: "frozen parameters",
     "parameters and buffers": "parameters",
     MOMENTS: "optimizer's moments",
     GRADIENTS: "gradients",

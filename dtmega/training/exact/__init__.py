@@ -55,6 +55,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         (cfg.optim.name, OPTIMIZERS, "[optim] name", "no other update is proved"),
         (cfg.data.objective, OBJECTIVES, "[data] objective", "other objectives are not proved"),
         (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
+        (cfg.lora.rank, (0,), "[lora] rank", "gradients of adapters are not proved"),
+        (cfg.train.freeze, ([],), "[train] freeze", "a backward that leaves out weights is not proved"),
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
     ]
     if sizes["tp"] > 1 and sizes["pp"] > 1:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from dtmega.plans import adapters
 from dtmega.plans.base import Stack, Style, local_part
 from dtmega.plans.products import product
 from dtmega.plans.styles import Column, Row
@@ -42,18 +43,19 @@ class PackedColumn(Column):
 
     def check(self, module: nn.Module, tp: int) -> None:
         super().check(module, tp)
-        for name, parameter in module.named_parameters(recurse=False):
+        own = {name: p for name, p in module.named_parameters(recurse=False) if name not in adapters.NAMES}
+        for name, parameter in own.items():
             size = parameter.shape[-1] if name == "bias" else parameter.shape[self.dim]
             self.check_size(f"'{name}' of {type(module).__name__} in {self.parts} parts", size, self.parts * tp)
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
-        return product(x, self.matrix(module), self.bias(module))
+        return product(x, self.matrix(module), self.rows(module.bias))
 
-    def bias(self, module: Any) -> Any:
-        if module.bias is None:
+    def rows(self, parameter: Any) -> Any:
+        if parameter is None:
             return None
-        whole = self.stack.shared(module.bias, self.group, self.of_heads)
-        return whole.view(self.parts, self.group.size(), -1)[:, self.group.rank()].flatten()
+        whole = self.stack.shared(parameter, self.group, self.of_heads)
+        return whole.unflatten(0, (self.parts, self.group.size(), -1))[:, self.group.rank()].flatten(0, 1)
 
 
 class PackedRow(Row):
@@ -98,20 +100,21 @@ class MultiQueryColumn(Column):
             raise ValueError(f"tp={tp} and {self.heads} heads: {rows} rows of {type(module).__name__} cannot be shared")
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
+        return product(x, self.rows(module.weight), self.rows(module.bias))
+
+    def rows(self, parameter: Any) -> Any:
+        if parameter is None:
+            return None
         n_local = self.heads // self.group.size()
         first = self.group.rank() * n_local
-
-        def local_rows(parameter: Any) -> Any:
-            if parameter is None:
-                return None
-            by_head = self.stack.shared(parameter, self.group, of_heads=True).unflatten(0, (self.heads + 2, -1))
-            return torch.cat([by_head[first : first + n_local], by_head[self.heads :]]).flatten(0, 1)
-
-        return product(x, local_rows(module.weight), local_rows(module.bias))
+        by_head = self.stack.shared(parameter, self.group, of_heads=True).unflatten(0, (self.heads + 2, -1))
+        return torch.cat([by_head[first : first + n_local], by_head[self.heads :]]).flatten(0, 1)
 
 
 class _Conv(Style):
     """Mixin for styles of Conv1D, a linear layer that stores its weight as [in, out]."""
+
+    output_dim = 1
 
     def known(self) -> tuple[type[nn.Module], ...]:
         from transformers.pytorch_utils import Conv1D

@@ -107,7 +107,7 @@ def parallelize_hf(
     return cut(model, mesh, hf_plan)
 
 
-def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool) -> None:
+def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool, *, proven: bool = False) -> None:
     """Cut the model in `stage` over tp for the trainer, which applies FSDP2 itself. If tp is 1, only fuse the loss.
 
     Args:
@@ -115,6 +115,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
         model: the `transformers` model in `stage`, on the meta device: the whole model or one pipeline stage of it.
         tp: 1-D mesh.
         sequence_parallel: argument of `parallelize_hf`.
+        proven: whether transformers' own plan has been verified already.
 
     Raises:
         ValueError: the model has no plan, tp does not divide its sizes, or transformers' own plan is wrong.
@@ -125,7 +126,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
         unproven = (
             f"the plan that transformers brings for '{hf_plan.family}' is verified at the start of a run, not here"
         )
-        if hf_plan.native and not host.must_skip(unproven):
+        if hf_plan.native and not proven and not host.must_skip(unproven):
             prove(model, tp, hf_plan)
         apply_plan(model, tp, hf_plan.table)
         head = hf_plan.head

@@ -71,7 +71,7 @@ class HFPlan:
 def _placement(style: ParallelStyle, name: str, tp: int) -> Placement:
     """The placement over tp that a style gives to a parameter."""
     if isinstance(style, Style):
-        return style.placement(name, tp) or Replicate()
+        return style.placed(name, tp) or Replicate()
     return getattr(style, "placements", {}).get(name) or Replicate()
 
 

@@ -1,0 +1,85 @@
+"""The weights that a start of a run reads beside its checkpoint: all of a new run, or those that were frozen.
+
+`base.py` says what a checkpoint without frozen weights holds instead of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dtmega import config
+from dtmega.checkpoint.base import Base, Digesting, location, open_base
+from dtmega.checkpoint.reader import Checkpoint
+from dtmega.checkpoint.resume import state_of
+from dtmega.checkpoint.weights import load_weights
+from dtmega.formats.sources import Source
+
+
+def weights_beside(
+    cfg: config.Config, candidates: Sequence[Checkpoint], weights_of: Callable[[config.Model], Source | None]
+) -> Source | None:
+    """Open the weights that a start reads beside its checkpoint; None if there are none.
+
+    Args:
+        cfg: the run's configuration.
+        candidates: checkpoints to resume from, newest first; empty for a new run.
+        weights_of: the family's method `weights`.
+
+    Raises:
+        ValueError: a run with frozen weights has no weights to start from, or its base is missing.
+    """
+    if candidates:
+        state = state_of(candidates[0])
+        if state.base is None:
+            return None
+        return open_base(state.base, cfg.model, state.config["model"], cfg.lora.base_path, weights_of)[1]
+    if cfg.lora.base_path:
+        raise ValueError(
+            f"[lora] base_path={cfg.lora.base_path} is for a run that goes on; a new run starts from [model] init_from "
+            f"or path"
+        )
+    source = weights_of(cfg.model)
+    if source is None and (cfg.lora.rank or cfg.train.freeze):
+        raise ValueError(
+            "frozen weights would stay as they are drawn from the seed: expected weights to start from, got none "
+            "([model] init_from or path; [lora] rank, [train] freeze)"
+        )
+    return source
+
+
+def load_beside(
+    source: Source,
+    stored: Iterable[tuple[str, Tensor]],
+    counted: Collection[str],
+    group: dist.ProcessGroup,
+    model: config.Model,
+    was: Base | None,
+) -> dict[str, str]:
+    """Fill this rank's part of a model from the weights beside its checkpoint. All ranks call this function.
+
+    Args:
+        source: result of `weights_beside`.
+        stored: names and tensors of this rank, without those of adapters. A name may appear twice.
+        counted: names of the frozen parameters that this rank counts in sums over `group`.
+        group: ranks that hold the model once.
+        model: the [model] section.
+        was: description of the base in the checkpoint; None for a new run.
+
+    Returns:
+        The digests of the frozen tensors, by name.
+
+    Raises:
+        ValueError: the weights are not those that the run started from.
+    """
+    if was is not None:
+        stored = ((name, tensor) for name, tensor in stored if name in was.digests)
+        counted = [name for name in counted if name in was.digests]
+    digesting = Digesting(source, model.vocab_size)
+    load_weights(digesting, stored, model.vocab_size)
+    digests = digesting.digests(counted, group)
+    if was is not None:
+        was.check(digests, location(model, source))
+    return digests

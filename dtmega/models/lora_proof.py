@@ -1,0 +1,114 @@
+"""A proof at the start of a run that every adapter learns, on a small clone of the model that is cut as the model is.
+
+A linear layer whose weight is used without a call of the layer, or whose forward is replaced by another one, would
+train no adapter, and nobody would see it. B begins at zero, so that A has no gradient in the first step. After one step
+each B, and after two each A, must have a gradient that is not zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from dtmega import config
+from dtmega.models.initial import draw
+from dtmega.models.lora import A, B, adapters, draw_adapters, is_adapter
+from dtmega.models.model import Model
+from dtmega.ops.shards import local
+
+HEAD_DIM = 8  # of the clone's attention heads
+SEED = 1
+RATE = 0.1  # learning rate of the clone's first step
+
+
+def everywhere(names: Iterable[str]) -> list[str]:
+    """Patterns that match the layers of these names with any layer numbers."""
+    return sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names})
+
+
+def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
+    """A [model] section of the same family that tp cuts in the same way, with two layers and small sizes.
+
+    Args:
+        model: the run's [model] section.
+        tp: number of ranks.
+    """
+    kv_heads = getattr(model, "n_kv_heads", 0)
+    few_kv = tp if kv_heads % tp == 0 else kv_heads
+    heads = max(2 * tp, 2 * few_kv) if kv_heads else 2 * tp
+    hidden = heads * HEAD_DIM
+    sizes = {
+        "n_layers": 2,
+        "n_decoder_layers": min(2, getattr(model, "n_decoder_layers", 0)),
+        "n_heads": heads,
+        "n_kv_heads": few_kv if kv_heads else 0,
+        "hidden_size": hidden,
+        "ffn_hidden_size": 2 * hidden,
+        "kv_channels": HEAD_DIM if getattr(model, "kv_channels", 0) else 0,
+        "vocab_size": 64,
+        "pad_vocab_to_multiple": 1,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "inner_dropout": 0.0,
+    }
+    return model.model_copy(update={key: size for key, size in sizes.items() if key in type(model).model_fields})
+
+
+def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
+    """The names of this rank's adapters in a clone that do not learn in two steps.
+
+    Args:
+        clone: the clone, with adapters, cut and allocated. Its values are drawn here.
+        rows: a microbatch.
+    """
+    _draw(clone)
+    missing: list[str] = []
+    for ending in (B, A):
+        clone.zero_grad()
+        for total in clone(**rows).values():
+            if total.requires_grad:
+                total.backward(retain_graph=True)
+        for name, parameter in adapters(clone):
+            gradient = parameter.grad
+            if name.endswith(ending) and (gradient is None or not bool(local(gradient).any())):
+                missing.append(clone.full_name(name))
+            elif gradient is not None:
+                with torch.no_grad():
+                    local(parameter).sub_(local(gradient), alpha=RATE)
+    return missing
+
+
+@torch.no_grad()
+def _draw(clone: Model) -> None:
+    for name, parameter in clone.named_parameters():
+        if not is_adapter(name):
+            draw(parameter, name, SEED, 0.2 if parameter.ndim > 1 else None, 1.0)
+    draw_adapters(clone, SEED)
+
+
+def blank_to_text(rows: dict[str, Tensor], vocab: int) -> dict[str, Tensor]:
+    """A microbatch whose tokens and labels are drawn, the same ones on every rank.
+
+    Every token has a label, because a rank whose tokens have none would have no gradient.
+
+    Args:
+        rows: rows without text, as `Objective.blank` makes them.
+        vocab: size of the vocabulary.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    for name in ("tokens", "decoder_tokens", "labels"):
+        if name in rows:
+            rows[name] = torch.randint(3, vocab, rows[name].shape, generator=generator)
+    return rows
+
+
+def refusal(missing: list[str]) -> str:
+    """The error message about adapters that do not learn."""
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (
+        f"no gradient comes to {', '.join(missing[:3])}{more} of a small clone of the model: expected one for every "
+        f"adapter, got none, so that these layers would not learn ([lora] targets)"
+    )

@@ -1,0 +1,60 @@
+"""The parameters of a model that a run trains: all of them, or those that [train] freeze and [lora] leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from dtmega.models.model import Model
+
+
+class Elements(NamedTuple):
+    """Numbers of elements of a whole model's parameters. A tied parameter counts once.
+
+    Attributes:
+        trained: elements of the parameters that the optimizer updates.
+        frozen: elements of all other parameters.
+    """
+
+    trained: int
+    frozen: int
+
+    @property
+    def notes(self) -> list[str]:
+        """The line that a run and a plan print about frozen parameters; [] if there are none."""
+        return [f"trained: {self.trained:,} parameters; frozen: {self.frozen:,}"] if self.frozen else []
+
+
+def freeze(model: Model, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names in checkpoints match a pattern, in place. Call this function on a whole model.
+
+    Args:
+        model: the whole model.
+        patterns: values of [train] freeze; `*` stands for any characters.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or no parameter is left to train.
+    """
+    names = {model.full_name(name): parameter for name, parameter in model.named_parameters()}
+    for pattern in patterns:
+        matching = [parameter for name, parameter in names.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            first, *_, last = names
+            raise ValueError(
+                f"no parameter has a name like '{pattern}'; there are '{first}' to '{last}' ([train] freeze)"
+            )
+        for parameter in matching:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise ValueError(f"nothing is left to train: {len(names)} of {len(names)} parameters match ([train] freeze)")
+
+
+def elements(parameters: Iterable[nn.Parameter]) -> Elements:
+    """Count the elements of trained and of frozen parameters."""
+    counts = {True: 0, False: 0}
+    for parameter in parameters:
+        counts[parameter.requires_grad] += parameter.numel()
+    return Elements(counts[True], counts[False])
