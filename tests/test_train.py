@@ -21,9 +21,11 @@ from dtmega.__main__ import main as command
 from dtmega.config import schema
 from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.data.indexed_files.record import ChatRecord, text_of
+from dtmega.data.tokenizers.chat import Chat, find_template
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
+from dtmega.inference.trained import open_trained
 from dtmega.ops.cpu import contention
 from dtmega.training import history, start
 from tests import ranks
@@ -118,7 +120,7 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
 def conversations(folder: Path, n: int) -> str:
     """A prefix of conversations in bytes, each of 8 tokens."""
     tokenizer = load_tokenizer("bytes")
-    chat = ChatRecord(template="t", train_on="assistant", learned=3 * n, refused={})
+    chat = ChatRecord(template="t", train_on="assistant", end_ids=[ord("s")], learned=3 * n, refused={})
     with IndexedWriter(folder / "chat", np.dtype("<u2")) as writer:
         for i in range(n):
             writer.add([*f"{i:05d}".encode(), *b"yes"], [5, 3])
@@ -140,6 +142,17 @@ def test_a_run_of_some_epochs_of_conversations_ends_with_their_last_whole_batch(
     assert run(tmp_path / "run", chat, **keys | {"train__epochs": 3}) == 0
     assert "train.epochs 2 → 3: 5 steps are left, not 0" in capsys.readouterr().out
     assert len(losses(tmp_path / "run")) == 15  # 126 sequences
+
+
+def test_what_ends_a_learned_turn_ends_answers_and_the_texts_of_an_export(tmp_path):
+    chat = conversations(tmp_path, 40)
+    keys = {"data__objective": "conversations", "train__steps": 1, "eval__interval": 0, "eval__prompt": ""}
+    assert run(tmp_path / "run", chat, **keys) == 0
+    trained = open_trained(str(tmp_path / "run"), None, {}, Startup())
+    assert trained.end_ids == [ord("s")]
+    assert Chat(trained.tokenizer, find_template(trained.tokenizer), trained.end_ids).end_ids == {256, ord("s")}
+    assert command(["convert", "--from", "dtmega", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [256, ord("s")]
 
 
 def test_an_epoch_of_running_text_has_each_token_once(tmp_path, corpus, capsys):

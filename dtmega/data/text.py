@@ -113,14 +113,16 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     else:
         parts = parts_by_split(cfg.data, corpora, BY_DOCUMENT)
         splits = build_samples(objective, cfg.data, parts, cfg.run.seed)
-    if objective.conversations:
-        record.check_same_chat(corpora.opened)
     notes = [*splits.notes]
     if corpora.without_record:
         notes.insert(0, record.unrecorded(corpora.without_record, tokenizer))
     digests = identity(cfg, objective, tokenizer, [part.dataset.prefix for part in parts["train"]])
     if in_megatrons_order:
         digests |= order_identity(cfg, splits)
+    if objective.conversations:
+        record.check_same_chat(corpora.opened)
+        ends = {i for part in parts["train"] for i in record.chat_of(part.dataset).end_ids}
+        digests[record.END_IDS] = sorted(ends)
     text = Text(objective, cfg.data, tokenizer, splits.samples, digests, notes)
     check_losses(text, cfg)
     return text

@@ -22,6 +22,7 @@ from dtmega.checkpoint import manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Merged, load_weights, whole_weights
+from dtmega.data.indexed_files.record import END_IDS
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.distributed.agreement import Startup
 from dtmega.formats.sources import Source
@@ -41,6 +42,7 @@ class TrainedModel(NamedTuple):
         tokenizer: the run's tokenizer.
         show: kind of sample that `dtmega generate` prints for this model family, such as continuations of prompts.
         model: a whole `Model`, or a `Relay` of pipeline stages; both are called in the same way.
+        end_ids: ids of the tokens that end the turns of the conversations that the run has learned; [] without any.
     """
 
     cfg: config.Config
@@ -49,6 +51,7 @@ class TrainedModel(NamedTuple):
     tokenizer: Tokenizer
     show: Show
     model: Any
+    end_ids: list[int]
 
 
 def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: Startup) -> TrainedModel:
@@ -101,7 +104,9 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
                 weights.verify(parallel.counted_once(), world.groups["shards"])
         model = parallel.stages[0] if sizes["pp"] == 1 else Relay(parallel.stages, world.groups["pp"], device)
     model.eval()
-    return TrainedModel(cfg, checkpoint.path, state_of(checkpoint).progress.step, tokenizer, family.show, model)
+    state = state_of(checkpoint)
+    end_ids = state.identity.get(END_IDS, [])
+    return TrainedModel(cfg, checkpoint.path, state.progress.step, tokenizer, family.show, model, end_ids)
 
 
 def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:

@@ -156,6 +156,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "seed": None,
                 "step": None,
                 "interactive": False,
+                "chat": False,
+                "chat_template": None,
                 "prompts": None,
                 "batch_size": 8,
                 "pp": 1,
@@ -168,7 +170,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     (
         f"generate --run r --prompt p --prompt - --tokens 1 --temperature 0.5 --top-k 0 --top-p 0.5 --step 0 "
         f"--interactive --mesh.pp 2 --mesh.dp_replicate 3 --mesh.dp_shard 4 --mesh.tp 5 --seed {2**63 - 1} "
-        f"--prompts f --batch-size 3",
+        f"--prompts f --batch-size 3 --chat --chat-template turns",
         {
             **{"run": "r", "prompt": ["p", "-"], "tokens": 1, "temperature": 0.5, "top_k": 0, "top_p": 0.5},
             **{
@@ -176,6 +178,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "seed": 2**63 - 1,
                 "step": 0,
                 "interactive": True,
+                "chat": True,
+                "chat_template": "turns",
                 "prompts": "f",
                 "batch_size": 3,
                 "pp": 2,

@@ -161,7 +161,7 @@ def _start_chat(args: argparse.Namespace, trained: TrainedModel, rank: int) -> C
 
     if trained.show is not CONTINUATION:
         raise ValueError(f"--chat means nothing to a model of name = '{trained.cfg.model.name}'")
-    chat = Chat(trained.tokenizer, find_template(trained.tokenizer, args.chat_template))
+    chat = Chat(trained.tokenizer, find_template(trained.tokenizer, args.chat_template), trained.end_ids)
     if rank == 0:
         chat.start()
     return chat

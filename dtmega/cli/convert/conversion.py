@@ -111,6 +111,8 @@ def _write(
         json = None
         if tokenizer:
             json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), source.data)
+        if source.end_ids:
+            options["end_ids"] = source.end_ids
         if startup.rank == 0:  # only rank 0 writes the files other than weights
             directory = Path(model.directory) if family.directory else source.directory
             options["other_files"] = card.texts(directory, source.rows, name=folder.name)

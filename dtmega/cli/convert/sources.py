@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from dtmega.checkpoint.weights import Merged, Weights, is_hf_folder, whole_weigh
 from dtmega.cli.convert import card, recognise
 from dtmega.cli.convert.card import Row
 from dtmega.cli.convert.to_checkpoint import Training
+from dtmega.data.indexed_files.record import END_IDS
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.formats.sources import Renamed, Source
 from dtmega.formats.whole import check_stored
@@ -39,6 +41,7 @@ class ConversionSource(NamedTuple):
         rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines to print for the user.
         adapters: adapters of the run, which `weights` has merged into their layers; None if there are none.
+        end_ids: ids of the tokens that end the turns of the conversations that the run has learned.
     """
 
     path: str
@@ -53,6 +56,7 @@ class ConversionSource(NamedTuple):
     rows: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
     adapters: Adapters | None = None
+    end_ids: Sequence[int] = ()
 
 
 def _from_hf(name: str, args: argparse.Namespace) -> ConversionSource:
@@ -85,6 +89,7 @@ def _from_dtmega(name: str, args: argparse.Namespace) -> ConversionSource:
         directory=Path(init_from) if init_from and is_hf_folder(init_from) else None,
         rows=card.rows_of_run(checkpoint, state, data, name),
         adapters=_adapters(checkpoint, weights),
+        end_ids=state.identity.get(END_IDS, []),
     )
 
 

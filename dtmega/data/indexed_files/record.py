@@ -4,7 +4,7 @@
 
 The record of conversations (`conversations.py`) has one more entry:
 
-    "chat": {"template": "83f0a1…", "train_on": "assistant", "learned": 412, "refused": {"no token to learn": 2}}
+    "chat": {"template": "83f0a1…", "train_on": "assistant", "end_ids": [0], "learned": 412, "refused": {}}
 
 Without the record, training on token ids from the wrong vocabulary would raise no error if the ids are small enough.
 Megatron writes no such record.
@@ -23,6 +23,8 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.untrusted_json import read_object
 
 MAX_BYTES = 1 << 16
+# Entry of a run's identity, which its checkpoints hold: ids of the tokens that end the turns that it learns.
+END_IDS = "ids that end a turn"
 LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
@@ -32,6 +34,7 @@ class ChatRecord(BaseModel):
     Attributes:
         template: digest of the chat template in 12 hex digits.
         train_on: the turns that bear loss: "all", "assistant" or "last".
+        end_ids: ids of the tokens that end a learned turn; none if all text is learned.
         learned: number of tokens that bear loss.
         refused: number of conversations that are not in the `.bin`, by cause.
     """
@@ -39,6 +42,7 @@ class ChatRecord(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     template: str
     train_on: str
+    end_ids: list[int] = []
     learned: int
     refused: dict[str, int]
 
@@ -147,6 +151,14 @@ def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
         )
 
 
+def chat_of(dataset: IndexedDataset) -> ChatRecord:
+    """The entry `chat` of a data set that has passed `check_conversations`."""
+    record = record_of(dataset)
+    assert record is not None
+    assert record.chat is not None
+    return record.chat
+
+
 def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
     """Check that several data sets of conversations have one template, and loss on the same turns.
 
@@ -158,10 +170,8 @@ def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
     """
     made: dict[tuple[str, str], str] = {}
     for dataset in datasets:
-        record = record_of(dataset)
-        assert record is not None
-        assert record.chat is not None
-        made.setdefault((record.chat.template, record.chat.train_on), dataset.prefix)
+        chat = chat_of(dataset)
+        made.setdefault((chat.template, chat.train_on), dataset.prefix)
     if len(made) > 1:
         (template, train_on), (other_template, other_train_on) = list(made)[:2]
         prefix, other = list(made.values())[:2]

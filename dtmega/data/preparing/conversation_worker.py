@@ -48,7 +48,7 @@ class ChatResult(Result):
         refused: conversations that are left out, in order.
         learned: number of tokens that bear loss.
         template, by: digest of the template, and how it shows the learned tokens; '' in a batch without conversations.
-        ends: names of the tokens that end the learned turns.
+        ends, end_ids: names and ids of the tokens that end the learned turns.
         fatal: message "file:line: reason" if the template cannot be used at all; '' if it can.
     """
 
@@ -57,6 +57,7 @@ class ChatResult(Result):
     template: str
     by: str
     ends: frozenset[str]
+    end_ids: frozenset[int]
     fatal: str
 
 
@@ -95,6 +96,7 @@ class _Found:
     learned: int = 0
     about: tuple[str, str] = ("", "")
     ends: set[str] = field(default_factory=set)
+    end_ids: set[int] = field(default_factory=set)
     fatal: str = ""
 
 
@@ -141,6 +143,7 @@ class Worker:
             template=template,
             by=by,
             ends=frozenset(found.ends),
+            end_ids=frozenset(found.end_ids),
             fatal=found.fatal,
         )
 
@@ -176,3 +179,4 @@ class Worker:
         found.sizes.append(sequence_sizes(learns))
         found.learned += int(learns.sum())
         found.ends |= set(answer["ends"])
+        found.end_ids |= set(answer["end_ids"])

@@ -79,7 +79,11 @@ def write(args: argparse.Namespace) -> str:
         if len(writer) == 0:
             raise ValueError(f"no conversations in {counted(len(files), 'file')} ({tally.refusals()})")
         chat = ChatRecord(
-            template=tally.template, train_on=args.train_on, learned=tally.learned, refused=tally.by_cause()
+            template=tally.template,
+            train_on=args.train_on,
+            end_ids=sorted(tally.end_ids),
+            learned=tally.learned,
+            refused=tally.by_cause(),
         )
         writer.about = text_of(tokenizer, writer, chat=chat)
     return (
@@ -121,6 +125,7 @@ class Tally:
     Attributes:
         learned: number of tokens that bear loss.
         template: digest of the template.
+        end_ids: ids of the tokens that end a learned turn.
     """
 
     def __init__(self, strict: bool, skip_empty: bool) -> None:
@@ -129,6 +134,7 @@ class Tally:
         self._ends: set[str] = set()
         self._by = ""
         self.learned, self.template = 0, ""
+        self.end_ids: set[int] = set()
 
     def add(self, result: ChatResult, bar: tqdm[Any]) -> None:
         """Count a batch, and print its first refusals.
@@ -151,6 +157,7 @@ class Tally:
         self.template = self.template or result.template
         self._by = self._by or result.by
         self._ends |= result.ends
+        self.end_ids |= result.end_ids
 
     def by_cause(self) -> dict[str, int]:
         """The number of refused conversations by cause."""

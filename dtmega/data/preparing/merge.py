@@ -100,11 +100,13 @@ def _record(parts: Sequence[IndexedDataset]) -> Record | None:
     refused: Counter[str] = Counter()
     for chat in chats:
         refused.update(chat.refused)
-    sums = {"learned": sum(chat.learned for chat in chats), "refused": dict(sorted(refused.items()))}
+    end_ids = sorted({i for chat in chats for i in chat.end_ids})
+    learned = sum(chat.learned for chat in chats)
+    sums = {"end_ids": end_ids, "learned": learned, "refused": dict(sorted(refused.items()))}
     return records[0].model_copy(update={"chat": chats[0].model_copy(update=sums)})
 
 
 def _how_made(part_record: Record | None) -> dict[str, Any] | None:
     """The settings that must be equal in all records: those that are neither a count nor the tokenizer's name."""
-    counts = {"documents": True, "tokens": True, "chat": {"learned", "refused"}}
+    counts = {"documents": True, "tokens": True, "chat": {"end_ids", "learned", "refused"}}
     return part_record and part_record.model_dump(exclude={"tokenizer": True, **counts}, exclude_none=True)

@@ -89,16 +89,17 @@ class Chat:
     Args:
         tokenizer: the tokenizer.
         template: its template.
+        end_ids: ids that end a turn in the conversations that a run has learned.
 
     Attributes:
-        end_ids: ids that end the assistant's turn: end-of-document, and the ids that a generation_config.json beside
-            the tokenizer's own template lists.
+        end_ids: ids that end the assistant's turn: those of the argument, end-of-document, and the ids that a
+            generation_config.json beside the tokenizer lists.
 
     Raises:
         ValueError: transformers is not installed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: Template) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: Template, end_ids: Sequence[int] = ()) -> None:
         optional_imports.check("transformers", "hf", f"the chat template {template.path}")
         self._child = Confined(
             "dtmega.data.tokenizers.rendering:read_prompts",
@@ -107,7 +108,7 @@ class Chat:
         )
         self._vocab_size = tokenizer.vocab_size
         beside = _end_ids(Path(tokenizer.name).parent) if tokenizer.name.endswith(".json") else []
-        self.end_ids = frozenset([tokenizer.eod_id, *beside])
+        self.end_ids = frozenset([tokenizer.eod_id, *beside, *end_ids])
 
     def start(self) -> None:
         """Start the process that runs the template and serves any number of conversations.

@@ -154,9 +154,9 @@ class Renderer:
             conversation: `messages`, and `tools` or None.
 
         Returns:
-            The keys template (digest) and by (MARKERS or PREFIXES); and either ids, learned (ranges of tokens) and ends
-            (names of the tokens that end the learned turns), or cause and why, or differs (why `own` makes another
-            text).
+            The keys template (digest) and by (MARKERS or PREFIXES); and either ids, learned (ranges of tokens), ends
+            and end_ids (names and ids of the tokens that end the learned turns), or cause and why, or differs (why
+            `own` makes another text).
         """
         messages, tools = conversation["messages"], conversation["tools"]
         try:
@@ -174,6 +174,7 @@ class Renderer:
             "ids": encoding["input_ids"],
             "learned": list(_tokens_of(parts, encoding["offset_mapping"])),
             "ends": sorted(ends),
+            "end_ids": sorted(map(self._tokenizer.convert_tokens_to_ids, ends)),
         }
 
     def _check_content(self, messages: Sequence[dict[str, Any]]) -> None:

@@ -90,6 +90,7 @@ def test_refused_conversations_are_counted_by_their_cause(tmp_path, here, capsys
     record = json.loads((tmp_path / "out.meta.json").read_text())
     assert sum(record["chat"]["refused"].values()) + record["documents"] == len(records)
     assert record["chat"]["learned"] == len(load_tokenizer("bytes").encode("Hello")) + 1
+    assert record["chat"]["end_ids"] == [load_tokenizer("bytes").eod_id]
     assert tokenize(tmp_path, records, "--skip-empty", "--strict", "--overwrite") == exit_codes.REFUSED
     assert f"{tmp_path}/in.jsonl:2: no token to learn: no turn of the assistant (--strict)" in capsys.readouterr().err
 

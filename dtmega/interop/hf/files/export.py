@@ -10,7 +10,7 @@ for byte. Code and other weights are never copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +52,7 @@ def export(
     size: int,
     barrier: Callable[[], None],
     token_ids: Mapping[str, int | None] = NO_TOKEN_IDS,
+    end_ids: Sequence[int] = (),
     other_files: Mapping[str, bytes] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -66,6 +67,7 @@ def export(
             the original's files.
         rank, size, barrier, max_file_bytes: arguments of `write.write`.
         token_ids: special tokens' ids in the tokenizer, by config key (eos_token_id, ...).
+        end_ids: further ids that end a generated text, such as those that end a turn.
         other_files: contents of further files, by name; only rank 0's files are written. For one of dtmega's own
             models, `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that
             training started from. If the tokenizer has not changed since, this generation_config.json is written
@@ -101,6 +103,8 @@ def export(
             pad_id = tokenizer.token_to_id(ROLES["pad_token"])
             if pad_id is not None:
                 config["pad_token_id"] = pad_id
+    if end_ids:
+        files[GENERATION] = _ending_at(files.get(GENERATION, b"{}"), end_ids)
     files[config_json.NAME] = to_json(config)
     write(source, folder, tensors, files, rank=rank, size=size, barrier=barrier, max_file_bytes=max_file_bytes)
 
@@ -132,6 +136,14 @@ def _tokenizer_files(
     # transformers 4's tokenizer class for BLOOM would add BLOOM's own special tokens, so name the general class.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return {TOKENIZER: text.encode(), "tokenizer_config.json": to_json(loading | special)}
+
+
+def _ending_at(generation: bytes, end_ids: Sequence[int]) -> bytes:
+    """A generation_config.json that ends texts at further ids."""
+    values = parse_object(generation, f"{GENERATION} of the source")
+    stored = values.get("eos_token_id")
+    known = stored if isinstance(stored, list) else [] if stored is None else [stored]
+    return to_json({**values, "eos_token_id": [*known, *(i for i in end_ids if i not in known)]})
 
 
 def _read(path: Path) -> bytes:
