@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from dtmega import __version__, config
 from dtmega.checkpoint import manifest, resume, tensor_files
+from dtmega.checkpoint.base import Base
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint
@@ -210,6 +211,7 @@ def test_every_field_of_the_state_is_read_back_as_it_was_given():
         "loss_scale": ScaleState(scale=1024.0, growth=5, hysteresis=1),
         "exact": ExactState({"a": 1 / 3}, {"torch's version": "2", "[mesh] tp": 1}),
         "health": HealthState(losses_above=2, rises=1, best_loss=1 / 3, best_step=5, stopped="a reason"),
+        "base": Base("there", {"a": "0f", "b": "1e"}, transposed=("c",), elements=12),
         "recent": [(2.5, 0.25), (2.4, 0.125)],
         "updates": 4,
         "identity": IDENTITY,

@@ -193,17 +193,18 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "convert --from hf a --to dtmega b",
         {
             **{"source": ["hf", "a"], "target": ["dtmega", "b"], "config": "", "prefix": "", "tokenizer": ""},
-            **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 1, "pp": 1},
+            **{"original": "", "merge": False, "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 1, "pp": 1},
             "allow_nonfinite": [],
             "format": "",
         },
     ),
     (
-        "convert --from dcp a --to hf b --config c --prefix model. --tokenizer t --original d --dtype bfloat16",
+        "convert --from dcp a --to hf b --config c --prefix model. --tokenizer t --original d --merge --dtype bfloat16",
         {
             **{"source": ["dcp", "a"], "target": ["hf", "b"], "config": "c", "prefix": "model.", "tokenizer": "t"},
             **{
                 "original": "d",
+                "merge": True,
                 "dtype": "bfloat16",
                 "vocab_size": 0,
                 "average_copies": False,
@@ -218,7 +219,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "convert --from megatron a --to hf b --vocab-size 9 --average-copies",
         {
             **{"source": ["megatron", "a"], "target": ["hf", "b"], "config": "", "prefix": "", "tokenizer": ""},
-            **{"original": "", "dtype": "", "vocab_size": 9, "average_copies": True, "tp": 1, "pp": 1},
+            **{"original": "", "merge": False, "dtype": "", "vocab_size": 9, "average_copies": True, "tp": 1, "pp": 1},
             "allow_nonfinite": [],
             "format": "",
         },
@@ -227,7 +228,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "convert --from hf a --to megatron b --tp 4 --pp 2 --allow-nonfinite c d",
         {
             **{"source": ["hf", "a"], "target": ["megatron", "b"], "config": "", "prefix": "", "tokenizer": ""},
-            **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 4, "pp": 2},
+            **{"original": "", "merge": False, "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 4, "pp": 2},
             "allow_nonfinite": ["c", "d"],
             "format": "",
         },
