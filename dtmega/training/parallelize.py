@@ -612,8 +612,13 @@ def check_matrices(cfg: config.Config) -> None:
     """Refuse Muon for a model that it cannot train.
 
     Raises:
-        ValueError: the optimizer runs on the host, or a trained weight is no matrix.
+        ValueError: there are adapters, the optimizer runs on the host, or a trained weight is no matrix.
     """
+    if cfg.lora.rank:
+        raise ValueError(
+            "name='muon' would turn each factor of an adapter by itself, and no layout is proved: expected another "
+            "optimizer, such as 'adamw' ([optim] name, [lora] rank)"
+        )
     if cfg.fsdp.cpu_offload:
         raise ValueError(
             "name='muon' multiplies matrices, which takes the host too long: expected cpu_offload=false "

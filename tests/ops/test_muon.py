@@ -192,10 +192,19 @@ def test_work_is_divided_evenly_and_the_first_rank_has_the_most():
     assert loads[0] == max(loads)
 
 
-def test_muon_on_the_host_is_refused():
-    keys = {"optim": {"name": "muon"}, "fsdp": {"cpu_offload": True}, "train": {"steps": 1}}
-    cfg = config.validate(keys, "test")
-    with pytest.raises(ValueError, match=re.escape("expected cpu_offload=false ([fsdp] cpu_offload, [optim] name)")):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"fsdp": {"cpu_offload": True}}, "expected cpu_offload=false ([fsdp] cpu_offload, [optim] name)"),
+        (
+            {"lora": {"rank": 2}, "model": {"init_from": "runs/base"}},
+            "expected another optimizer, such as 'adamw' ([optim] name, [lora] rank)",
+        ),
+    ],
+)
+def test_muon_on_the_host_and_muon_for_adapters_are_refused(keys: dict[str, Any], message: str):
+    cfg = config.validate({"optim": {"name": "muon"}, "train": {"steps": 1}, **keys}, "test")
+    with pytest.raises(ValueError, match=re.escape(message)):
         check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
 
 
