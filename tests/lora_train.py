@@ -30,7 +30,7 @@ from dtmega.training.step import train_step
 from tests import hf_models, hf_train
 from tests.hf_models import Case
 
-RANK, ALPHA, STEPS = 3, 12.0, 10  # no layout divides the rank
+RANK, ALPHA, STEPS = 3, 12.0, 4  # no layout divides the rank
 
 
 class Asked(NamedTuple):
@@ -93,12 +93,12 @@ def with_peft(where: str, ends: Sequence[str]) -> tuple[Any, dict[str, nn.Parame
 
 
 def truth(where: str, ends: Sequence[str]) -> dict[str, Any]:
-    """Losses of ten steps of torch's AdamW on the plain model, and the adapters after them."""
-    return ten_steps(*plain(where, ends))
+    """Losses of four steps of torch's AdamW on the plain model, and the adapters after them."""
+    return four_steps(*plain(where, ends))
 
 
-def ten_steps(model: Any, adapters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Losses of ten steps of torch's AdamW, the adapters after them, and the bytes that AdamW keeps."""
+def four_steps(model: Any, adapters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Losses of four steps of torch's AdamW, the adapters after them, and the bytes that AdamW keeps."""
     settings = {"lr": hf_train.LR, "betas": (0.9, 0.95), "eps": hf_train.EPS, "weight_decay": hf_train.DECAY}
     optimizer = torch.optim.AdamW(adapters.values(), **settings)
     losses = []
@@ -157,7 +157,7 @@ def put_initial(model: ShardedModel) -> None:
 
 
 def steps(cfg: config.Config, world: World, model: ShardedModel) -> list[float]:
-    """Losses of ten steps as the trainer does them."""
+    """Losses of four steps as the trainer does them."""
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
     run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
@@ -165,7 +165,7 @@ def steps(cfg: config.Config, world: World, model: ShardedModel) -> list[float]:
 
 
 def numbers(world: World, keys: dict[str, Any], directories: dict[Asked, str], path: str) -> dict[Asked, Any]:
-    """The distance from the plain loop in ten steps, and the digests of the base."""
+    """The distance from the plain loop in four steps, and the digests of the base."""
     expected, found = torch.load(path, weights_only=False), {}
     for asked, where in directories.items():
         cfg = configured(where, keys, asked)

@@ -52,7 +52,7 @@ FEW_LAYERS = {"model.n_layers": 2}
 FEW_LAYERS_OF_TWO_STACKS = FEW_LAYERS | {"model.n_decoder_layers": 1}
 NO_SAMPLE = {"eval.sample_tokens": 0}
 # 3 does not divide what a sample is otherwise padded to, and no rank of cp has a part of it.
-SAMPLED = ["tp 3", "t5 of megatron, V 131, tp 3", "cp 2, gather", "t5 of megatron, cp 3, heads"]
+SAMPLED = ["tp 3", "t5 of megatron, V 131, tp 3", "cp 2, gather", "t5, cp 2, gather"]
 FEWEST = {"batch.micro_batch_size": 0}  # of one process: as many sequences in each as divide the batch, up to 4
 
 
@@ -96,20 +96,23 @@ FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but 
 FULL |= {"llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
 FULL |= {"dp_shard 2 x tp 2", "HSDP 2 x 2"}  # with pp 2, and for GPT and BERT, these stay
 FULL |= {"gpt, pp 2, 1F1B", "gpt, tp 2, no sequence parallel"}  # BERT's stages and embeddings are as these
+FULL |= {"llama, pp 2, 1F1B"}  # test_lora.py has its stages
+FULL |= {"tp 2", "microbatches of 2"}  # tp 3 is cut as tp 2 is; all others have other microbatches than one process
+FULL |= {"fp16, tp 2", "prefix, pp 2"}  # fp16 over tp is in ops/test_loss_scale.py, documents in stages are BERT's
+FULL |= {"sgd, gated, dp_shard 2 x tp 2"}  # plans/ has gates over tp, ops/test_optimizers.py the formula of SGD
 FULL |= {"V 128 padded to 144, tp 4", "recompute full, tp 2"}  # plans/ has both, every gradient
-# Its heads over tp are in pp 2 x tp 2.
-LIGHT_OF_BERT = {f"bert, {name}" for name in ("HSDP 2 x 2", "pp 2, ZBVZeroBubble", "V 131, pp 2 x tp 2")}
+# Its heads over tp, and its stages, are in pp 2 x tp 2.
+LIGHT_OF_BERT = {f"bert, {name}" for name in ("HSDP 2 x 2", "V 131, pp 2 x tp 2")}
 FULL |= {name for name in LAYOUTS if name.startswith("bert, ")} - LIGHT_OF_BERT
 # Its stages are cut in pp 3, its layers and a padded vocabulary in tp 3, its parameters in cp 2, where FSDP gathers
 # them; both at once are BLOOM's and BERT's.
-LIGHT_OF_T5 = {"t5, pp 3, split"}
-LIGHT_OF_T5 |= {f"t5 of megatron, {name}" for name in ("V 131, pp 3", "V 131, tp 3")}
+LIGHT_OF_T5 = {"t5, pp 3, split", "t5 of megatron, V 131, tp 3"}
 FULL |= {name for name in LAYOUTS if name.startswith("t5")} - LIGHT_OF_T5
-FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
-# Each family once, and among these both forms of attention over cp, and cp with each other axis.
-LIGHT_OF_CP = {"cp 2, gather", "cp 2 x pp 2, ZBV, heads", "prefix, cp 3, heads", "bert, cp 3, heads"}
-LIGHT_OF_CP |= {"gpt, cp 2 x dp_shard 2, gather", "llama, cp 2 x tp 2, gather"}
-LIGHT_OF_CP |= {"t5, cp 2, gather", "t5 of megatron, cp 3, heads"}
+FULL |= {f"pp 2, {name}" for name in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
+# Both forms of attention over cp, and cp with stages and data ranks; with tp, and families as LLaMA, in
+# interop/hf/test_training.py, and prefixes in ops/test_context_parallel.py.
+LIGHT_OF_CP = {"cp 2, gather", "cp 2 x pp 2, ZBV, heads", "bert, cp 3, heads"}
+LIGHT_OF_CP |= {"gpt, cp 2 x dp_shard 2, gather", "t5, cp 2, gather"}
 FULL |= {name for name in LAYOUTS if "mesh.cp" in LAYOUTS[name][1]}
 FULL -= LIGHT_OF_CP
 FULL |= {name for name in LAYOUTS if "sharded gradients" in name}  # fsdp/test_shard_sums.py has every gradient

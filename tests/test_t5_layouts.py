@@ -214,6 +214,7 @@ def twenty_steps() -> list[dict[str, bool]]:
     return found
 
 
+@pytest.mark.full  # test_parity.py compares the copies of three stages after each step
 def test_after_twenty_steps_on_four_stages_all_copies_are_equal_to_the_bit():
     seen = set()
     for of_rank in ranks.run(4, twenty_steps):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -257,7 +257,8 @@ def settings(keys: dict[str, Any], n_layers: int, sequences: int) -> dict[str, A
 
 # Each combines what other cases have one by one.
 REPEATS = {"pp 2 x tp 2, ZBV", "dp_replicate 2 x dp_shard 2, bf16 sums"}
-REPEATS |= {"cp 2 x tp 2", "cp 2 x dp_shard 2", "cp 2 x dp_replicate 2"}
+REPEATS |= {"cp 2 x tp 2", "cp 2 x dp_shard 2", "cp 2 x dp_replicate 2", "cp 2 x pp 2", "pp 2 x dp_shard 2"}
+REPEATS |= {"dp_shard 2 x tp 2"}
 REPEATS |= {f"{name}, sharded gradients" for name in ("dp_shard 2", "dp_replicate 2", "pp 2 x dp_shard 2")}
 
 
@@ -293,14 +294,16 @@ def check(name: str) -> None:
             assert counted == expected, f"rank {rank} of {value}"
 
 
-@pytest.mark.parametrize("name", AXES)
+def rows(layouts: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.full if name in REPEATS else ()) for name in layouts]
+
+
+@pytest.mark.parametrize("name", rows(AXES))
 def test_a_step_is_what_the_formula_says_per_layer_and_per_microbatch(name: str):
     check(name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATS else ()) for name in MORE]
-)
+@pytest.mark.parametrize("name", rows(MORE))
 def test_a_step_is_what_the_formula_says_with_more_to_it(name: str):
     check(name)
 

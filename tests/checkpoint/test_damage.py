@@ -26,7 +26,7 @@ from tests.faults import BLOCK_BYTES, IDENTITY, Trained, alone, value
 from tests.ranks import Forks, forks
 
 OLDER, NEWER = "step-00000001", "step-00000002"
-CI_FLIPS = 120
+CI_FLIPS = 60
 
 
 class Wound(NamedTuple):

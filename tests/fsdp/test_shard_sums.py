@@ -54,7 +54,7 @@ LAYOUTS = {
     "pp 2 x cp 2, ZBVZeroBubble": layout(schedule="ZBVZeroBubble", pp=2, cp=2),
 }
 # Copies of shards, two stacks with a backward in one part, and a backward in two parts.
-LIGHT = {"HSDP 2 x 2", "t5, pp 2 x dp_shard 2", "pp 2 x cp 2, ZBVZeroBubble"}
+LIGHT = {"HSDP 2 x 2", "t5, pp 2 x dp_shard 2", "pp 2 x dp_shard 2, ZBVZeroBubble"}
 LONG = {
     "dp_shard 2": (2, layout()),
     "HSDP 2 x 2": (4, LAYOUTS["HSDP 2 x 2"]),
@@ -68,7 +68,7 @@ WEIGHED = {
     "pp 2 x dp_shard 2, 1F1B": (4, layout(EIGHT, "1F1B", pp=2)),
     "pp 2 x dp_shard 2, ZBVZeroBubble": (4, layout(EIGHT, "ZBVZeroBubble", pp=2)),
 }
-LIGHT |= {"dp_shard 2", "pp 2 x dp_shard 2, ZBVZeroBubble"}
+LIGHT |= {"dp_shard 2"}
 
 
 def names(layouts: Iterable[str], light: set[str] = LIGHT) -> list[Any]:

@@ -745,8 +745,10 @@ LAYOUTS: dict[str, tuple[int, int, list[int], dict[str, config.Pipeline]]] = {  
     "pp 2 x dp 2": (2, 2, [4, 4], ALL),
     "pp 2, file": (2, 1, [3, 3], {"csv": pipeline("1F1B", csv="schedule.csv")}),
 }
-# On data ranks one of each kind: one stage per rank, several, a V, and one that runs F and B at once.
-REPEATING = {("pp 2 x dp 2", name) for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble")}
+# On data ranks one of each kind: several stages per rank, a V, and one that runs F and B at once. test_parity.py has
+# one stage per rank there.
+REPEATING = {("pp 2 x dp 2", name) for name in ("GPipe", "1F1B", "LoopedBFS", "InterleavedZeroBubble")}
+REPEATING |= {("pp 4", "Interleaved1F1B")}
 CASES = [
     pytest.param(layout, name, marks=pytest.mark.full if (layout, name) in REPEATING else ())
     for layout, (_, _, _, schedules) in LAYOUTS.items()

@@ -370,7 +370,7 @@ def compiled(mesh: DeviceMesh) -> dict[str, Any]:
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs = [m.graph for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
         called.extend(str(node.target) for one in graphs for node in one.nodes)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return graph  # test_regions.py has autograd compile it, too, which takes as long again
 
     for block in model.layers.values():
         block.compile(fullgraph=True, backend=backend)

@@ -50,10 +50,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble", "model.n_layers": 4, "profile.ranks": [0, 1]} | PAIRS,
     ),
-    "pp 2, Interleaved1F1B": (
-        2,
-        {"mesh.pp": 2, "pipeline.schedule": "Interleaved1F1B", "model.n_layers": 4, "profile.ranks": [0, 1]} | PAIRS,
-    ),
     "dp_shard 2": (
         2,
         {"mesh.dp_shard": 2, "model.n_layers": 1, "profile.ranks": [1]}
@@ -137,7 +133,6 @@ def test_evaluation_and_checkpoint_are_ranges_of_the_step_that_they_follow(runs:
     [
         ("tp 2 x pp 2", [[0], [0], [1], [1]], 2, ["backward"]),
         ("pp 2, ZBV", [[0, 3], [1, 2]], 2, ["backward-inputs", "backward-weights"]),
-        ("pp 2, Interleaved1F1B", [[0, 2], [1, 3]], 2, ["backward"]),
         ("dp_shard 2", [[], [0]], 2, ["backward"]),
     ],
 )

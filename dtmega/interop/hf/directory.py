@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from dtmega.files import optional_imports
 from dtmega.interop.hf import families
@@ -59,7 +60,23 @@ def build(hf_config: Any) -> Any:
     hf_config = copy.deepcopy(hf_config)
     for key in dropouts(hf_config):
         setattr(hf_config, key, 0.0)
-    return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    with _NothingDrawnOnMeta():
+        return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+
+
+class _NothingDrawnOnMeta(TorchFunctionMode):
+    """A mode that skips the initial values of tensors on meta, which torch would take longer over than over the rest.
+
+    Initial values on other devices are drawn as usual.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.nn.init.normal_, torch.nn.init.kaiming_uniform_, torch.nn.init.uniform_):
+            tensor = kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def dropouts(hf_config: Any) -> dict[str, float]:

@@ -48,7 +48,7 @@ def measured(repeating: bool = False) -> dict[str, list[dict[Asked, Any]]]:
     return hf_train.run_all(jobs)
 
 
-def check_ten_steps(layout: str, repeating: bool) -> None:
+def check_four_steps(layout: str, repeating: bool) -> None:
     for found in measured(repeating)[layout]:
         for asked, numbers in found.items():
             assert numbers["losses"] <= LOSS, asked
@@ -57,17 +57,17 @@ def check_ten_steps(layout: str, repeating: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", EVERYWHERE)
-def test_ten_steps_with_adapters_are_those_of_a_plain_loop(layout: str):
-    check_ten_steps(layout, repeating=False)
+def test_four_steps_with_adapters_are_those_of_a_plain_loop(layout: str):
+    check_four_steps(layout, repeating=False)
 
 
 # peft asks transformers 5 for what is called otherwise there.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_ten_steps_and_the_bytes_of_moments_are_those_of_a_loop_with_peft():
+def test_four_steps_and_the_bytes_of_moments_are_those_of_a_loop_with_peft():
     pytest.importorskip("peft")
     directories, _ = lora_train.truths([LLAMA])
     plain = lora_train.truth(directories[LLAMA], LLAMA.ends)
-    theirs = lora_train.ten_steps(*lora_train.with_peft(directories[LLAMA], LLAMA.ends))
+    theirs = lora_train.four_steps(*lora_train.with_peft(directories[LLAMA], LLAMA.ends))
     assert max(abs(a / b - 1) for a, b in zip(theirs["losses"], plain["losses"], strict=True)) <= 1e-6
     assert max(hf_train.errors(theirs["adapters"], plain["adapters"]).values()) <= STEPPED
     for layout in ("tp 2",):
@@ -77,8 +77,8 @@ def test_ten_steps_and_the_bytes_of_moments_are_those_of_a_loop_with_peft():
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", REPEATING)
-def test_ten_steps_with_adapters_are_those_of_a_plain_loop_for_every_form_of_a_layer(layout: str):
-    check_ten_steps(layout, repeating=True)
+def test_four_steps_with_adapters_are_those_of_a_plain_loop_for_every_form_of_a_layer(layout: str):
+    check_four_steps(layout, repeating=True)
 
 
 def check_rounded(layout: str, repeating: bool) -> None:

@@ -30,30 +30,30 @@ CASES = [*(Case(name, tied=name in TIED) for name in FAMILIES), Case("qwen2 slid
 CAPPED, DIVIDED = Case("gemma2"), Case("granite", tied=False)
 NATIVE, PACKED = Case("olmo2", tied=False), Case("phi3", tied=False)
 MIXTURES = [Case(name, tied=name == "qwen3_moe") for name in hf_models.MIXTURES]
-_, OLMOE, QWEN3_MOE, DEEPSEEK = MIXTURES
+*_, DEEPSEEK = MIXTURES
 CODEGEN = Case("codegen", tied=False)  # both of whose matrices in parts are cut
 XGLM = Case("xglm")
 GPT2, UNKNOWN = Case("gpt2"), Case("gpt_neo", tied=False)
 # The fused head is one for all families, and interop/hf/tp/test_plan.py has each of them on tp.
-ALONE = [case for case in CASES if case.name in ("bloom", "gpt2", "llama", "opt")]
+BLOOM, OPT = Case("bloom"), Case("opt")
 # In stages: a family with two kinds of layers, and one whose base model multiplies what comes in.
 STAGED = [Case("gemma3_text"), DIVIDED]
 OTHERS = ["arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2", "gemma", "gemma2", "olmo", "olmo2", "olmo3"]
 OTHERS += ["gptj", "codegen", "mpt", "xglm", "gpt_bigcode", "stablelm parallel, norms"]
 OTHERS += ["phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
 EVERY = [*CASES, *STAGED, *MIXTURES, *(Case(name, tied=i % 2 == 0) for i, name in enumerate(OTHERS))]
-# Over cp: windows of all layers and of some, layers that rotate nothing, scales of scores, positions that are learned,
-# heads that share keys, experts.
-SHARING = [Case(name, tied=False) for name in ("mistral", "gemma3_text", "smollm3", "granite", "opt", "mixtral")]
-# Layout -> what is trained there. Each family is cut into stages here; by tp in interop/hf/tp/test_plan.py, and here
-# one of them.
+# Over cp: windows of some layers, layers that rotate nothing, scales of scores, positions that are learned, heads that
+# share keys, experts.
+SHARING = [Case(name, tied=False) for name in ("gemma3_text", "smollm3", "granite", "opt", "mixtral")]
+# Layout -> what is trained there, each kind of layer once. Each family is cut into stages in `REPEATING`, and by tp in
+# interop/hf/tp/test_plan.py.
 EVERYWHERE = {
-    "1": [*(case for case in ALONE if case.name in ("llama", "opt")), GPT2, UNKNOWN, CAPPED, DIVIDED],
-    "tp 2": [GPT2, OLMOE, DEEPSEEK, CODEGEN],
-    "pp 2": [*ALONE, *STAGED, DEEPSEEK],
-    "dp 2": [GPT2, XGLM, UNKNOWN, DEEPSEEK],
+    "1": [OPT, GPT2, CAPPED],
+    "tp 2": [DEEPSEEK, CODEGEN],
+    "pp 2": [BLOOM, GPT2, *STAGED, DEEPSEEK],
+    "dp 2": [XGLM, UNKNOWN, DEEPSEEK],
     "tp 2 x dp 2": [GPT2, PACKED],
-    "cp 2": [*SHARING, Case("qwen3")],
+    "cp 2": SHARING,
     "cp 2, heads": [STAGED[0]],
     "cp 2 x tp 2": [PACKED],
     "cp 2 x pp 2": [STAGED[0]],
@@ -62,13 +62,14 @@ REPEATING = {"tp 2 x dp 2, recompute": CASES, "pp 2": EVERY, "pp 2 x tp 2": EVER
 REPEATING |= {
     layout: [*(case for case in CASES if case not in EVERYWHERE[layout]), *MIXTURES] for layout in ("1", "tp 2")
 }
+REPEATING["1"] += [UNKNOWN, DIVIDED]
 REPEATING["tp 2"] += [NATIVE, CAPPED]
 SHARED = [case for case in EVERY if case.family in OVER_CP and case != CAPPED]
 REPEATING |= dict.fromkeys(("cp 2", "cp 2 x pp 2", "cp 2 x dp 2"), SHARED)
 # Those whose heads of keys and values are enough for two ranks.
 REPEATING |= {"cp 2, heads": [case for case in SHARED if case.name != "gpt_bigcode"]}
 REPEATING |= {"cp 2 x tp 2": SHARED}
-REPEATING |= {"dp 2": [*MIXTURES, Case("mamba")], "tp 2 x dp 2": MIXTURES}
+REPEATING |= {"dp 2": [GPT2, *MIXTURES, Case("mamba")], "tp 2 x dp 2": MIXTURES}
 # What is saved where, and where it is read.
 WRITERS = {
     "4": ("tp 2 x dp 2", GPT2),
@@ -79,10 +80,10 @@ WRITERS = {
     "experts": ("tp 2 x dp 2", DEEPSEEK),
 }
 READERS = {
-    "4": ["1", "pp 2"],
-    "2 async": ["pp 2"],
+    "4": ["pp 2"],
+    "2 async": ["1"],
     "1": ["tp 2 x dp 2"],
-    "pp": ["tp 2 x dp 2", "1"],
+    "pp": ["1"],
     "packed": ["tp 2"],
     "experts": ["pp 2"],
 }
@@ -150,7 +151,7 @@ def repeated() -> dict[str, list[Any]]:
 def without_weights() -> dict[str, str]:
     """Directories with a config.json and nothing else."""
     found = {}
-    for name in ("gpt2", "llama", "opt"):
+    for name in ("gpt2", "opt"):
         found[name] = str(folder(f"{name} without weights"))
         hf_models.plain(Case(name, tied=name == "gpt2")).config.save_pretrained(found[name])
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import re
 import tempfile
@@ -68,18 +70,25 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     Raises:
         ValueError: transformers refuses config.json.
     """
+    try:
+        made = _config_of(json.dumps(_without_implementations(plain)))
+    except Exception as error:  # each family checks its keys in its own way
+        raise ValueError(f"{Path(directory, NAME)}: {error}") from None
+    config = copy.deepcopy(made)
+    config.name_or_path = str(directory)
+    return config
+
+
+@functools.lru_cache(maxsize=8)  # the start of a run reads the same config.json several times
+def _config_of(content: str) -> Any:
+    """The transformers config of the content of a config.json. The caller must copy the config before changing it."""
     import transformers
 
     # AutoConfig applies its own rules to the content, but reads only directories. So write the content to a temporary
     # directory.
     with tempfile.TemporaryDirectory() as cleaned:
-        Path(cleaned, NAME).write_text(json.dumps(_without_implementations(plain)), encoding="utf-8")
-        try:
-            config: Any = transformers.AutoConfig.from_pretrained(cleaned)
-        except Exception as error:  # each family checks its keys in its own way
-            raise ValueError(f"{Path(directory, NAME)}: {error}") from None
-    config.name_or_path = str(directory)
-    return config
+        Path(cleaned, NAME).write_text(content, encoding="utf-8")
+        return transformers.AutoConfig.from_pretrained(cleaned)
 
 
 def _count_tensors(directory: str | Path) -> int:

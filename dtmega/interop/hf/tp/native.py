@@ -79,12 +79,13 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     mixtures = [pattern for pattern, string in strings.items() if string == "moe_tp_experts"]
     left_whole: list[str] = []
+    named = list(model.named_modules())
     for pattern, string in strings.items():
         # transformers would cut each expert, so its plan has strings for the experts' parameters. Here each expert is
         # whole on one rank, so only the string for the whole mixture counts.
         if pattern.rpartition(".")[0] in mixtures:
             continue
-        modules = [module for _, module in matching(model, pattern)]
+        modules = [module for _, module in matching(named, pattern)]
         is_parameter = any(_fits(name, pattern) for name, _ in model.named_parameters())
         if is_parameter or (modules and string not in STYLES):
             if not rest_whole:

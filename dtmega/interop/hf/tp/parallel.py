@@ -142,8 +142,9 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
 
 def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
     """Raise a ValueError if a style cannot split its module across the ranks of `tp`."""
+    modules = list(model.named_modules())
     for pattern, style in hf_plan.table.items():
-        for _, module in plan.matching(model, pattern):
+        for _, module in plan.matching(modules, pattern):
             style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +110,9 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
         for name in dict.fromkeys((*names[:1], *names[-1:])):
             plan.table[name] = StackBoundary(stack, name == names[0], name == names[-1])
 
+    modules = list(base.named_modules())
     for pattern, spec in facts.styles.items():
-        if next(matching(base, pattern), None) is None:
+        if not matching(modules, pattern):
             continue
         stack = next((stack for path, stack in stacks.items() if pattern.startswith(f"{path}.")), None)
         if stack is not None:
@@ -180,10 +181,11 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
     """
     # These styles change a module's inputs and outputs, but not its parameters.
     without_parameters = (Guard, StackBoundary, Counts, Enter)
+    modules = list(model.named_modules())
     styled_modules: set[str] = set()
     for pattern, style in plan.table.items():
         if not isinstance(style, without_parameters):
-            styled_modules |= {name for name, _ in matching(model, pattern)}
+            styled_modules |= {name for name, _ in matching(modules, pattern)}
     styled_parameters: set[int] = set()
     for name in styled_modules:
         styled_parameters |= {id(p) for p in model.get_submodule(name).parameters(recurse=False)}
@@ -265,9 +267,10 @@ def dropouts(model: Any) -> list[str]:
 def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
     """The parameter names of the matching modules, without duplicates, for each module name pattern."""
     names_of: dict[str, list[str]] = {}
+    modules = list(model.named_modules())
     for pattern in plan.table:
         names: dict[str, None] = {}
-        for _, module in matching(model, pattern):
+        for _, module in matching(modules, pattern):
             names |= dict.fromkeys(name for name, _ in module.named_parameters(recurse=False))
         names_of[pattern] = list(names)
     return names_of
@@ -279,10 +282,10 @@ def base_model(model: Any) -> tuple[str, nn.Module]:
     return (prefix, getattr(model, prefix)) if prefix and hasattr(model, prefix) else ("", model)
 
 
-def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose names match a pattern. In the pattern, `*` stands for one part between dots."""
+def matching(modules: Iterable[tuple[str, nn.Module]], pattern: str) -> list[tuple[str, nn.Module]]:
+    """The named modules whose names match a pattern. In the pattern, `*` stands for one part between dots."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return ((name, module) for name, module in model.named_modules() if expression.fullmatch(name))
+    return [(name, module) for name, module in modules if expression.fullmatch(name)]
 
 
 def has(module: nn.Module, path: str) -> bool:
