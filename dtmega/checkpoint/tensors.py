@@ -73,7 +73,7 @@ def targets_of(
                 raise ValueError(_trained_now(checkpoint, n))
             continue
         targets.setdefault(f"model/{n}", []).append(p.detach())
-        moments = {kind: torch.zeros_like(p) for kind in kinds_of.get(p, ())}
+        moments = {kind: torch.zeros_like(p) for kind in kinds_of.get(p, ()) if p.requires_grad}
         for kind, moment in moments.items():
             targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
         if moments:
