@@ -31,7 +31,8 @@ from dtmega.checkpoint.object_requests import PART_BYTES, Reading, open_store, p
 MAX_COPY_BYTES = 5 * 2**30  # S3 copies no larger object by itself
 PARALLEL = 8
 LEFTOVER_AGE = timedelta(hours=24)
-LEFTOVER_FOLDER = re.compile(r"(superseded-\d+/)?step-\d{8}|\.tmp-step-probe-\w+")
+PROBE = ".tmp-step-probe-"  # folders that `found.py` makes at a start
+LEFTOVER_FOLDER = re.compile(rf"(superseded-\d+/)?step-\d{{8}}|{re.escape(PROBE)}\w+")
 
 
 class Objects:
@@ -173,6 +174,7 @@ class Objects:
             folder, _, name = entry["path"].rpartition("/")
             if LEFTOVER_FOLDER.fullmatch(folder):
                 files[folder][name] = entry
+        now = datetime.now(timezone.utc)
         lines = []
         for folder, entries in sorted(files.items()):
             named: Iterable[str] = ()
@@ -183,23 +185,23 @@ class Objects:
                 except ValueError:
                     continue
             left = [entry for name, entry in entries.items() if name not in named]
-            if left:
-                lines.append(self._clear(folder, left))
+            old = [entry["path"] for entry in left if now - entry["last_modified"] > LEFTOVER_AGE]
+            self._delete(old)
+            # A young probe is that of a start, perhaps of this one.
+            if left and (old or not folder.startswith(PROBE)):
+                lines.append(self._line(folder, left, len(old)))
         return lines
 
     def free_bytes(self) -> int | None:
         return None
 
-    def _clear(self, folder: str, left: list[dict[str, Any]]) -> str:
-        """Delete those leftovers of a folder that are old enough, and return a line about all of them."""
-        now = datetime.now(timezone.utc)
-        old = [entry["path"] for entry in left if now - entry["last_modified"] > LEFTOVER_AGE]
-        self._delete(old)
+    def _line(self, folder: str, left: list[dict[str, Any]], n_deleted: int) -> str:
+        """A line about the leftovers of a folder, and how many of them have been deleted."""
         n_bytes = sum(entry["size"] for entry in left)
         hours = LEFTOVER_AGE.total_seconds() / 3600
         return (
             f"{self.path(folder)}: {len(left)} files ({n_bytes:,} bytes) that no manifest names, of a save that was "
-            f"killed or still goes on; {len(old)} were older than {hours:g} hours and are deleted"
+            f"killed or still goes on; deleted, as older than {hours:g} hours: {n_deleted}"
         )
 
     def _named(self, folder: str) -> list[str]:

@@ -138,14 +138,16 @@ def test_leftovers_are_named_and_those_of_more_than_a_day_are_deleted(object_sto
     put(object_store, f"step-00000002/data-00000{attempt}.bin", hours_ago=23, data=b"1234")
     put(object_store, f"superseded-1/step-00000003/data-00000{attempt}.bin", hours_ago=25)
     put(object_store, ".tmp-step-probe-0/probe", hours_ago=25)
+    put(object_store, ".tmp-step-probe-1/probe", hours_ago=0)
     put(object_store, "notes/of the user", hours_ago=999)
     resume.set_aside_newer(writer.cfg, 1)
-    kept = {"run/checkpoints/notes/of the user", f"run/checkpoints/step-00000002/data-00000{attempt}.bin"}
-    assert set(object_store.objects) == whole | kept
+    kept = {"notes/of the user", f"step-00000002/data-00000{attempt}.bin", ".tmp-step-probe-1/probe"}
+    assert set(object_store.objects) == whole | {f"run/checkpoints/{name}" for name in kept}
     said = capsys.readouterr().err
     for folder in ("step-00000001", "step-00000002", "superseded-1/step-00000003", ".tmp-step-probe-0"):
         assert f"{ROOT}/{folder}: 1 files" in said
     assert "step-00000002: 1 files (4 bytes)" in said
+    assert "probe-1" not in said
     assert resume.finished(open_root(ROOT)) == ["step-00000001"]
 
 
