@@ -18,6 +18,7 @@ CONNECT_S = 10
 REQUEST_S = 30  # for one answer, with its body
 RETRY_S = 120  # after this time, a request that failed is not sent again
 MAX_RETRIES = 6
+PAUSE_S = 0.2  # before a request is sent again; doubled each time
 PUBLISH_TRIES = 3
 PART_BYTES = 8 * 2**20  # of an upload (at most 10,000 parts, 80 GiB), and of a request for a range
 
@@ -147,5 +148,5 @@ def _client_options() -> dict[str, Any]:
 
 
 def _retries() -> dict[str, Any]:
-    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
+    backoff = {"init_backoff": timedelta(seconds=PAUSE_S), "max_backoff": timedelta(seconds=10), "base": 2}
     return {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_S), "backoff": backoff}

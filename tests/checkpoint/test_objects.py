@@ -40,6 +40,7 @@ def alone() -> Iterator[None]:
 def hasty(monkeypatch) -> None:
     """A client that gives up soon."""
     monkeypatch.setattr(object_requests, "MAX_RETRIES", 2)
+    monkeypatch.setattr(object_requests, "PAUSE_S", 0.01)
     monkeypatch.setattr(object_requests, "REQUEST_S", 0.2)
     monkeypatch.setattr(object_requests, "RETRY_S", 0.5)
 
@@ -124,6 +125,23 @@ def test_weights_are_converted_to_an_object_store_once(object_store):
     assert object_store.objects["weights/w/config.toml"].data == b"[model]\n"
     with pytest.raises(ValueError, match=r"w exists already \(--to\)"):
         to_checkpoint.write("s3://bucket/weights/w", source, config.Bloom())
+
+
+def test_a_removal_that_is_cut_off_leaves_no_folder_that_counts(object_store, hasty):
+    writer = Writer()
+    writer.save(1)
+    n_deletions = 0
+
+    def only_one_deletion(request: Request) -> str:
+        nonlocal n_deletions
+        n_deletions += request.method == "POST"
+        return "503" if request.method == "POST" and n_deletions > 1 else ""
+
+    object_store.fault = only_one_deletion
+    with pytest.raises(Unreachable):
+        open_root(ROOT).retire("step-00000001")
+    assert resume.finished(open_root(ROOT)) == []
+    assert len(names(object_store, 1)) == 1
 
 
 # Leftovers.
