@@ -44,6 +44,7 @@ class Server(ThreadingHTTPServer):
         seen: requests so far.
         bytes_sent: number of bytes of objects that have been sent.
         fault: fault that a request meets: "503" and "silence" before it is done, "cut" after it is done, '' for none.
+        after: called with each request once it is done, before it is answered.
     """
 
     daemon_threads = True
@@ -56,6 +57,7 @@ class Server(ThreadingHTTPServer):
         self.seen: list[Request] = []
         self.bytes_sent = 0
         self.fault: Callable[[Request], str] = lambda request: ""
+        self.after: Callable[[Request], None] = lambda request: None
         self.closing = threading.Event()
 
     @property
@@ -107,6 +109,7 @@ class Handler(BaseHTTPRequestHandler):
             with server.lock:
                 status, headers, answer = self.done(key, query, body)
                 server.bytes_sent += len(answer) if self.command == "GET" and key else 0
+            server.after(request)
             if fault == "cut":
                 self.close_connection = True
                 self.connection.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from dtmega.checkpoint.state import Progress, State
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
 from tests.checkpoint.object_server import Object, Request, Server
+from tests.ranks import forks
 
 ROOT = "s3://bucket/run/checkpoints"
 IDENTITY = {"data": "xxh3 of it", "order": 1, "seed": 1}
@@ -241,6 +245,54 @@ def test_a_store_that_fails_from_any_request_on_is_reported_in_time_and_a_whole_
         # What is told is true, but for a manifest whose answer was lost: then the new one may be there.
         assert step == (1 if error and fault != "cut" else step), (number, error)
         assert error or step == 2
+
+
+def save_two(mode: str, pid_file: Path) -> None:
+    """Save step 2 in a process that says who it is."""
+    pid_file.write_text(str(os.getpid()))
+    assert Writer(keep=1, mode=mode).save(2) == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_that_is_killed_at_any_request_leaves_the_old_checkpoint_or_the_new_one(
+    object_store, tmp_path, mode, when
+):
+    pid_file = tmp_path / "pid"
+    number, code, found = 0, -signal.SIGKILL, []
+    while code:
+        object_store.objects.clear()
+        Writer(keep=1).save(1)
+        target = len(object_store.seen) + number
+
+        def kill(request: Request, target: int = target) -> str:
+            if request.number == target:
+                os.kill(int(pid_file.read_text()), signal.SIGKILL)
+            return ""
+
+        def killed_before(request: Request) -> str:
+            kill(request)
+            return "silence" if request.number == target else ""
+
+        if when == "before":
+            object_store.fault = killed_before
+        else:
+            object_store.after = kill
+        (ended,) = forks().run(1, save_two, mode, pid_file)
+        object_store.fault, object_store.after = at(0, ""), lambda request: None
+        code = ended.code
+        (step,) = saved()
+        found.append(step)
+        writer = Writer(keep=1)
+        resume.set_aside_newer(writer.cfg, step)
+        assert writer.save(3) == ""
+        assert resume.finished(open_root(ROOT)) == ["step-00000003"]
+        number += 1
+    assert code == 0
+    # The old one until the manifest is there, and the new one from then on.
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
 
 
 def test_a_store_that_does_not_answer_is_not_saved_and_the_older_one_stays(object_store, hasty):
