@@ -247,8 +247,9 @@ def test_a_store_that_fails_from_any_request_on_is_reported_in_time_and_a_whole_
         assert error or step == 2
 
 
-def save_two(mode: str, pid_file: Path) -> None:
+def save_two(mode: str, pid_file: Path, environment: dict[str, str]) -> None:
     """Save step 2 in a process that says who it is."""
+    os.environ.update(environment)
     pid_file.write_text(str(os.getpid()))
     assert Writer(keep=1, mode=mode).save(2) == ""
 
@@ -261,7 +262,7 @@ def test_a_process_that_is_killed_at_any_request_leaves_the_old_checkpoint_or_th
 ):
     pid_file = tmp_path / "pid"
     number, code, found = 0, -signal.SIGKILL, []
-    while code:
+    while code == -signal.SIGKILL:
         object_store.objects.clear()
         Writer(keep=1).save(1)
         target = len(object_store.seen) + number
@@ -271,7 +272,7 @@ def test_a_process_that_is_killed_at_any_request_leaves_the_old_checkpoint_or_th
                 os.kill(int(pid_file.read_text()), signal.SIGKILL)
             return ""
 
-        def killed_before(request: Request) -> str:
+        def killed_before(request: Request, target: int = target) -> str:
             kill(request)
             return "silence" if request.number == target else ""
 
@@ -279,7 +280,7 @@ def test_a_process_that_is_killed_at_any_request_leaves_the_old_checkpoint_or_th
             object_store.fault = killed_before
         else:
             object_store.after = kill
-        (ended,) = forks().run(1, save_two, mode, pid_file)
+        (ended,) = forks().run(1, save_two, mode, pid_file, object_store.environment)
         object_store.fault, object_store.after = at(0, ""), lambda request: None
         code = ended.code
         (step,) = saved()
