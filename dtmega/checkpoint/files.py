@@ -1,9 +1,8 @@
-"""File operations that checkpoints need: on a disk (`Disk`), or under an fsspec URL (`Remote`).
+"""The places that hold checkpoints: a disk (`Disk`), an object store (`Objects`), any other fsspec URL (`Remote`).
 
 Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk,
-a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores cannot rename a
-folder atomically, so under a URL, the manifest is written last, and a folder counts as a checkpoint once it has a
-manifest.
+a checkpoint is written under a temporary name and published by a rename, which is atomic. Other places cannot rename a
+folder atomically, so there the manifest is written last, and a folder counts as a checkpoint once it has a manifest.
 """
 
 from __future__ import annotations
@@ -15,16 +14,18 @@ import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import fsspec
 from fsspec.core import url_to_fs
 
 from dtmega.checkpoint.manifest import NAME, Damaged
-from dtmega.files import atomic, optional_imports
+from dtmega.checkpoint.object_requests import check_usable, is_object_store
+from dtmega.checkpoint.objects import Objects
+from dtmega.files import atomic
 
 
-def open_root(root: str) -> Disk | Remote:
+def open_root(root: str) -> Place:
     """Open the place that holds a run's checkpoints: a folder, or a URL such as s3://bucket/run.
 
     Raises:
@@ -32,16 +33,26 @@ def open_root(root: str) -> Disk | Remote:
     """
     if "://" not in root:
         return Disk(root)
-    if root.startswith("s3://"):
-        optional_imports.check("s3fs", "s3", f"{root} ([checkpoint] dir)")
+    if is_object_store(root):
+        check_usable(root)
     try:
-        return Remote(root)
+        return Objects(root) if is_object_store(root) else Remote(root)
     except (ImportError, ValueError, OSError) as error:
         raise ValueError(f"cannot open {root}: {error} ([checkpoint] dir)") from None
 
 
 class Disk:
-    """The folders in `root`, on a local or shared file system. The methods take folder names."""
+    """The folders in `root`, on a local or shared file system. The methods take folder names.
+
+    Attributes:
+        parallel_reads: number of reads that are worth doing at the same time.
+        stays_readable: whether an open file stays readable after its deletion.
+        second_writer: words about a second run that writes here although it could not lock the place.
+    """
+
+    parallel_reads = 1
+    stays_readable = True
+    second_writer = "a second run that writes there would not be noticed"
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -64,6 +75,18 @@ class Disk:
             raise Damaged(f"{self.path(folder)}: {error.strerror}") from None
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
+    def is_complete(self, folder: str) -> bool:
+        """True if a folder is not one that a save has left unfinished. A checkpoint gets its final name last."""
+        return True
+
+    def new_attempt(self) -> str:
+        """The end of the names of one save's data files, before `.bin`."""
+        return ""
+
+    def unpublished(self, folder: str) -> str:
+        """The name of a checkpoint's folder while it is written."""
+        return f".tmp-{folder}"
+
     def make(self, folder: str) -> None:
         """Delete any folder of this name that a killed save has left, and make an empty folder."""
         atomic.empty_folder(self.root / folder)
@@ -85,6 +108,49 @@ class Disk:
             raise Damaged(f"{name}: {error.strerror}") from None
         with os.fdopen(fd, "rb", buffering=0) as file:
             yield file
+
+    def publish(self, folder: str, raw: bytes, attempt: str) -> str:
+        """Write the manifest into the folder `unpublished(folder)`, and give that folder its final name.
+
+        Args:
+            folder: final name of the folder.
+            raw: content of the manifest.
+            attempt: result of `new_attempt` at the begin of this save.
+
+        Returns:
+            Reason why the new name might not survive a power cut; usually ''.
+        """
+        unpublished = self.unpublished(folder)
+        with self.create(unpublished, NAME) as file:
+            file.write(raw)
+        # The names of all files must be on disk before the folder counts as a checkpoint.
+        self.sync(unpublished)
+        self.rename(unpublished, folder)
+        # The checkpoint is now published, but its new name may not have reached the disk yet.
+        try:
+            self.sync("")
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def discard(self, folder: str, attempt: str) -> None:
+        """Delete what a failed save has written for `folder`; the arguments of `publish`."""
+        self.remove(self.unpublished(folder))
+
+    def retire(self, folder: str) -> None:
+        """Delete a checkpoint. It is renamed first: a kill must not leave half a checkpoint under a valid name."""
+        retired = f".old-{folder}"
+        self.rename(folder, retired)
+        self.remove(retired)
+
+    def clear_leftovers(self) -> list[str]:
+        """Delete what killed saves have left; the caller holds the folder's lock.
+
+        Returns:
+            Lines about leftovers for the user; [] on a disk, where all are deleted.
+        """
+        _remove_temporary(self)
+        return []
 
     def sync(self, folder: str) -> None:
         """Flush a folder to disk, so that the names of its entries survive a power cut; "" means `root`."""
@@ -112,11 +178,15 @@ class Disk:
 
 
 class Remote:
-    """The folders under a URL, with the methods of `Disk` except `sync` and `rename`.
+    """The folders under a URL that fsspec opens, with the methods of `Disk` except `sync` and `rename`.
 
     `sync` and `rename` are not needed: a file is durable once it is closed, and a folder is a checkpoint once it has a
     manifest.
     """
+
+    parallel_reads = 1
+    stays_readable = False
+    second_writer = "a second run that writes there would not be noticed"
 
     def __init__(self, url: str) -> None:
         fs, root = url_to_fs(url)
@@ -139,6 +209,15 @@ class Remote:
             return {_base(e["name"]): e["size"] for e in self._ls(folder) if e["type"] == "file"}
         except OSError as error:
             raise Damaged(f"{self.path(folder)}: {error}") from None
+
+    def is_complete(self, folder: str) -> bool:
+        return NAME in self.sizes(folder)
+
+    def new_attempt(self) -> str:
+        return ""
+
+    def unpublished(self, folder: str) -> str:
+        return folder
 
     def make(self, folder: str) -> None:
         self._fs.invalidate_cache()
@@ -168,6 +247,23 @@ class Remote:
         with file:
             yield file
 
+    def publish(self, folder: str, raw: bytes, attempt: str) -> str:
+        with self.create(folder, NAME) as file:
+            file.write(raw)
+        return ""
+
+    def discard(self, folder: str, attempt: str) -> None:
+        # A save writes directly into the final folder, which may hold an older, complete checkpoint.
+        if folder in self.folders() and not self.is_complete(folder):
+            self.remove(folder)
+
+    def retire(self, folder: str) -> None:
+        self.remove(folder)
+
+    def clear_leftovers(self) -> list[str]:
+        _remove_temporary(self)
+        return []
+
     def move(self, folder: str, into: str) -> None:
         self._fs.makedirs(self._at(into), exist_ok=True)
         self._fs.mv(self._at(folder), self._at(into, folder), recursive=True)
@@ -196,3 +292,14 @@ class Remote:
 
 def _base(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
+
+
+def _remove_temporary(files: Disk | Remote) -> None:
+    """Delete the folders under temporary names. One that cannot be deleted only takes up space."""
+    for folder in files.folders():
+        if folder.startswith((".tmp-step-", ".old-step-")):
+            with contextlib.suppress(Exception):
+                files.remove(folder)
+
+
+Place: TypeAlias = Disk | Remote | Objects

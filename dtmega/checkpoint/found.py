@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from dtmega import config
 from dtmega.checkpoint import manifest, resume
-from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.files import Place, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.distributed import exit_codes, process
@@ -51,7 +51,8 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
     run_dir, root = Path(cfg.run.dir), resume.root_of(cfg)
     yield Claim(run_dir)
     if "://" in root:
-        console.say(f"{root} cannot be locked: a second run that writes there would not be noticed")
+        # A URL with credentials is refused before it is printed.
+        console.say(f"{root} cannot be locked: {open_root(root).second_writer}")
     elif not (Path(root).exists() and Path(root).samefile(run_dir)):
         yield Claim(Path(root), key="[checkpoint] dir")
 
@@ -167,7 +168,7 @@ def remove_probe(cfg: config.Config, by_rank_0: CandidatePaths) -> None:
         open_root(resume.root_of(cfg)).remove(by_rank_0.probe)
 
 
-def _make_probe(files: Disk | Remote) -> str:
+def _make_probe(files: Place) -> str:
     """Make a folder that other ranks see only if they share this file system, and return the folder's name."""
     # If this process is killed, the next process of the run removes folders with this prefix
     # (`resume.set_aside_newer`).

@@ -2,10 +2,10 @@
 
     {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
 
-Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per block of
-BLOCK_BYTES, so a rank that needs only some rows reads and verifies little more than those rows. A digest detects
-damage; it is not a signature. `parse` checks that each value has the right type, that each chunk lies within its file,
-and that sizes are plausible, so a reader may rely on the sizes when allocating memory.
+Tensors are raw little-endian bytes in `data-00000.bin`, ... (in an object store, `data-00000-ATTEMPT.bin`). Each chunk
+of a tensor has one digest per block of BLOCK_BYTES, so a rank that needs only some rows reads and verifies little more
+than those rows. A digest detects damage; it is not a signature. `parse` checks that each value has the right type, that
+each chunk lies within its file, and that sizes are plausible, so a reader may rely on the sizes when allocating memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK_BYTES = 4 * 2**20
 MAX_BYTES = 2**30  # larger manifests are refused; BLOOM-176B's has 20 MB, including the digests
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
-DATA_FILE = re.compile(r"data-\d{5}\.bin")
+DATA_FILE = re.compile(r"data-\d{5}(-[0-9a-f]{32})?\.bin")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

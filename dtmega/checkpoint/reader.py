@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dtmega.checkpoint import manifest
-from dtmega.checkpoint.files import Disk, Remote
+from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Damaged, StoredChunk
 
 SPARE_FILES = 256  # file descriptors that `hold` leaves for everything else that the process opens
@@ -35,7 +36,7 @@ class Checkpoint:
         Damaged: the manifest is missing or damaged, or does not fit the data files.
     """
 
-    def __init__(self, files: Disk | Remote, folder: str) -> None:
+    def __init__(self, files: Place, folder: str) -> None:
         self.files, self.folder, self.path, self.bytes_read = files, folder, files.path(folder), 0
         sizes = files.sizes(folder)
         if manifest.NAME not in sizes:
@@ -45,6 +46,7 @@ class Checkpoint:
         with files.open(folder, manifest.NAME) as file:
             self.manifest = manifest.parse(file.read(), sizes)
         self._held: dict[str, Any] = {}
+        self._counting = threading.Lock()
 
     def hold(self) -> Checkpoint:
         """Open every data file now, so that the files stay readable even if a run in progress deletes the checkpoint.
@@ -60,7 +62,7 @@ class Checkpoint:
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = len(self.manifest.files) + SPARE_FILES
-        if not isinstance(self.files, Disk) or (hard != resource.RLIM_INFINITY and wanted > hard):
+        if not self.files.stays_readable or (hard != resource.RLIM_INFINITY and wanted > hard):
             return self
         if soft != resource.RLIM_INFINITY and wanted > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -130,7 +132,8 @@ class Checkpoint:
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n
-        self.bytes_read += filled
+        with self._counting:
+            self.bytes_read += filled
         if filled < len(view) or manifest.block_digests(view) != chunk.digests[first:last]:
             raise Damaged(
                 f"{chunk.file}: the bytes of '{name}' from {chunk.start + start} to {chunk.start + stop} do not match "
@@ -152,12 +155,11 @@ class Checkpoint:
         """
         with ExitStack() as closing:
             try:
-                file = self._held.get(name) or closing.enter_context(self.files.open(self.folder, name))
+                yield self._held.get(name) or closing.enter_context(self.files.open(self.folder, name))
             except Damaged:
                 if self.folder in self.files.folders():
                     raise
                 raise Damaged("it was deleted while it was read, as the run that writes there has gone on") from None
-            yield file
 
     def verify(self) -> None:
         """Verify every digest, by reading every tensor.

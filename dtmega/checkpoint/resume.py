@@ -18,11 +18,12 @@ from pydantic import ValidationError
 
 from dtmega import config
 from dtmega.checkpoint import changes, manifest
-from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.files import Place, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.state import ELSEWHERE, State
 from dtmega.config.reading import read_toml
+from dtmega.files import console
 
 FINISHED = re.compile(r"step-\d{8}")
 
@@ -37,13 +38,10 @@ def step_of(folder: str) -> int:
     return int(folder.partition("-")[2])
 
 
-def finished(files: Disk | Remote) -> list[str]:
+def finished(files: Place) -> list[str]:
     """The folder names of the complete checkpoints, oldest first."""
     folders = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
-    # On a disk, a checkpoint gets its final name last; under a URL, a checkpoint's manifest is written last.
-    if isinstance(files, Disk):
-        return folders
-    return [folder for folder in folders if manifest.NAME in files.sizes(folder)]
+    return [folder for folder in folders if files.is_complete(folder)]
 
 
 def root_of(cfg: config.Config) -> str:
@@ -51,7 +49,7 @@ def root_of(cfg: config.Config) -> str:
     return cfg.checkpoint.dir or str(Path(cfg.run.dir, "checkpoints"))
 
 
-def split_path(path: str) -> tuple[Disk | Remote, str]:
+def split_path(path: str) -> tuple[Place, str]:
     """Open the parent folder of a checkpoint's path, and return it with the name of the checkpoint's folder."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
@@ -113,7 +111,7 @@ def newest_of_run(run_dir: Path) -> tuple[int, str]:
     return (step_of(folders[-1]), files.path(folders[-1])) if folders else (0, "")
 
 
-def _open_step(files: Disk | Remote, folders: list[str], step: int) -> Checkpoint:
+def _open_step(files: Place, folders: list[str], step: int) -> Checkpoint:
     """Open the checkpoint of a step.
 
     Args:
@@ -130,7 +128,7 @@ def _open_step(files: Disk | Remote, folders: list[str], step: int) -> Checkpoin
     return Checkpoint(files, name(step)).hold()
 
 
-def _open_newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
+def _open_newest(files: Place, damage: list[str]) -> Checkpoint | None:
     """Open the newest intact checkpoint, if any. Appends a line to `damage` for each damaged checkpoint."""
     damaged: set[str] = set()
     # List the folders anew each time, because the run may save and delete checkpoints meanwhile.
@@ -157,7 +155,7 @@ def _checkpoint_dir_of_run(run_dir: str) -> str:
     return checkpoint_dir if isinstance(checkpoint_dir, str) else ""
 
 
-def named_checkpoints(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
+def named_checkpoints(cfg: config.Config) -> list[tuple[Place, str]]:
     """The checkpoint that `[checkpoint] resume` names or, if that key names a run, the run's checkpoints, newest first.
 
     Returns:
@@ -305,14 +303,13 @@ def set_aside_newer(cfg: config.Config, step: int) -> None:
     """Move the checkpoints of steps after `step` into a folder `superseded-N`.
 
     The run restarts from `step`. Without the move, the next startup would resume from one of the later checkpoints.
-    Leftovers of killed saves are deleted.
+    Leftovers of killed saves are deleted, or named if it is not sure that they are leftovers.
     """
     files = open_root(root_of(cfg))
-    for folder in files.folders():
-        if folder.startswith((".tmp-step-", ".old-step-")):
-            # A leftover that cannot be deleted only takes up space.
-            with contextlib.suppress(Exception):
-                files.remove(folder)
+    # A leftover that cannot be deleted only takes up space.
+    with contextlib.suppress(Exception):
+        for line in files.clear_leftovers():
+            console.say(line)
     newer = [folder for folder in finished(files) if step_of(folder) > step]
     if newer:
         existing = files.folders()

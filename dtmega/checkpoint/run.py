@@ -6,7 +6,7 @@ Each checkpoint is complete or absent, and readable in any layout. The newest fe
 
 A checkpoint is written to `.tmp-step-00000100` and published by one rename, once all of its files are on disk. Under a
 URL, where no atomic rename exists, the manifest is written last, and a folder without a manifest does not count as a
-checkpoint.
+checkpoint (`files.py`, `objects.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.base import Base
-from dtmega.checkpoint.files import Disk, open_root
+from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import finished, name, root_of, state_of
@@ -87,6 +87,7 @@ class Checkpoints:
         self._stager = Stager() if cfg.checkpoint.mode == "async" else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
+        self._attempt = ""  # of the save in flight; that of rank 0 counts
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
         """Save a checkpoint, or begin to save it if saving is asynchronous.
@@ -98,17 +99,19 @@ class Checkpoints:
         self._best_step = state.health.best_step
         # The clock starts after `wait`, because the time spent waiting already counts in the previous save's outcome.
         started = time.perf_counter()
-        arguments = self._files, self._unpublished(step)
+        self._attempt = self._files.new_attempt()
+        folder = self._files.unpublished(name(step))
+        common = step, state.model_dump(), self._group, self._attempt
         if self._stager is None:
             done: Future[Manifest | None] = Future()
             try:
-                done.set_result(tensor_files.save(*arguments, tensors, step, state.model_dump(), self._group))
+                done.set_result(tensor_files.save(self._files, folder, tensors, *common))
             except Failed as error:
                 done.set_exception(error)
             self._in_flight = step, time.perf_counter() - started, done
             return ended + self.wait()
         staged = self._stager.stage(tensors)
-        future = self._thread.submit(tensor_files.save, *arguments, staged, step, state.model_dump(), self._group)
+        future = self._thread.submit(tensor_files.save, self._files, folder, staged, *common)
         self._in_flight = step, time.perf_counter() - started, future
         return ended
 
@@ -165,9 +168,7 @@ class Checkpoints:
     def _remove_unfinished(self, step: int) -> None:
         """Remove a failed save's files. The next startup, or the next save of this step, removes files that remain."""
         with contextlib.suppress(Exception):
-            # Under a URL a save writes directly into the final folder, which may hold an older, complete checkpoint.
-            if self._unpublished(step) not in finished(self._files):
-                self._files.remove(self._unpublished(step))
+            self._files.discard(name(step), self._attempt)
 
     def load(
         self,
@@ -257,10 +258,6 @@ class Checkpoints:
         """End the thread that writes checkpoints."""
         self._thread.shutdown()
 
-    def _unpublished(self, step: int) -> str:
-        """The name of the folder that a step's checkpoint is written to, before the checkpoint is published."""
-        return f".tmp-{name(step)}" if isinstance(self._files, Disk) else name(step)
-
     def _publish(self, written: Manifest) -> str:
         """Write the manifest into a folder of data files, and give the folder its final name.
 
@@ -271,23 +268,10 @@ class Checkpoints:
             Failed: the disk, or the library that serves a URL, raised an exception of any type. The caller catches only
                 `Failed`, and must then continue, because the other ranks wait for the outcome.
         """
-        files, unpublished = self._files, self._unpublished(written.step)
         try:
-            with files.create(unpublished, manifest.NAME) as file:
-                file.write(manifest.dump(written))
-            # The names of all files must be on disk before the folder counts as a checkpoint.
-            if isinstance(files, Disk):
-                files.sync(unpublished)
-                files.rename(unpublished, name(written.step))
+            return self._files.publish(name(written.step), manifest.dump(written), self._attempt)
         except Exception as error:
             raise Failed(f"{type(error).__name__}: {error}") from error
-        # The checkpoint is now published, but its new name may not have reached the disk yet.
-        try:
-            if isinstance(files, Disk):
-                files.sync("")
-        except OSError as error:
-            return str(error)
-        return ""
 
     def _purge(self, newest: str, keep: int) -> None:
         """Delete all checkpoints except the newest `keep` checkpoints and the best checkpoint.
@@ -303,12 +287,8 @@ class Checkpoints:
                 # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:
                     continue
-                # On a disk, rename the folder first: a kill must not leave half a checkpoint under a valid name.
                 with contextlib.suppress(Exception):
-                    if isinstance(files, Disk):
-                        files.rename(old, f".old-{old}")
-                        old = f".old-{old}"
-                    files.remove(old)
+                    files.retire(old)
 
     def _free(self) -> str:
         """The free space as text, for the message about a failed save; '' if unknown."""

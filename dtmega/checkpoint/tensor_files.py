@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future as Reading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,8 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from dtmega.checkpoint import manifest
-from dtmega.checkpoint.files import Disk, Remote
+from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import BLOCK_BYTES, Damaged, Entry, Manifest, StoredChunk
+from dtmega.checkpoint.object_requests import Unreachable
 from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from dtmega.checkpoint.reader import Checkpoint
 
@@ -96,12 +99,13 @@ class DataFile:
 
 
 def save(
-    files: Disk | Remote,
+    files: Place,
     folder: str,
     tensors: Mapping[str, Tensor],
     step: int,
     state: dict[str, Any],
     group: dist.ProcessGroup,
+    attempt: str = "",
 ) -> Manifest | None:
     """Make a folder and write the data files of all ranks into it. All ranks call this function.
 
@@ -112,6 +116,7 @@ def save(
         step: step number to record in the manifest.
         state: the run's state as a JSON object, to record in the manifest.
         group: process group of all ranks; nothing else may use this group during the save.
+        attempt: end of the names of the data files, from the place's `new_attempt`; that of rank 0 counts.
 
     Returns:
         The manifest on rank 0, where the caller still has to write it; None on all other ranks.
@@ -119,7 +124,7 @@ def save(
     Raises:
         Failed: at least one rank could not write. Every rank raises this error.
     """
-    writer = _Writer(files, folder, step, state)
+    writer = _Writer(files, folder, step, state, attempt)
     try:
         state_dict_saver.save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
     # CheckpointException derives from BaseException, so `except Exception` would not catch it.
@@ -141,6 +146,8 @@ def load_tensors(
 
     Raises:
         Damaged: a rank has read a block that does not match its digest. Every rank raises this error.
+        Unreachable: a rank could not read from an object store. Every rank raises this error, because the checkpoint
+            may be intact.
     """
     try:
         state_dict_loader.load(
@@ -150,6 +157,8 @@ def load_tensors(
             process_group=group,
         )
     except CheckpointException as error:
+        if any(isinstance(cause, Unreachable) for cause, _ in error.failures.values()):
+            raise Unreachable(f"{checkpoint.path}: {_reasons(error)}") from None
         raise Damaged(_reasons(error)) from None
 
 
@@ -169,8 +178,8 @@ class _Writer(StorageWriter):
 
     manifest: Manifest | None = None
 
-    def __init__(self, files: Disk | Remote, folder: str, step: int, state: dict[str, Any]) -> None:
-        self._files, self._folder, self._step, self._state = files, folder, step, state
+    def __init__(self, files: Place, folder: str, step: int, state: dict[str, Any], attempt: str) -> None:
+        self._files, self._folder, self._step, self._state, self._attempt = files, folder, step, state, attempt
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -195,7 +204,8 @@ class _Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder and name each rank's data file. Runs on the coordinator, before any rank writes."""
         self._files.make(self._folder)
-        return [dataclasses.replace(plan, storage_data=f"data-{rank:05d}.bin") for rank, plan in enumerate(plans)]
+        names = [f"data-{rank:05d}{self._attempt}.bin" for rank in range(len(plans))]
+        return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data file. A rank that holds nothing writes no file."""
@@ -262,8 +272,10 @@ class _Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            for item in self._pace.with_heartbeats(plan.items):
-                self._read_item(item, planner)
+            for item, content in self._pace.with_heartbeats(self._contents(plan.items)):
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(content)
+                planner.commit_tensor(item, target)
         finally:
             # torch's next collective would time out while the slowest rank still reads, so all ranks
             # wait for each other here first.
@@ -272,15 +284,30 @@ class _Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _read_item(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """Read one box of a stored chunk into the matching part of this rank's tensor."""
+    def _contents(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Tensor]]:
+        """Read the items in order, as many at the same time as is worth doing where the checkpoint is."""
+        at_once = self._checkpoint.files.parallel_reads
+        if at_once == 1:
+            for item in items:
+                yield item, self._read_item(item)
+            return
+        waiting: deque[tuple[ReadItem, Reading[Tensor]]] = deque()
+        with ThreadPoolExecutor(at_once, "checkpoint reads") as threads:
+            for item in items:
+                waiting.append((item, threads.submit(self._read_item, item)))
+                if len(waiting) == at_once:
+                    first, content = waiting.popleft()
+                    yield first, content.result()
+            for rest, content in waiting:
+                yield rest, content.result()
+
+    def _read_item(self, item: ReadItem) -> Tensor:
+        """Read one box of a stored chunk."""
         name, number = item.storage_index.fqn, item.storage_index.index
         assert number is not None
         chunk = self._checkpoint.manifest.tensors[name].chunks[number]
         box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(self._checkpoint.read_chunk(name, chunk, box))
-        planner.commit_tensor(item, target)
+        return self._checkpoint.read_chunk(name, chunk, box)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

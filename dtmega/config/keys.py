@@ -539,7 +539,9 @@ class Checkpoint(Section):
         "auto: the newest intact checkpoint of this run; none: start from scratch; or the folder of a checkpoint, or a "
         "run directory, whose newest checkpoint is used",
     )
-    dir: str = key("", "where checkpoints are: a folder or an fsspec URL (s3://...); empty = checkpoints/ in [run] dir")
+    dir: str = key(
+        "", "where checkpoints are: a folder or a URL (s3://, gs://, az://, ...); empty = checkpoints/ in [run] dir"
+    )
     mode: Literal["sync", "async"] = key("sync", "async: training goes on while a thread writes a copy")
     allow_changed_data: bool = key(False, "resume even if data, tokenizer or seed have changed")
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dtmega.checkpoint import manifest, resume
-from dtmega.checkpoint.files import Disk
-from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.object_requests import is_object_store
 from dtmega.config.reading import read_toml
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.exit_codes import MAX_STEP, ExitRecord
@@ -294,26 +293,29 @@ def best_validation(run: Run) -> Best | None:
 
 
 def kept_checkpoint(run: Run, step: int) -> str:
-    """The path of a step's checkpoint; '' if there is no complete checkpoint, or if the checkpoints are at a URL.
+    """The path of a step's checkpoint; '' if there is no complete checkpoint, or if its place cannot be reached.
 
-    A path within the run directory is returned relative to the run directory. URLs are never opened, because writing a
-    page must not need a network connection.
+    A path within the run directory is returned relative to the run directory. Of URLs, only those of object stores are
+    opened. The page is written without a network, too; then it does not name the checkpoint.
     """
-    if "://" in str(run.config.get("checkpoint", {}).get("dir")):
+    directory = str(run.config.get("checkpoint", {}).get("dir"))
+    if "://" in directory and not is_object_store(directory):
         return ""
     _, newest = resume.newest_of_run(run.directory)
     if not newest:
         return ""
-    files, folder = Disk(str(Path(newest).parent)), resume.name(step)
+    folder = resume.name(step)
     try:
+        files, _ = resume.split_path(newest)
         is_complete = manifest.NAME in files.sizes(folder)
-    except Damaged:
+    except (ValueError, OSError):
         # The folder of this checkpoint does not exist.
         return ""
     if not is_complete:
         return ""
-    path = files.root / folder
-    return str(path.relative_to(run.directory) if path.is_relative_to(run.directory) else path)
+    path = files.path(folder)
+    is_inside = "://" not in path and Path(path).is_relative_to(run.directory)
+    return str(Path(path).relative_to(run.directory)) if is_inside else path
 
 
 def loss_in_words(run: Run, loss: float) -> str:

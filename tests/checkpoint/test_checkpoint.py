@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +30,9 @@ from torch import Tensor, nn
 from dtmega import __version__, config
 from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.base import Base
-from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.files import Disk, Place, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.objects import Objects
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.checkpoint.staging import Stager
@@ -50,11 +52,14 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["disk", "url"])
+@pytest.fixture(params=["disk", "url", "objects"])
 def root(request, tmp_path) -> Iterator[str]:
-    """The place of a run's checkpoints; the claims are the same for both."""
+    """The place of a run's checkpoints; the claims are the same for all."""
     if request.param == "disk":
         yield str(tmp_path / "checkpoints")
+    elif request.param == "objects":
+        request.getfixturevalue("object_store")
+        yield "s3://bucket/run/checkpoints"
     else:
         url = f"memory://{uuid4().hex}/checkpoints"
         yield url
@@ -110,7 +115,7 @@ def full(*args: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def fill_the_disk(monkeypatch, kind: type[Disk | Remote], where: str) -> None:
+def fill_the_disk(monkeypatch, kind: type[Place], where: str) -> None:
     """No room when the file of that name is written, or in the method of that name."""
     if not where.endswith((".bin", ".json")):
         monkeypatch.setattr(kind, where, full)
@@ -120,7 +125,7 @@ def fill_the_disk(monkeypatch, kind: type[Disk | Remote], where: str) -> None:
     @contextlib.contextmanager
     def create(self, folder: str, name: str):
         with honest(self, folder, name) as file:
-            if name == where:
+            if re.sub("-[0-9a-f]{32}", "", name) == where:
                 file.write(b"half of it")
                 full()
             yield file
@@ -381,10 +386,11 @@ def test_what_cannot_be_deleted_fails_neither_the_save_nor_the_next_start(root, 
     run = Run(root, keep=1)
     run.save(1)
     run.files.make(".tmp-step-probe")
-    monkeypatch.setattr(type(run.files), "remove", full if isinstance(run.files, Disk) else forbidden)
-    monkeypatch.setattr(type(run.files), "make", lambda self, folder: Path(self.path(folder)).mkdir())
-    if isinstance(run.files, Remote):
-        monkeypatch.setattr(Remote, "make", lambda self, folder: None)
+    deletion = "retire" if isinstance(run.files, Objects) else "remove"
+    monkeypatch.setattr(type(run.files), deletion, full if isinstance(run.files, Disk) else forbidden)
+    on_disk = isinstance(run.files, Disk)
+    make = (lambda self, folder: Path(self.path(folder)).mkdir()) if on_disk else lambda self, folder: None
+    monkeypatch.setattr(type(run.files), "make", make)
     assert [outcome.error for outcome in run.save(2)] == [""]
     assert 2 in run.finished()
     resume.set_aside_newer(run.cfg, 2)
@@ -661,9 +667,12 @@ def test_a_state_that_is_not_ours_is_damage_and_the_older_checkpoint_is_loaded(t
 
 
 @pytest.mark.parametrize("resumed", ["none", "auto"])
-def test_with_nothing_there_a_run_starts_anew_and_nothing_is_made(root, resumed):
+def test_with_nothing_there_a_run_starts_anew_and_nothing_is_made(root, resumed, request):
     cfg = config.validate({"train": {"steps": 9}, "checkpoint": {"dir": root, "resume": resumed}}, "a test")
     assert resume.find_checkpoints(cfg, IDENTITY) == ([], [])
+    if root.startswith("s3://"):
+        assert request.getfixturevalue("object_store").objects == {}
+        return
     fs, path = fsspec.url_to_fs(root)
     assert not fs.exists(path)
 

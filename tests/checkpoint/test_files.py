@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dtmega import config
 from dtmega.checkpoint import manifest
-from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.files import Disk, Place, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import finished, open_checkpoint
 from dtmega.checkpoint.weights import Weights
@@ -28,11 +28,11 @@ NAME = "data-00000.bin"
 
 
 @pytest.fixture(params=["disk", "url"])
-def files(request, tmp_path) -> Disk | Remote:
+def files(request, tmp_path) -> Place:
     return open_root(str(tmp_path / "checkpoints") if request.param == "disk" else f"memory://{uuid4().hex}")
 
 
-def put(files: Disk | Remote, folder: str, *names: str) -> None:
+def put(files: Place, folder: str, *names: str) -> None:
     """A new folder with such files, of one byte each."""
     files.make(folder)
     for name in names:
@@ -230,7 +230,7 @@ def test_what_is_free_is_what_the_disk_says_where_there_is_one(tmp_path, monkeyp
 
 def test_s3_without_its_library_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    words = r"^s3://bucket \(\[checkpoint\] dir\) needs s3fs, which is not installed: pip install -e '\.\[s3\]'$"
+    words = r"^s3://bucket \(\[checkpoint\] dir\) needs obstore, which is not installed: pip install -e '\.\[s3\]'$"
     with pytest.raises(ValueError, match=words):
         open_root("s3://bucket")
 

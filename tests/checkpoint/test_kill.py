@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtmega.checkpoint import manifest, resume, tensor_files
+from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.resume import open_checkpoint
-from dtmega.checkpoint.run import Checkpoints
 from tests.faults import BLOCK_BYTES, IDENTITY, FileEvents, Trained, alone, value
 from tests.ranks import Ended, Forks, forks
 
@@ -156,7 +156,7 @@ def test_everything_is_on_the_disk_before_it_is_published_and_that_before_the_ol
 
 
 def write_in_place() -> None:
-    Checkpoints._unpublished = lambda self, step: resume.name(step)
+    Disk.unpublished = lambda self, folder: folder
 
 
 def test_a_save_that_is_not_written_aside_is_found_out(crashes):

@@ -12,11 +12,14 @@ import pytest
 import tomli_w
 
 from dtmega import config
+from dtmega.checkpoint import object_requests
+from dtmega.checkpoint.files import open_root
 from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table
 from dtmega.report import curves, layout, plots, record, run, scores
 from dtmega.report.record import Series
 from dtmega.training import phases
+from tests.checkpoint.object_server import serving
 from tests.report.test_page import HOSTILE, drawn, numbers_of, start, step_line, write
 
 
@@ -185,7 +188,24 @@ def test_the_path_of_the_best_checkpoint_does_not_become_markup(validated: Path,
 
 def test_checkpoints_under_a_url_are_not_looked_for(validated: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run.resume, "newest_of_run", lambda run_dir: pytest.fail(f"{run_dir} is looked at"))
+    (validated / "config.toml").write_text("[checkpoint]\ndir = 'memory://bucket/run'\n")
+    assert best_in_words(validated) == "4.25 (step 40)"
+
+
+def test_the_best_checkpoint_is_looked_for_in_an_object_store(validated: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(object_requests, "MAX_RETRIES", 0)
     (validated / "config.toml").write_text("[checkpoint]\ndir = 's3://bucket/run'\n")
+    with serving() as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        files = open_root("s3://bucket/run")
+        for step in (20, 40):
+            with files.create(f"step-{step:08d}", "manifest.json") as file:
+                file.write(b"{}")
+        assert best_in_words(validated) == "4.25 (step 40, s3://bucket/run/step-00000040)"
+        files.remove("step-00000040")
+        assert best_in_words(validated) == "4.25 (step 40)"
+    # The store has ended.
     assert best_in_words(validated) == "4.25 (step 40)"
 
 

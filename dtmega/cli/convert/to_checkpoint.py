@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dtmega import config
 from dtmega.checkpoint import manifest
-from dtmega.checkpoint.files import Disk, Remote
+from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import split_path
 from dtmega.checkpoint.state import ELSEWHERE, Progress, State
@@ -77,35 +77,32 @@ def write(
     files, folder = split_path(path)
     if folder in files.folders():
         raise ValueError(f"{path} exists already (--to)")
-    # A folder on a disk gets its final name when it is complete. Remote storage cannot rename, so a remote folder
-    # counts as a checkpoint once it has a manifest, which is written after the tensors.
-    temporary = f".tmp-{folder}" if isinstance(files, Disk) else folder
+    unpublished, attempt = files.unpublished(folder), files.new_attempt()
     try:
-        files.make(temporary)
-        _fill(files, temporary, tensors, state)
+        files.make(unpublished)
+        written = _fill(files, unpublished, f"data-00000{attempt}.bin", tensors, state)
         if toml:
-            with files.create(temporary, CONFIG) as file:
+            with files.create(unpublished, CONFIG) as file:
                 file.write(toml.encode())
-        if isinstance(files, Disk):
-            files.sync(temporary)
-            files.rename(temporary, folder)
-            files.sync("")
+        if warning := files.publish(folder, manifest.dump(written), attempt):
+            raise OSError(warning)
     except BaseException:
         # If this deletion fails too, the leftover files only take up space, so the user sees the first error.
         with contextlib.suppress(Exception):
-            files.remove(temporary)
+            files.discard(folder, attempt)
         raise
 
 
-def _fill(files: Disk | Remote, folder: str, tensors: Mapping[str, tuple[Source, str]], state: State) -> None:
-    """Write the tensors one by one, then the manifest.
+def _fill(files: Place, folder: str, name: str, tensors: Mapping[str, tuple[Source, str]], state: State) -> Manifest:
+    """Write the tensors one by one into a data file, and return the manifest.
 
     Args:
-        folder: name of the folder within `files`.
+        files: place that holds the folder.
+        folder: name of the folder.
+        name: name of the data file.
         tensors: pair (source, name in the source) for each tensor, by name in the checkpoint.
         state: the run's state, to record in the manifest.
     """
-    name = "data-00000.bin"
     entries: dict[str, Entry] = {}
     with files.create(folder, name) as file:
         data = DataFile(name, file)
@@ -113,5 +110,4 @@ def _fill(files: Disk | Remote, folder: str, tensors: Mapping[str, tuple[Source,
             tensor = source.read(parameter)
             chunk = data.add(tensor, [0] * tensor.ndim)
             entries[saved_as] = Entry(tensor.dtype, tuple(tensor.shape), (chunk,))
-    with files.create(folder, manifest.NAME) as file:
-        file.write(manifest.dump(Manifest(state.progress.step, state.model_dump(), {name: data.n_bytes}, entries)))
+    return Manifest(state.progress.step, state.model_dump(), {name: data.n_bytes}, entries)

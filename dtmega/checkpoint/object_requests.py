@@ -1,0 +1,152 @@
+"""Requests to an object store: bounded in time, tried again, and without secrets in their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from dtmega.checkpoint.manifest import Damaged
+from dtmega.files import optional_imports
+
+SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "adl", "azure", "abfs", "abfss")
+CONNECT_S = 10
+REQUEST_S = 30  # for one answer, with its body
+RETRY_S = 120  # after this time, a request that failed is not sent again
+MAX_RETRIES = 6
+PAUSE_S = 0.2  # before a request is sent again; doubled each time
+PUBLISH_TRIES = 3
+PART_BYTES = 8 * 2**20  # of an upload (at most 10,000 parts, 80 GiB), and of a request for a range
+
+
+class Unreachable(OSError):
+    """A request that an object store did not do, or did not answer, after several tries."""
+
+
+def is_object_store(url: str) -> bool:
+    """True if `Objects` serves this URL."""
+    return url.partition("://")[0] in SCHEMES and "://" in url
+
+
+def check_usable(url: str) -> None:
+    """Refuse a URL that holds credentials, which would be copied into config.toml, logs and trackers.
+
+    Raises:
+        ValueError: the URL holds credentials, which the message does not repeat, or obstore is not installed.
+    """
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    # Azure writes the container before the host: abfss://container@account.dfs.core.windows.net/run.
+    container = parts.scheme in ("abfs", "abfss") and ":" not in user
+    if (at and not container) or parts.query or parts.fragment:
+        raise ValueError(
+            f"{parts.scheme}://{host}{parts.path} is given with credentials or a query: expected a URL without them, "
+            f"and credentials in the environment ([checkpoint] dir)"
+        )
+    optional_imports.check("obstore", "s3", f"{url} ([checkpoint] dir)")
+
+
+def open_store(url: str) -> Any:
+    """Open the store of a URL, with credentials from the environment. Sends nothing."""
+    from obstore.store import from_url
+
+    scheme, _, rest = url.partition("://")
+    # obstore does not know this spelling.
+    spelled = f"gs://{rest}" if scheme == "gcs" else url
+    options: dict[str, Any] = {"client_options": _client_options(), "retry_config": _retries()}
+    with reported():
+        return from_url(spelled, **options)
+
+
+def put_new(store: Any, key: str, data: bytes) -> None:
+    """Create an object on the condition that its name is free.
+
+    Raises:
+        FileExistsError: there is an object of this name with other content.
+        Unreachable: the store has not answered.
+    """
+    from obstore.exceptions import AlreadyExistsError, BaseError
+
+    for tries_left in reversed(range(PUBLISH_TRIES)):
+        try:
+            store.put(key, data, mode="create", use_multipart=False)
+            return
+        except BaseError as error:
+            # The answer to a request that the store has done may have been lost, and then the name is taken.
+            with reported(), contextlib.suppress(FileNotFoundError):
+                if bytes(store.get(key).bytes()) == data:
+                    return
+            if isinstance(error, AlreadyExistsError):
+                raise FileExistsError(f"{key} exists already") from None
+            if not tries_left:
+                raise Unreachable(reason(error)) from None
+
+
+class Reading:
+    """A file of an object store: each read is one request for exactly the bytes that are wanted."""
+
+    def __init__(self, store: Any, key: str, name: str) -> None:
+        self._store, self._key, self._name, self._at = store, key, name, 0
+
+    def seek(self, at: int) -> None:
+        self._at = at
+
+    def read(self) -> bytes:
+        """The whole file."""
+        with self._reported():
+            return bytes(self._store.get(self._key).bytes())
+
+    def readinto(self, view: memoryview) -> int:
+        """Read at most PART_BYTES, and return their number: a larger answer could take longer than REQUEST_S."""
+        wanted = min(len(view), PART_BYTES)
+        with self._reported():
+            data = self._store.get_range(self._key, start=self._at, length=wanted)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            with reported():
+                yield
+        except FileNotFoundError:
+            raise Damaged(f"{self._name}: No such file or directory") from None
+
+
+def reason(error: Exception) -> str:
+    """One line about an error of obstore, without addresses, queries and whatever else a store's answer quotes."""
+    text = str(error)
+    head = re.sub(r"\b(?!s3|gs|az)\w+://\S+", "a request", text.partition("\n")[0].partition("<")[0]).strip(" :")
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    return f"{head} ({code[1]})" if code else head
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Turn errors of obstore into `Unreachable`, and those about missing objects into a FileNotFoundError."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except BaseError as error:
+        raise Unreachable(reason(error)) from None
+
+
+def _client_options() -> dict[str, Any]:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    return {
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+        "timeout": timedelta(seconds=REQUEST_S),
+        # An endpoint with http:// is the user's own choice, as for other libraries.
+        "allow_http": endpoint.startswith("http://"),
+    }
+
+
+def _retries() -> dict[str, Any]:
+    backoff = {"init_backoff": timedelta(seconds=PAUSE_S), "max_backoff": timedelta(seconds=10), "base": 2}
+    return {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_S), "backoff": backoff}

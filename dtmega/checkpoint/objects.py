@@ -1,0 +1,254 @@
+"""Checkpoints in an object store (s3://, gs://, az://), through the library `obstore`.
+
+An object store renames nothing, but creates an object on the condition that its name is free. So a checkpoint is
+published by one such request, for its manifest. Of two processes that save the same step, one publishes, and the other
+is told. The names of data files end with an id of the attempt that wrote them, so neither process can overwrite or
+delete the other's files.
+
+Files that no manifest names are leftovers of saves that were killed, or files of a save in progress elsewhere. They
+are deleted once they are older than LEFTOVER_AGE.
+
+Credentials and endpoints come from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...) and appear in no
+message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from typing import Any
+from uuid import uuid4
+
+from dtmega.checkpoint import manifest
+from dtmega.checkpoint.manifest import DATA_FILE, NAME, Damaged
+from dtmega.checkpoint.object_requests import PART_BYTES, Reading, open_store, put_new, reported
+
+MAX_COPY_BYTES = 5 * 2**30  # S3 copies no larger object by itself
+PARALLEL = 8
+LEFTOVER_AGE = timedelta(hours=24)
+PROBE = ".tmp-step-probe-"  # folders that `found.py` makes at a start
+LEFTOVER_FOLDER = re.compile(rf"(superseded-\d+/)?step-\d{{8}}|{re.escape(PROBE)}\w+")
+
+
+class Objects:
+    """The folders under the URL of an object store, with the methods of `Disk`. A folder is a prefix of names.
+
+    Raises:
+        Unreachable: the store does not list its objects.
+    """
+
+    parallel_reads = PARALLEL
+    stays_readable = False
+    second_writer = "of two runs that save the same step there, the second one to finish is told, and saves nothing"
+
+    def __init__(self, url: str) -> None:
+        self.root = self._url = url.rstrip("/")
+        self._store = open_store(self._url)
+        # Attempts whose manifest may have been published although no answer has come.
+        self._in_doubt: set[str] = set()
+        # Fail now if the URL is unreachable. Create nothing: a mere search for checkpoints must leave no trace.
+        self.folders()
+
+    def path(self, folder: str) -> str:
+        return f"{self._url}/{folder}"
+
+    def folders(self) -> list[str]:
+        with reported():
+            return sorted(self._store.list_with_delimiter()["common_prefixes"])
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        with reported():
+            found = self._store.list_with_delimiter(folder)
+        # An object store has no empty folders.
+        if not found["objects"] and not found["common_prefixes"]:
+            raise Damaged(f"{self.path(folder)}: No such file or directory")
+        return {entry["path"].rpartition("/")[2]: entry["size"] for entry in found["objects"]}
+
+    def is_complete(self, folder: str) -> bool:
+        """True if a folder has a manifest."""
+        try:
+            with reported():
+                self._store.head(f"{folder}/{NAME}")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def new_attempt(self) -> str:
+        """The end of the names of one save's data files."""
+        return f"-{uuid4().hex}"
+
+    def unpublished(self, folder: str) -> str:
+        return folder
+
+    def make(self, folder: str) -> None:
+        """Check that nobody has published this folder. Files that other attempts have left there stay."""
+        if self.is_complete(folder):
+            raise FileExistsError(f"{self.path(folder)} is a finished checkpoint")
+
+    @contextlib.contextmanager
+    def create(self, folder: str, name: str) -> Iterator[Any]:
+        """Open a binary file for writing; it appears after the `with` block, or not at all.
+
+        Raises:
+            FileExistsError: there is a file of this name, and it is no data file.
+        """
+        key = f"{folder}/{name}"
+        with reported():
+            if not DATA_FILE.fullmatch(name):
+                buffer = io.BytesIO()
+                yield buffer
+                put_new(self._store, key, buffer.getvalue())
+                return
+            import obstore
+
+            # An exception leaves the file without its end: the store shows no object of this name.
+            writer = obstore.open_writer(self._store, key, buffer_size=PART_BYTES, max_concurrency=4)
+            yield writer
+            writer.close()
+
+    @contextlib.contextmanager
+    def open(self, folder: str, name: str) -> Iterator[Any]:
+        yield Reading(self._store, f"{folder}/{name}", name)
+
+    def publish(self, folder: str, raw: bytes, attempt: str) -> str:
+        """Create the manifest on the condition that there is none, which makes the folder a checkpoint.
+
+        Returns:
+            ''
+
+        Raises:
+            FileExistsError: another process has published this folder.
+            Unreachable: the store has not answered.
+        """
+        self._in_doubt.add(attempt)
+        try:
+            put_new(self._store, f"{folder}/{NAME}", raw)
+        except FileExistsError:
+            self._in_doubt.discard(attempt)
+            raise FileExistsError(f"another process has saved {self.path(folder)}, and this save came second") from None
+        self._in_doubt.discard(attempt)
+        return ""
+
+    def discard(self, folder: str, attempt: str) -> None:
+        """Delete the data files of an attempt that has failed.
+
+        Does nothing if the store may still publish the attempt's manifest: its request is sent, and has no answer.
+        """
+        if attempt not in self._in_doubt:
+            with reported():
+                found = self._store.list_with_delimiter(folder)["objects"]
+            self._delete(entry["path"] for entry in found if entry["path"].endswith(f"{attempt}.bin"))
+
+    def retire(self, folder: str) -> None:
+        """Delete a checkpoint. Files that its manifest does not name stay, as another attempt may be writing them."""
+        self._delete_in_order(f"{folder}/{name}" for name in self._belonging(folder))
+
+    def move(self, folder: str, into: str) -> None:
+        """Copy a checkpoint into the folder `into`, its manifest last, and delete it here, its manifest first."""
+        sizes = self._belonging(folder)
+        manifest_bytes = sizes.pop(NAME)
+        with ThreadPoolExecutor(PARALLEL) as threads:
+            copies = [threads.submit(self._copy, f"{folder}/{name}", into, size) for name, size in sizes.items()]
+        for copy in copies:
+            copy.result()
+        self._copy(f"{folder}/{NAME}", into, manifest_bytes)
+        self._delete_in_order(f"{folder}/{name}" for name in [NAME, *sizes])
+
+    def remove(self, folder: str) -> None:
+        """Delete everything in a folder."""
+        self._delete_in_order(entry["path"] for entry in self._all(folder))
+
+    def clear_leftovers(self) -> list[str]:
+        """Delete the leftovers that are older than LEFTOVER_AGE.
+
+        Returns:
+            A line for each folder with leftovers, also those that are too young to be deleted.
+        """
+        files: dict[str, dict[str, Any]] = defaultdict(dict)
+        for entry in self._all(""):
+            folder, _, name = entry["path"].rpartition("/")
+            if LEFTOVER_FOLDER.fullmatch(folder):
+                files[folder][name] = entry
+        now = datetime.now(timezone.utc)
+        lines = []
+        for folder, entries in sorted(files.items()):
+            named: Iterable[str] = ()
+            if NAME in entries:
+                try:
+                    named = [*self._named(folder), NAME]
+                # The manifest of a damaged checkpoint names nothing that can be trusted.
+                except ValueError:
+                    continue
+            left = [entry for name, entry in entries.items() if name not in named]
+            old = [entry["path"] for entry in left if now - entry["last_modified"] > LEFTOVER_AGE]
+            self._delete(old)
+            # A young probe is that of a start, perhaps of this one.
+            if left and (old or not folder.startswith(PROBE)):
+                lines.append(self._line(folder, left, len(old)))
+        return lines
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def _line(self, folder: str, left: list[dict[str, Any]], n_deleted: int) -> str:
+        """A line about the leftovers of a folder, and how many of them have been deleted."""
+        n_bytes = sum(entry["size"] for entry in left)
+        hours = LEFTOVER_AGE.total_seconds() / 3600
+        return (
+            f"{self.path(folder)}: {len(left)} files ({n_bytes:,} bytes) that no manifest names, of a save that was "
+            f"killed or still goes on; deleted, as older than {hours:g} hours: {n_deleted}"
+        )
+
+    def _named(self, folder: str) -> list[str]:
+        """The names of a checkpoint's data files, from its manifest."""
+        with self.open(folder, NAME) as file:
+            return list(manifest.parse(file.read(), self.sizes(folder)).files)
+
+    def _belonging(self, folder: str) -> dict[str, int]:
+        """The sizes of a checkpoint's files, by name: all files, but for those that other attempts have left."""
+        sizes = self.sizes(folder)
+        try:
+            named = self._named(folder)
+        # A damaged checkpoint does not say what belongs to it.
+        except ValueError:
+            return sizes
+        return {name: size for name, size in sizes.items() if name in named or not DATA_FILE.fullmatch(name)}
+
+    def _all(self, folder: str) -> list[dict[str, Any]]:
+        with reported():
+            return [entry for batch in self._store.list(folder or None) for entry in batch]
+
+    def _delete_in_order(self, keys: Iterable[str]) -> None:
+        """Delete the manifest first: half a folder must not count as a checkpoint."""
+        first, rest = [], []
+        for key in keys:
+            (first if key.endswith(f"/{NAME}") else rest).append(key)
+        self._delete(first)
+        self._delete(rest)
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if keys:
+            # S3 says nothing about names that are not there, and other stores raise this error.
+            with reported(), contextlib.suppress(FileNotFoundError):
+                self._store.delete(keys)
+
+    def _copy(self, key: str, into: str, n_bytes: int) -> None:
+        to = f"{into}/{key}"
+        if n_bytes <= MAX_COPY_BYTES:
+            with reported():
+                self._store.copy(key, to)
+            return
+        folder, _, name = to.rpartition("/")
+        source = Reading(self._store, key, name)
+        part = memoryview(bytearray(PART_BYTES))
+        with self.create(folder, name) as file:
+            for start in range(0, n_bytes, PART_BYTES):
+                piece = part[: min(PART_BYTES, n_bytes - start)]
+                source.readinto(piece)
+                file.write(piece)
