@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, {"mesh": {"tp": 2}, "batch": {"micro_batch_size": 2}}),
     "pp 2": (2, {"mesh": {"pp": 2}}),
     "dp 2": (2, {}),
+    "HSDP 2 x 2": (4, {"mesh": {"dp_replicate": 2, "dp_shard": 2}}),
     "tp 2 x dp 2": (4, {"mesh": {"tp": 2}, "batch": {"micro_batch_size": 2}}),
     "tp 2 x dp 2, recompute": (4, {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}),
     "pp 2 x tp 2": (4, {"mesh": {"pp": 2, "tp": 2}}),

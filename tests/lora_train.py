@@ -30,7 +30,7 @@ from dtmega.training.step import train_step
 from tests import hf_models, hf_train
 from tests.hf_models import Case
 
-RANK, ALPHA, STEPS = 3, 12.0, 4  # no layout divides the rank
+RANK, ALPHA = 3, 12.0  # no layout divides the rank
 
 
 class Asked(NamedTuple):
@@ -40,11 +40,13 @@ class Asked(NamedTuple):
         case: the model.
         targets: value of [lora] targets.
         ends: ends of the names of those layers in transformers.
+        steps: number of steps.
     """
 
     case: Case
     targets: str | tuple[str, ...]
     ends: tuple[str, ...]
+    steps: int = 4
 
 
 def initial_a(name: str, inputs: int) -> Tensor:
@@ -92,17 +94,17 @@ def with_peft(where: str, ends: Sequence[str]) -> tuple[Any, dict[str, nn.Parame
     return model, adapters
 
 
-def truth(where: str, ends: Sequence[str]) -> dict[str, Any]:
-    """Losses of four steps of torch's AdamW on the plain model, and the adapters after them."""
-    return four_steps(*plain(where, ends))
+def truth(where: str, asked: Asked) -> dict[str, Any]:
+    """Losses of steps of torch's AdamW on the plain model, and the adapters after them."""
+    return plain_steps(*plain(where, asked.ends), asked.steps)
 
 
-def four_steps(model: Any, adapters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Losses of four steps of torch's AdamW, the adapters after them, and the bytes that AdamW keeps."""
+def plain_steps(model: Any, adapters: Mapping[str, nn.Parameter], n_steps: int) -> dict[str, Any]:
+    """Losses of steps of torch's AdamW, the adapters after them, and the bytes that AdamW keeps."""
     settings = {"lr": hf_train.LR, "betas": (0.9, 0.95), "eps": hf_train.EPS, "weight_decay": hf_train.DECAY}
     optimizer = torch.optim.AdamW(adapters.values(), **settings)
     losses = []
-    for step in range(STEPS):
+    for step in range(n_steps):
         optimizer.zero_grad()
         tokens, labels = hf_train.batch(model.config.vocab_size, step)
         total = torch.zeros(())
@@ -126,14 +128,14 @@ def truths(every: Sequence[Asked]) -> tuple[dict[Asked, str], str]:
     """Directories, and a file of {asked: truth}."""
     directories = hf_models.saved([asked.case for asked in every])
     path = Path(next(iter(directories.values()))).parent / f"{zlib.crc32(repr(every).encode())}-lora.pt"
-    torch.save({asked: truth(directories[asked.case], asked.ends) for asked in every}, path)
+    torch.save({asked: truth(directories[asked.case], asked) for asked in every}, path)
     return {asked: directories[asked.case] for asked in every}, str(path)
 
 
 def configured(where: str, keys: Mapping[str, Any], asked: Asked, **more: dict[str, Any]) -> config.Config:
     targets = asked.targets if isinstance(asked.targets, str) else [*asked.targets]
     lora = {"rank": RANK, "alpha": ALPHA, "targets": targets, **more.pop("lora", {})}
-    return hf_train.configured(where, keys, lora=lora, train={"steps": STEPS}, **more)
+    return hf_train.configured(where, keys, lora=lora, train={"steps": asked.steps}, **more)
 
 
 def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, Base]:
@@ -157,15 +159,15 @@ def put_initial(model: ShardedModel) -> None:
 
 
 def steps(cfg: config.Config, world: World, model: ShardedModel) -> list[float]:
-    """Losses of four steps as the trainer does them."""
+    """Losses of all steps as the trainer does them."""
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
     run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
-    return [train_step(run, hf_train.microbatches(world, cfg, i))[0] for i in range(STEPS)]
+    return [train_step(run, hf_train.microbatches(world, cfg, i))[0] for i in range(cfg.train.steps)]
 
 
 def numbers(world: World, keys: dict[str, Any], directories: dict[Asked, str], path: str) -> dict[Asked, Any]:
-    """The distance from the plain loop in four steps, and the digests of the base."""
+    """The distance from the plain loop, and the digests of the base."""
     expected, found = torch.load(path, weights_only=False), {}
     for asked, where in directories.items():
         cfg = configured(where, keys, asked)

@@ -13,6 +13,7 @@ from tests.hf_train import Job
 from tests.lora_train import Asked
 
 LOSS, STEPPED = 1e-5, 1e-4
+TEN = 10  # steps in full runs
 _OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SOME = ("q_proj", "v_proj", "down_proj")
 LLAMA = Asked(Case("llama", tied=False), "linears", _OF_LLAMA)
@@ -29,6 +30,7 @@ REPEATING = {
     "tp 2": [GEMMA, MIXTRAL, PACKED, BIGCODE],
     "pp 2": [LLAMA],
     "dp 2": [LLAMA, GEMMA],
+    "HSDP 2 x 2": [LLAMA, GEMMA, MIXTRAL],
     "tp 2 x dp 2": EVERY,
     "tp 2 x dp 2, recompute": [LLAMA, MIXTRAL],
 }
@@ -39,16 +41,20 @@ ROUNDED = ("dp 2", "1", "tp 2")
 def measured(repeating: bool = False) -> dict[str, list[dict[Asked, Any]]]:
     """What `make test` measures, or what only `make test-full` does, so that the processes start once for each."""
     trained = REPEATING if repeating else EVERYWHERE
+    gemma = GEMMA
+    if repeating:
+        trained = {layout: [asked._replace(steps=TEN) for asked in cases] for layout, cases in trained.items()}
+        gemma = GEMMA._replace(steps=TEN)
     directories, path = lora_train.truths(list(dict.fromkeys(asked for cases in trained.values() for asked in cases)))
     jobs = {}
     for layout, cases in trained.items():
         jobs[layout] = Job(layout, lora_train.numbers, ({asked: directories[asked] for asked in cases}, path))
     for layout in ROUNDED[1:] if repeating else ROUNDED[:1]:
-        jobs[f"{layout}, bf16"] = Job(layout, lora_train.rounded, (directories[GEMMA], GEMMA))
+        jobs[f"{layout}, bf16"] = Job(layout, lora_train.rounded, (directories[gemma], gemma))
     return hf_train.run_all(jobs)
 
 
-def check_four_steps(layout: str, repeating: bool) -> None:
+def check_steps(layout: str, repeating: bool) -> None:
     for found in measured(repeating)[layout]:
         for asked, numbers in found.items():
             assert numbers["losses"] <= LOSS, asked
@@ -58,7 +64,7 @@ def check_four_steps(layout: str, repeating: bool) -> None:
 
 @pytest.mark.parametrize("layout", EVERYWHERE)
 def test_four_steps_with_adapters_are_those_of_a_plain_loop(layout: str):
-    check_four_steps(layout, repeating=False)
+    check_steps(layout, repeating=False)
 
 
 # peft asks transformers 5 for what is called otherwise there.
@@ -66,8 +72,8 @@ def test_four_steps_with_adapters_are_those_of_a_plain_loop(layout: str):
 def test_four_steps_and_the_bytes_of_moments_are_those_of_a_loop_with_peft():
     pytest.importorskip("peft")
     directories, _ = lora_train.truths([LLAMA])
-    plain = lora_train.truth(directories[LLAMA], LLAMA.ends)
-    theirs = lora_train.four_steps(*lora_train.with_peft(directories[LLAMA], LLAMA.ends))
+    plain = lora_train.truth(directories[LLAMA], LLAMA)
+    theirs = lora_train.plain_steps(*lora_train.with_peft(directories[LLAMA], LLAMA.ends), LLAMA.steps)
     assert max(abs(a / b - 1) for a, b in zip(theirs["losses"], plain["losses"], strict=True)) <= 1e-6
     assert max(hf_train.errors(theirs["adapters"], plain["adapters"]).values()) <= STEPPED
     for layout in ("tp 2",):
@@ -77,8 +83,8 @@ def test_four_steps_and_the_bytes_of_moments_are_those_of_a_loop_with_peft():
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", REPEATING)
-def test_four_steps_with_adapters_are_those_of_a_plain_loop_for_every_form_of_a_layer(layout: str):
-    check_four_steps(layout, repeating=True)
+def test_ten_steps_with_adapters_are_those_of_a_plain_loop_for_every_form_of_a_layer(layout: str):
+    check_steps(layout, repeating=True)
 
 
 def check_rounded(layout: str, repeating: bool) -> None:
