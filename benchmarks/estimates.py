@@ -17,7 +17,7 @@ from dtmega.planning.prices import fabric
 from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import Estimator
 from dtmega.planning.search.layout import SECTIONS, Layout, describe
-from dtmega.training import parallelize
+from dtmega.training import checks, parallelize
 
 WORLD = 8
 BLOOM = "--config bloom-7b1.toml --model.n_layers 4 --batch.global_batch_size 32 --batch.rampup []"
@@ -58,7 +58,7 @@ def row(arguments: str) -> str:
     if cfg.precision.params == "auto":
         cfg = parallelize.with_params_dtype(cfg, "bfloat16")
     sizes = mesh.resolve(cfg.mesh, WORLD)
-    parallelize.check(cfg, sizes, gpu)
+    checks.check(cfg, sizes, gpu)
     layout = layout_of(cfg, sizes)
     estimate = Estimator(cfg, families.pieces(cfg.model), a100).estimate(layout)
     plan = plan_job(cfg, sizes, gpu)

@@ -23,7 +23,7 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.planning.counting.role import plan_role
 from dtmega.planning.extrapolation import enough_microbatches
-from dtmega.training import parallelize
+from dtmega.training import checks, parallelize
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 STAGES_176B = [5, *[6] * 10, 5]  # layers
@@ -108,7 +108,7 @@ def cost(name: str, place: int) -> Cost:
     cfg = parallelize.with_micro_batch_size(cfg, sizes)
     if cfg.precision.params == "auto":
         cfg = parallelize.with_params_dtype(cfg, "bfloat16")
-    parallelize.check(cfg, sizes, job.device)
+    checks.check(cfg, sizes, job.device)
     data_size = sizes["dp_replicate"] * sizes["dp_shard"]
     n = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
     runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)

@@ -32,7 +32,8 @@ from dtmega.fsdp import release
 from dtmega.models.generate import Sampling, generate
 from dtmega.ops import cost, optim
 from dtmega.ops.shards import local
-from dtmega.training.parallelize import check, parallelize, with_micro_batch_size
+from dtmega.training.checks import check
+from dtmega.training.parallelize import parallelize, with_micro_batch_size
 
 # %% tags=["parameters"]
 directory = "runs/one-gpu/model"

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dtmega import config, families, mesh
 from dtmega.interop.hf.tp.command import on_meta
 from dtmega.plans import verify_plan
-from dtmega.training.parallelize import check
+from dtmega.training.checks import check
 from tests import ranks
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hugging-face-models.md"

@@ -19,7 +19,8 @@ from dtmega.models.t5 import T5
 from dtmega.ops import optim
 from dtmega.ops.optim import Spikes
 from dtmega.plans import apply_plan, shard_buffers, t5
-from dtmega.training.parallelize import check, parallelize
+from dtmega.training.checks import check
+from dtmega.training.parallelize import parallelize
 from dtmega.training.step import train_step
 from tests import ranks
 from tests.models.test_contract import NO_PARAMETERS, differences, whole

@@ -81,7 +81,7 @@ def plan_job(
     """Plan all roles of a job.
 
     Args:
-        cfg: the job's configuration, complete and checked for this layout (`parallelize.check`).
+        cfg: the job's configuration, complete and checked for this layout (`checks.check`).
         sizes: resolved size of each mesh axis.
         device: the device that is pretended on every rank.
         on_role: function that is called before each role, with the number of roles that are done and of all roles.

@@ -9,7 +9,7 @@
     memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
 Nothing in this file depends on a model family: families.py defines how each model is built and sharded. Before
-anything starts, `check` refuses combinations that cannot work.
+anything starts, `checks.py` refuses combinations that cannot work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dtmega.models import lora_proof
 from dtmega.models.initial import init_weights
 from dtmega.models.lora import attach, draw_adapters, is_adapter, targets, transposed_layers
 from dtmega.models.model import Model
-from dtmega.ops import cost, host, optim, ranges, softmax
+from dtmega.ops import host, optim, ranges, softmax
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
@@ -573,88 +573,3 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
 def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
     """Return a copy of the configuration with [precision] params set to `params`."""
     return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
-
-
-def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
-    """Refuse combinations that cannot work, before anything starts.
-
-    Raises:
-        ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or two features cannot
-            be combined. The message states the reason and the keys to change.
-    """
-    check_model(cfg, sizes)
-    check_pipeline(cfg, sizes, device, families.pieces(cfg.model) if sizes["pp"] > 1 else [])
-
-
-def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
-    """Refuse what the model cannot run with. This is the part of `check` that the number of microbatches cannot change.
-
-    Raises:
-        ValueError: as in `check`.
-    """
-    family = families.of(cfg.model)
-    # 'auto' becomes bfloat16 or float32, which every family supports.
-    if cfg.precision.params not in (*family.dtypes, "auto"):
-        raise ValueError(
-            f"params = '{cfg.precision.params}' is not for name = '{cfg.model.name}', expected one of "
-            f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
-        )
-    family.check(cfg, sizes)
-    if cfg.optim.name == "muon":
-        check_matrices(cfg)
-    if cfg.train.freeze or cfg.lora.rank or cfg.optim.lr_factors:
-        with torch.device("meta"):
-            whole = families.build(cfg)
-        optim.check_factors(cfg.optim, [whole.full_name(name) for name, _ in whole.named_parameters()])
-
-
-def check_matrices(cfg: config.Config) -> None:
-    """Refuse Muon for a model that it cannot train.
-
-    Raises:
-        ValueError: there are adapters, the optimizer runs on the host, or a trained weight is no matrix.
-    """
-    if cfg.lora.rank:
-        raise ValueError(
-            "name='muon' would turn each factor of an adapter by itself, and no layout is proved: expected another "
-            "optimizer, such as 'adamw' ([optim] name, [lora] rank)"
-        )
-    if cfg.fsdp.cpu_offload:
-        raise ValueError(
-            "name='muon' multiplies matrices, which takes the host too long: expected cpu_offload=false "
-            "([fsdp] cpu_offload, [optim] name)"
-        )
-    with torch.device("meta"):
-        families.build(cfg).matrices()
-
-
-def check_pipeline(
-    cfg: config.Config, sizes: Mapping[str, int], device: torch.device, pieces: Sequence[cost.Piece]
-) -> None:
-    """Refuse a pipeline that cannot run, or keys that exclude a pipeline or [run] exact: the other part of `check`.
-
-    Args:
-        cfg: the run's configuration.
-        sizes: resolved size of each mesh axis.
-        device: device that the rank computes on.
-        pieces: pieces of the whole model; not used without a pipeline.
-
-    Raises:
-        ValueError: as in `check`.
-    """
-    exact.check(cfg, sizes, device)
-    pp = sizes["pp"]
-    idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
-    if pp == 1 and idle:
-        raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")
-    if pp > 1 and cfg.fsdp.reshard_after_forward is True:
-        raise ValueError(
-            "under a pipeline weights stay gathered between microbatches ([fsdp] reshard_after_forward, [mesh] pp)"
-        )
-    if pp > 1 and cfg.recompute.mode == "selective" and compiling(cfg, device):
-        raise ValueError(
-            "selective recompute of compiled blocks under a pipeline breaks in torch (pytorch#166926) "
-            "([recompute] mode, [compile] enable, [mesh] pp)"
-        )
-    if pp > 1:
-        schedule.check_schedule(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))

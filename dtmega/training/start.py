@@ -33,15 +33,9 @@ from dtmega.ops import optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.training import accumulation, exact, history, out_of_memory, rank_log, trackers
+from dtmega.training.checks import check
 from dtmega.training.metrics import Metrics, describe_run
-from dtmega.training.parallelize import (
-    ShardedModel,
-    check,
-    compiling,
-    parallelize,
-    with_micro_batch_size,
-    with_params_dtype,
-)
+from dtmega.training.parallelize import ShardedModel, compiling, parallelize, with_micro_batch_size, with_params_dtype
 from dtmega.training.phases import Phases
 from dtmega.training.profile import Profiler, check_profile
 from dtmega.training.rank_log import RankLog

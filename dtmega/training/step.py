@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from dtmega.training.pace import Pace
 from dtmega.training.parallelize import ShardedModel
 from dtmega.training.phases import Phases
 from dtmega.training.rank_log import RankLog
-from dtmega.training.stepping import Stepping
 
 
 class Run(NamedTuple):
@@ -79,6 +78,37 @@ class Run(NamedTuple):
     exit_status: ExitStatus
     digest: str = ""
     loss_scale: LossScale | None = None
+
+
+class EnterPhase(Protocol):
+    """A receiver of the names of a step's phases."""
+
+    def enter(self, name: str) -> None: ...
+
+
+class Stepping(Protocol):
+    """The part of a `Run` that `train_step` uses: a plan takes the real step without the rest (`planning/counting`)."""
+
+    @property
+    def cfg(self) -> Config: ...
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def model(self) -> ShardedModel: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def spikes(self) -> Spikes: ...
+
+    @property
+    def phases(self) -> EnterPhase: ...
+
+    @property
+    def loss_scale(self) -> LossScale | None: ...
 
 
 class StepResult(NamedTuple):

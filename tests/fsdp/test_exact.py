@@ -28,7 +28,8 @@ from dtmega.ops.fixed_point import Grid
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer, set_rates
 from dtmega.ops.shards import full_tensor
-from dtmega.training.parallelize import ShardedModel, check, parallelize
+from dtmega.training.checks import check
+from dtmega.training.parallelize import ShardedModel, parallelize
 from dtmega.training.step import StepResult, train_step
 from tests import ranks
 

@@ -25,7 +25,8 @@ from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.models.initial import init_weights
 from dtmega.ops import optim, ranges
 from dtmega.ops.shards import boxes, local
-from dtmega.training.parallelize import ShardedModel, check, parallelize
+from dtmega.training.checks import check
+from dtmega.training.parallelize import ShardedModel, parallelize
 from tests import ranks
 
 V, D, HEADS, S, T, B, SEQUENCES = 32, 16, 4, 8, 4, 1, 8

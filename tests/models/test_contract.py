@@ -18,7 +18,8 @@ from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.initial import init_weights
 from dtmega.ops import optim
 from dtmega.ops.optim import Spikes
-from dtmega.training.parallelize import check, parallelize
+from dtmega.training.checks import check
+from dtmega.training.parallelize import parallelize
 from dtmega.training.step import train_step
 from tests import ranks, two_stacks
 from tests.two_stacks import S, T, V

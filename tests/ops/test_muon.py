@@ -23,7 +23,7 @@ from dtmega.config.reading import ConfigError
 from dtmega.ops.optim.muon import Cut, adjustment, orthogonalized
 from dtmega.ops.optim.owners import Owners, divided
 from dtmega.ops.shards import dim_to_cut, local
-from dtmega.training.parallelize import check
+from dtmega.training.checks import check
 from tests import ranks
 from tests.layouts import write_text
 from tests.ops.test_optim import get_wd, megatron

@@ -29,7 +29,7 @@ from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.planning.counting.role import Role, plan_role
 from dtmega.planning.extrapolation import enough_microbatches, extrapolated
-from dtmega.training import parallelize
+from dtmega.training import checks, parallelize
 from dtmega.training.step import train_step
 from tests.traffic import KINDS
 
@@ -112,7 +112,7 @@ def settled(values: dict[str, Any], world_size: int) -> tuple[config.Config, dic
     cfg = families.resolve(config.validate(values, "test"))
     sizes = mesh.resolve(cfg.mesh, world_size)
     cfg = parallelize.with_micro_batch_size(cfg, sizes)
-    parallelize.check(cfg, sizes, torch.device("cpu"))
+    checks.check(cfg, sizes, torch.device("cpu"))
     return cfg, sizes
 
 

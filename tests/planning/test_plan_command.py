@@ -21,7 +21,7 @@ from dtmega.pipelining.table import Action
 from dtmega.planning.answers import answer, comparisons, job
 from dtmega.planning.plan import Plan, plan_job, times_repeated
 from dtmega.report.units import binary
-from dtmega.training import parallelize
+from dtmega.training import checks
 from tests.planning.small import KEYS, LAYOUT, ROOT
 
 PLAN = ["plan", *KEYS, *LAYOUT]
@@ -240,7 +240,7 @@ def test_a_search_writes_a_configuration_that_training_accepts_and_keeps_given_k
     options = ["--world", "2", *kept, "--search", "--top", "1", "--write", str(best)]
     assert command(["plan", *KEYS, *options]) == exit_codes.DONE
     written = config.load(["--config", str(best)])
-    parallelize.check(families.resolve(written), mesh.resolve(written.mesh, 2), torch.device("cuda", 0))
+    checks.check(families.resolve(written), mesh.resolve(written.mesh, 2), torch.device("cuda", 0))
     assert (written.mesh.pp, written.recompute.mode) == (2, "selective")
     assert "accepts" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ from dtmega.planning.plan import Plan
 from dtmega.planning.prices import budget, fabric
 from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.report.units import binary, seconds
-from dtmega.training import parallelize
+from dtmega.training import checks, parallelize
 from tests.report.test_page import HOSTILE, Tags
 
 pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
@@ -39,7 +39,7 @@ def planned() -> tuple[Plan, StepTime]:
     cfg = families.resolve(config.load(ARGUMENTS))
     sizes = mesh.resolve(cfg.mesh, 2)
     cfg = parallelize.with_params_dtype(parallelize.with_micro_batch_size(cfg, sizes), "bfloat16")
-    parallelize.check(cfg, sizes, device)
+    checks.check(cfg, sizes, device)
     # A pipeline keeps nothing in DTensor's caches, so the roles need no processes of their own.
     roles = {rank: plan_role(cfg, sizes, rank, device, N_MICROBATCHES) for rank in (0, 1)}
     stages = plan_stages(cfg, families.pieces(cfg.model), 2).pieces

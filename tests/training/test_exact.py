@@ -14,7 +14,7 @@ from dtmega.config.reading import ConfigError
 from dtmega.fsdp.exact import ExactSums, Groups
 from dtmega.ops.fixed_point import ExactState, Grid
 from dtmega.training import exact
-from dtmega.training.parallelize import check
+from dtmega.training.checks import check
 
 CPU = torch.device("cpu")
 

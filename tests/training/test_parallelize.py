@@ -22,7 +22,8 @@ from dtmega import config, families, fsdp, mesh
 from dtmega.models.layers import LMHead
 from dtmega.ops import keyed
 from dtmega.ops.shards import dim_to_cut, local
-from dtmega.training.parallelize import ShardedModel, check, parallelize, with_micro_batch_size
+from dtmega.training.checks import check
+from dtmega.training.parallelize import ShardedModel, parallelize, with_micro_batch_size
 from tests import hf_models, ranks
 from tests.operations import Operations
 

@@ -2,7 +2,7 @@
 
     fallen = Fallen()
     for layout in Layouts(cfg, {"mesh.tp"}, 384, device).legal(fallen):
-        with_layout(cfg, layout)        # a configuration that `parallelize.check` and the loader accept
+        with_layout(cfg, layout)        # a configuration that `checks.check` and the loader accept
 
 Training's own refusals decide, each called once for every combination of the keys that it reads.
 """
@@ -21,7 +21,7 @@ from dtmega import config, families, mesh
 from dtmega.data import loader
 from dtmega.pipelining.table import SCHEDULES
 from dtmega.planning.search.layout import KEYS, SECTIONS, Layout, with_layout
-from dtmega.training import parallelize
+from dtmega.training import checks, exact
 
 
 class Reason(NamedTuple):
@@ -114,7 +114,8 @@ class Layouts:
                         continue
                     for pipeline in pipelines:
                         example = self._layout(sizes, micro_batch_size, shape, sums[0], pipeline)
-                        if refusal := self._refused_pipeline(example) or self._refused_model(example):
+                        refusal = self._refused_pipeline(example) or self._refused_exact(example)
+                        if refusal := refusal or self._refused_model(example):
                             fallen.add(refusal, len(sums))
                             continue
                         for accumulate in sums:
@@ -233,7 +234,7 @@ class Layouts:
         self._family.attends_by_heads(with_layout(self.cfg, layout), layout.sizes)
 
     def _check_model(self, layout: Layout) -> None:
-        parallelize.check_model(with_layout(self.cfg, layout), layout.sizes)
+        checks.check_model(with_layout(self.cfg, layout), layout.sizes)
 
     def _refused_pipeline(self, layout: Layout) -> str:
         """The refusal of a schedule or of keys that exclude a pipeline; '' if there is none."""
@@ -243,9 +244,14 @@ class Layouts:
 
         def check() -> None:
             cfg = with_layout(self.cfg, layout)
-            parallelize.check_pipeline(cfg, layout.sizes, self.device, self.pieces)
+            checks.check_pipeline(cfg, layout.sizes, self.device, self.pieces)
 
         return self._refused(key, check)
+
+    def _refused_exact(self, layout: Layout) -> str:
+        """The refusal of [run] exact; '' if there is none."""
+        key = "exact", layout.tp, layout.pp
+        return self._refused(key, lambda: exact.check(with_layout(self.cfg, layout), layout.sizes, self.device))
 
     def _refused(self, key: tuple[Any, ...], check: Callable[[], None]) -> str:
         if key not in self._refusals:

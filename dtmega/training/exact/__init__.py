@@ -60,7 +60,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
     ]
     if sizes["tp"] > 1 and sizes["pp"] > 1:
-        why = "each stage gathers what a T5's encoder hands on, and sums its gradient over tp, by itself"
+        why = "each stage gathers what an encoder hands on, and sums its gradient over tp, by itself"
         rows.append((cfg.model.name, proved("tp with pp"), "[model] name for [mesh] tp > 1 with pp > 1", why))
     compiled = proved("compiled")
     if cfg.model.name not in compiled:
@@ -72,7 +72,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
 
 
 def proved(way: str) -> tuple[Any, ...]:
-    """Names of the families that keep every bit if blocks run in this way, "eager" or "compiled"."""
+    """Names of the families that keep every bit in this way of running, one of the words of `Family.exact`."""
     return tuple(name for name, family in families.FAMILIES.items() if way in family.exact)
 
 

@@ -15,7 +15,8 @@ from dtmega import config, families, mesh
 from dtmega.data.indexed_files.conversations import Conversation
 from dtmega.data.objectives.rows import IGNORED, ConversationRows
 from dtmega.ops.shards import full_tensor
-from dtmega.training.parallelize import check, parallelize
+from dtmega.training.checks import check
+from dtmega.training.parallelize import parallelize
 from tests import hf_models, ranks
 from tests.hf_models import Case
 

@@ -25,7 +25,7 @@ from dtmega.interop.hf.families import OVER_CP, WHOLE_SEQUENCES
 from dtmega.interop.hf.model import HF
 from dtmega.ops.attention_rule import attention_rule
 from dtmega.ops.context_parallel import ContextParallel
-from dtmega.training.parallelize import check
+from dtmega.training.checks import check
 from tests import hf_models, ranks
 from tests.hf_models import Case
 

@@ -23,7 +23,7 @@ from dtmega.interop.hf.directory import read_config
 from dtmega.interop.hf.initial import draws_of
 from dtmega.interop.hf.model import HF
 from dtmega.models.initial import init_weights
-from dtmega.training.parallelize import check
+from dtmega.training.checks import check
 from tests import hf_models, layouts
 from tests.hf_models import Case
 

@@ -17,7 +17,7 @@ from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import MARGIN, Estimator
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.places import Places, in_flight_of
-from dtmega.training import parallelize
+from dtmega.training import checks
 
 A100 = fabric.load("a100-ib")
 PLAIN = Layout(1, 1, 1, 1, 1, 1, True, "auto", "whole", "1F1B", 0, "none", "auto")
@@ -108,7 +108,7 @@ def test_counts_stay_within_the_margin_of_the_estimate(arguments: str):
     words = [*shlex.split(arguments), "--batch.micro_batch_size", "2", "--batch.global_batch_size", "16"]
     cfg = families.resolve(config.load(words))
     sizes = mesh.resolve(cfg.mesh, 4)
-    parallelize.check(cfg, sizes, gpu)
+    checks.check(cfg, sizes, gpu)
     values = {key: getattr(section, key) for section in (cfg.mesh, cfg.batch, cfg.pipeline, cfg.recompute, cfg.fsdp)
               for key in type(section).model_fields if key in Layout._fields}  # fmt: skip
     layout = PLAIN._replace(**(values | sizes))

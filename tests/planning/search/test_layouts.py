@@ -17,7 +17,7 @@ from dtmega.data import loader
 from dtmega.pipelining.table import SCHEDULES
 from dtmega.planning.search.layout import Layout, with_layout
 from dtmega.planning.search.layouts import Fallen, Layouts
-from dtmega.training import parallelize
+from dtmega.training import checks
 
 CPU = torch.device("cpu")
 # Sizes that refuse something on every axis: 6 heads, 3 layers, 40 tokens, a batch of 12.
@@ -89,11 +89,23 @@ def accepted(cfg: config.Config, layout: Layout, world: int) -> bool:
     changed = with_layout(cfg, layout)
     try:
         sizes = mesh.resolve(changed.mesh, world)
-        parallelize.check(changed, sizes, CPU)
+        checks.check(changed, sizes, CPU)
         loader.check_sizes(changed.batch, sizes["dp_replicate"] * sizes["dp_shard"])
     except ValueError:
         return False
     return True
+
+
+def test_what_exact_refuses_of_a_t5_falls_at_its_own_degrees_only():
+    t5 = {"name": "t5", "vocab_size": 64, "hidden_size": 24, "n_layers": 4, "n_decoder_layers": 4, "n_heads": 6}
+    sections = {"run": {"exact": True}, "data": {"seq_len": 40, "decoder_seq_len": 20}, "compile": {"enable": False}}
+    cfg = config.validate({**SMALL, "model": t5, **sections}, "test")
+    legal = listed(cfg, 4)
+    degrees = {(layout.tp, layout.pp) for layout in legal}
+    assert {(2, 1), (1, 2)} <= degrees
+    assert not any(tp > 1 and pp > 1 for tp, pp in degrees)
+    for layout in combinations(4, 60):
+        assert accepted(cfg, layout, 4) == (plain(layout, cfg) in legal), layout
 
 
 @pytest.mark.parametrize(

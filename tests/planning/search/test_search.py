@@ -25,7 +25,7 @@ from dtmega.planning.search.layouts import Fallen, Layouts
 from dtmega.planning.search.planners import Planners, TooLarge
 from dtmega.planning.search.ranking import Found, Progress, Result, Summary
 from dtmega.planning.search.shortlist import Entry
-from dtmega.training import parallelize
+from dtmega.training import checks
 
 A100 = fabric.load("a100-ib")
 GPU = torch.device("cuda", 0)
@@ -77,7 +77,7 @@ class Counting:
 
     def begin(self, entry: Entry, cfg: config.Config, sizes: dict[str, int], *_: Any) -> None:
         assert len(self.waiting) < self.at_once
-        parallelize.check(cfg, mesh.resolve(cfg.mesh, WORLD), GPU)
+        checks.check(cfg, mesh.resolve(cfg.mesh, WORLD), GPU)
         assert sizes == entry.layout.sizes
         self.waiting.append(entry)
 
@@ -211,7 +211,7 @@ def test_the_best_is_written_as_toml_that_train_reads_and_accepts(monkeypatch, t
     again = config.load(["--config", str(file)])
     assert found.best is not None
     assert again == with_layout(cfg, found.best.layout)
-    parallelize.check(again, mesh.resolve(again.mesh, WORLD), GPU)
+    checks.check(again, mesh.resolve(again.mesh, WORLD), GPU)
 
 
 def test_the_result_is_json_with_the_keys_to_set(monkeypatch):

@@ -1,0 +1,98 @@
+"""Refuse combinations of keys and layouts that cannot work, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dtmega import config, families
+from dtmega.ops import cost, optim
+from dtmega.pipelining import schedule
+from dtmega.training import exact
+from dtmega.training.parallelize import compiling
+
+
+def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Refuse what the model or the pipeline cannot run with.
+
+    Raises:
+        ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or two features cannot
+            be combined. The message states the reason and the keys to change.
+    """
+    check_model(cfg, sizes)
+    exact.check(cfg, sizes, device)
+    check_pipeline(cfg, sizes, device, families.pieces(cfg.model) if sizes["pp"] > 1 else [])
+
+
+def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
+    """Refuse what the model cannot run with. This is the part of `check` that the number of microbatches cannot change.
+
+    Raises:
+        ValueError: as in `check`.
+    """
+    family = families.of(cfg.model)
+    # 'auto' becomes bfloat16 or float32, which every family supports.
+    if cfg.precision.params not in (*family.dtypes, "auto"):
+        raise ValueError(
+            f"params = '{cfg.precision.params}' is not for name = '{cfg.model.name}', expected one of "
+            f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
+        )
+    family.check(cfg, sizes)
+    if cfg.optim.name == "muon":
+        check_matrices(cfg)
+    if cfg.train.freeze or cfg.lora.rank or cfg.optim.lr_factors:
+        with torch.device("meta"):
+            whole = families.build(cfg)
+        optim.check_factors(cfg.optim, [whole.full_name(name) for name, _ in whole.named_parameters()])
+
+
+def check_matrices(cfg: config.Config) -> None:
+    """Refuse Muon for a model that it cannot train.
+
+    Raises:
+        ValueError: there are adapters, the optimizer runs on the host, or a trained weight is no matrix.
+    """
+    if cfg.lora.rank:
+        raise ValueError(
+            "name='muon' would turn each factor of an adapter by itself, and no layout is proved: expected another "
+            "optimizer, such as 'adamw' ([optim] name, [lora] rank)"
+        )
+    if cfg.fsdp.cpu_offload:
+        raise ValueError(
+            "name='muon' multiplies matrices, which takes the host too long: expected cpu_offload=false "
+            "([fsdp] cpu_offload, [optim] name)"
+        )
+    with torch.device("meta"):
+        families.build(cfg).matrices()
+
+
+def check_pipeline(
+    cfg: config.Config, sizes: Mapping[str, int], device: torch.device, pieces: Sequence[cost.Piece]
+) -> None:
+    """Refuse a pipeline that cannot run, or keys that exclude a pipeline. This is the other part of `check`.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: resolved size of each mesh axis.
+        device: device that the rank computes on.
+        pieces: pieces of the whole model; not used without a pipeline.
+
+    Raises:
+        ValueError: as in `check`.
+    """
+    pp = sizes["pp"]
+    idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
+    if pp == 1 and idle:
+        raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")
+    if pp > 1 and cfg.fsdp.reshard_after_forward is True:
+        raise ValueError(
+            "under a pipeline weights stay gathered between microbatches ([fsdp] reshard_after_forward, [mesh] pp)"
+        )
+    if pp > 1 and cfg.recompute.mode == "selective" and compiling(cfg, device):
+        raise ValueError(
+            "selective recompute of compiled blocks under a pipeline breaks in torch (pytorch#166926) "
+            "([recompute] mode, [compile] enable, [mesh] pp)"
+        )
+    if pp > 1:
+        schedule.check_schedule(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
