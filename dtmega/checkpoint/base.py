@@ -64,15 +64,18 @@ class Base(NamedTuple):
 
 
 class Digesting:
-    """A source that takes the digest of everything that is read from it.
+    """A source that takes digests of the tensors that are read from it.
 
     Args:
         source: the source, with dtmega's names.
-        vocab: value of [model] vocab_size. Rows of padding after so many rows of a tensor in BY_TOKEN do not count.
+        vocab: value of [model] vocab_size. In a tensor of BY_TOKEN, rows from this one on are padding and do not count.
+        names: names of the tensors to take digests of; None: all tensors.
     """
 
-    def __init__(self, source: Source, vocab: int) -> None:
-        self.source, self.vocab = source, vocab
+    def __init__(self, source: Source, vocab: int, names: Collection[str] | None = None) -> None:
+        self.source = source
+        self.vocab = vocab
+        self._names = names
         # Name -> start of a part in the whole tensor -> digest of the part. A part that is read again counts once.
         self._parts: dict[str, dict[tuple[int, ...], int]] = {}
 
@@ -82,6 +85,8 @@ class Digesting:
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
         part = self.source.read(name, index)
+        if self._names is not None and name not in self._names:
+            return part
         shape = self.source.tensors[name][1]
         starts = tuple(side.indices(size)[0] for side, size in zip(index, shape, strict=True)) if index else ()
         starts = starts or (0,) * len(shape)
@@ -99,7 +104,7 @@ class Digesting:
         """The digests of whole tensors, by name.
 
         Args:
-            counted: names of the tensors whose parts, as read here, count. Of copies on several ranks one counts.
+            counted: names of the tensors that this process counts. If ranks have copies of a part, one of them does.
             group: the ranks that have together read each tensor; None if this process has read them all.
         """
         mine = {name: sum(self._parts[name].values()) for name in counted if name in self._parts}

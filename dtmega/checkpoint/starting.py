@@ -77,7 +77,7 @@ def load_beside(
     if was is not None:
         stored = ((name, tensor) for name, tensor in stored if name in was.digests)
         counted = [name for name in counted if name in was.digests]
-    digesting = Digesting(source, model.vocab_size)
+    digesting = Digesting(source, model.vocab_size, frozenset(counted))
     load_weights(digesting, stored, model.vocab_size)
     digests = digesting.digests(counted, group)
     if was is not None:

@@ -59,7 +59,8 @@ class Merged:
         self.checkpoint, self.path = checkpoint, path
         state = state_of(checkpoint)
         assert state.base is not None
-        self.base, self._frozen = state.base, Digesting(base, vocab)
+        self.base = state.base
+        self._frozen = Digesting(base, vocab, self.base.digests)
         lora = config.Lora.model_validate(state.config.get("lora", {}))
         self._scale = lora.alpha / lora.rank if lora.rank else 0.0
         self._stored = Weights(checkpoint)

@@ -29,6 +29,7 @@ from dtmega.files import atomic, console
 from dtmega.files.console import counted
 from dtmega.formats.sources import Source
 from dtmega.mesh import World
+from dtmega.models.trainable import Elements
 from dtmega.ops import optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
@@ -50,6 +51,7 @@ class Settings(NamedTuple):
         device: this rank's device.
         sizes: size of each axis of the mesh, by name.
         pieces: the model's pieces, with their parameter counts and FLOPs.
+        elements: numbers of the model's trained and frozen parameters.
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, the same number on all ranks; None on CPUs.
         auto_dtype: whether the configuration left the parameters' dtype open.
@@ -60,6 +62,7 @@ class Settings(NamedTuple):
     device: torch.device
     sizes: dict[str, int]
     pieces: list[Piece]
+    elements: Elements
     digest: str
     memory_bytes: int | None
     auto_dtype: bool
@@ -102,6 +105,7 @@ def read_configuration(
         check_profile(cfg.profile, device, world)
         trackers.check(cfg.log.trackers)
         pieces = families.pieces(cfg.model)
+        elements = families.elements(cfg)
         startup.timeout_s = cfg.run.collective_timeout_s()
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
@@ -113,7 +117,7 @@ def read_configuration(
     memory_bytes = step.received
     cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
     auto_dtype = cfg.precision.params == "auto"
-    return Settings(saved_cfg, cfg, device, sizes, pieces, digest, memory_bytes, auto_dtype)
+    return Settings(saved_cfg, cfg, device, sizes, pieces, elements, digest, memory_bytes, auto_dtype)
 
 
 def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, TrainBatches]:
@@ -254,7 +258,7 @@ def write_files(
         at: progress of the run at this start.
         end: configured end of the run.
     """
-    cfg, saved_cfg, elements = settings.cfg, settings.saved_cfg, families.elements(settings.cfg)
+    cfg, saved_cfg, elements = settings.cfg, settings.saved_cfg, settings.elements
     resume.set_aside_newer(cfg, at.step)
     # A run resumed from a named checkpoint deletes no other checkpoints: a later attempt may resume from one of them.
     if loaded and cfg.checkpoint.resume == "auto":
@@ -311,7 +315,7 @@ def announcement(
     samples = text.samples("train")
     epochs = end.samples / samples.n_samples
     lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
-    lines += [*families.of(cfg.model).notes(cfg.model), *families.elements(cfg).notes]
+    lines += [*families.of(cfg.model).notes(cfg.model), *settings.elements.notes]
     if cfg.train.epochs:
         left_out = cfg.train.samples - end.samples
         lines.append(

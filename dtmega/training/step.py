@@ -155,7 +155,8 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None and model.exact is None:
         optim.unscale(gradients, scale)
-    totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
+    # With [run] exact the norm is a sum of integers, computed below.
+    totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted if model.exact is None else []))
     beyond_grid: list[str] = []
     if model.exact is not None:
         totals = fixed_point.exact_or_infinite(totals)
@@ -177,7 +178,9 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
         run.optimizer.step()
     # On a GPU the update has only been launched. Wait for the update, so that the step time includes it.
     mesh.synchronize(world.device)
-    digests = digests_of(model.exact, model.counted_once(), world, len(batch.microbatches))
+    digests = None
+    if model.exact is not None:
+        digests = digests_of(model.exact, model.counted_once(), world, len(batch.microbatches))
     return StepResult(loss, grad_norm, skip, means, scale, overflowed, tuple(beyond_grid), digests)
 
 

@@ -68,6 +68,16 @@ def test_the_digests_of_parts_add_up_to_that_of_the_whole_tensor(monkeypatch):
     assert parts.digests(["a"]) == whole.digests(["a"])
 
 
+def test_only_the_tensors_that_are_named_have_a_digest():
+    source = InMemory(a=torch.ones(2, 3), b=torch.ones(4))
+    some, every = Digesting(source, 9, ["a"]), Digesting(source, 9)
+    for digesting in (some, every):
+        for name in ("a", "b"):
+            assert torch.equal(digesting.read(name), source.stored[name])
+    assert some.digests(["a", "b"]) == every.digests(["a"])
+    assert every.digests(["a", "b"]).keys() == {"a", "b"}
+
+
 def test_a_digest_depends_on_each_value_and_its_place_and_not_on_the_dtype_or_on_rows_of_padding():
     tensor = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     digest = part_digest("a", tensor, (0, 0))

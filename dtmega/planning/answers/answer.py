@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import families
+from dtmega.models.trainable import Elements
 from dtmega.ops import cost
 from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
 from dtmega.planning.answers.job import Job
@@ -79,6 +80,7 @@ class Answer(NamedTuple):
         plan: the counts of every role.
         roles: the answers by role, in the order of the pipeline.
         parameters: number of elements in all weights.
+        elements: numbers of trained and of frozen parameters, with those of adapters.
         step: the predicted step.
         bubble: the schedule's bubble beside its formula; None without a pipeline or a formula.
         tokens: number of tokens of the whole run.
@@ -89,6 +91,7 @@ class Answer(NamedTuple):
     plan: Plan
     roles: list[RoleAnswer]
     parameters: int
+    elements: Elements
     step: StepTime
     bubble: Comparison | None
     tokens: float
@@ -102,7 +105,7 @@ class Answer(NamedTuple):
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the tensors in one checkpoint: trained weights, and the optimizer's moments, in float32."""
-        trained = families.elements(self.job.cfg).trained
+        trained = self.elements.trained
         if self.job.cfg.optim.name == "muon":
             # Matrices have one moment, all other parameters two.
             with torch.device("meta"):
@@ -113,7 +116,7 @@ class Answer(NamedTuple):
         # The optimizer also counts its steps, a number for each tensor. A place may have frozen weights alone.
         held = max((role.plan.held for role in self.roles), key=lambda held: held.get(PARAMETERS, 0))
         moments_per_weight = round(held.get(MOMENTS, 0) / held[PARAMETERS])
-        return families.elements(self.job.cfg).trained * torch.float32.itemsize * (1 + moments_per_weight)
+        return trained * torch.float32.itemsize * (1 + moments_per_weight)
 
 
 def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda done, all_roles: None) -> Answer:
@@ -132,6 +135,7 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
     fabric = job.machine.fabric
     cfg = job.cfg
     pieces = families.pieces(cfg.model)
+    elements = families.elements(cfg)
     step = time_step(plan, fabric)
     per_token = cost.flops_per_token(pieces, cfg.data.seq_len, cfg.data.mask_prob, cfg.data.decoder_length)
     if tokens is None:
@@ -143,7 +147,7 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
         role = plan.roles[numbers[0]]
         per_place = job.world // job.sizes["pp"]
         ranks = [(place * per_place, (place + 1) * per_place - 1) for place in numbers]
-        comparisons = compare_role(job, plan, numbers[0], pieces)
+        comparisons = compare_role(job, plan, numbers[0], pieces, elements)
         roles.append(
             RoleAnswer(role, numbers, ranks, traffic(role, fabric, job.sizes), totals(role).flops, comparisons)
         )
@@ -152,6 +156,7 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
         plan=plan,
         roles=roles,
         parameters=cost.n_parameters(pieces),
+        elements=elements,
         step=step,
         bubble=compare_bubble(job, plan),
         tokens=tokens,
@@ -193,7 +198,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "run_microbatches": plan.run_microbatches,
         "extrapolated": plan.run_microbatches < plan.n_microbatches,
         "fits": answer.fits,
-        "frozen_parameters": families.elements(answer.job.cfg).frozen,
+        "frozen_parameters": answer.elements.frozen,
         "checkpoint_bytes": answer.checkpoint_bytes,
         "memory": machine.memory._asdict(),
         "stages": plan.stages,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dtmega import families
 from dtmega.config import Config, DropoutModel
 from dtmega.files import console
+from dtmega.models.trainable import Elements
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import simulate, stages_per_rank
 from dtmega.planning.answers.job import Job
@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
         return self.formula / self.counted - 1
 
 
-def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Comparison]:
+def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece], elements: Elements) -> list[Comparison]:
     """Compare the memory of a place in the pipeline with formulas.
 
     Args:
@@ -55,11 +55,12 @@ def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece]) -> l
         plan: the plan of the job.
         place: place in the pipeline.
         pieces: pieces of the whole model.
+        elements: numbers of the model's trained and frozen parameters.
     """
     mine = _pieces_of(plan, place, pieces)
     cfg = job.cfg
     # The formula has a gradient and moments for every parameter.
-    found = [] if families.elements(cfg).frozen else [_states(job, plan, place, mine)]
+    found = [] if elements.frozen else [_states(job, plan, place, mine)]
     one_by_one = cfg.recompute.method == "uniform" and cfg.recompute.layers == 1
     if cfg.precision.params in HALF and one_by_one and _has_layers_of_megatron(cfg, mine):
         found.append(_activations(job, plan, place, mine))

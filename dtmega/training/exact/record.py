@@ -44,19 +44,15 @@ class StepDigests(NamedTuple):
     microbatches: tuple[int, ...]
 
 
-def digests_of(
-    sums: ExactSums | None, weights: Mapping[str, Tensor], world: World, n_microbatches: int
-) -> StepDigests | None:
-    """Add up the digests of all ranks after a step, with one message; None without [run] exact.
+def digests_of(sums: ExactSums, weights: Mapping[str, Tensor], world: World, n_microbatches: int) -> StepDigests:
+    """Add up the digests of all ranks after a step, with one message.
 
     Args:
-        sums: the sums of the step; None without [run] exact.
+        sums: the sums of the step.
         weights: this rank's part of the weights, by name, each element of which no other rank of `shards` has.
         world: the processes and the mesh.
         n_microbatches: number of this rank's microbatches.
     """
-    if sums is None:
-        return None
     found = torch.zeros(1 + n_microbatches * world.data_size, dtype=torch.int64, device=world.device)
     # Only one copy of the weights counts.
     first_copy = world.coordinate("dp_replicate") == 0
