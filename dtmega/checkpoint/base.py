@@ -1,13 +1,13 @@
-"""The base of a run with frozen parameters: the weights that it started from, of which its checkpoints hold no copy.
+"""The base of a run: the weights that a run with frozen parameters started from. Its checkpoints hold no copy of them.
 
 With [lora] or [train] freeze, a checkpoint holds the trained parameters, the path of the base, and a digest of each
 frozen tensor. The digests are taken while the base is loaded, so that nothing is read twice:
 
     digest(T) = sum of bits(T[i, j, ...]) * a_i * b_j * ...  modulo 2^64
 
-over all elements, as fp32. The factors depend on the tensor's name, the dim and the index. So the ranks' digests of
-their parts add up to the same number on any layout. The digest finds a base that is not the same by mistake; it does
-not withstand somebody who constructs another base with the same digest.
+The sum is over all elements, taken as fp32. A factor depends on the tensor's name, the dim, and the index along it. So
+on any layout the digests of the ranks' parts add up to the same number. The digest finds a wrong base that is there by
+mistake. It does not withstand somebody who constructs another base with the same digest.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Digesting:
         self.source = source
         self.vocab = vocab
         self._names = names
-        # Name -> start of a part in the whole tensor -> digest of the part. A part that is read again counts once.
+        # The digest of each part, by the tensor's name and the part's start. A part that is read again counts once.
         self._parts: dict[str, dict[tuple[int, ...], int]] = {}
 
     @property
@@ -175,7 +175,7 @@ def open_base(
         was: description of the base in the run's checkpoint.
         model: the [model] section now.
         model_then: the [model] section in the checkpoint.
-        base_path: value of [lora] base_path.
+        base_path: value of [lora] base_path; '' if the base has not moved.
         weights_of: the family's method `weights`.
 
     Returns:

@@ -115,7 +115,7 @@ def whole_weights(
         checkpoint: the checkpoint.
         model: the [model] section, with the current path of the model's directory.
         weights_of: the family's method `weights`, to open the base.
-        base_path: where the base is now; '' if it has not moved.
+        base_path: path of the base now; '' if the base has not moved.
 
     Raises:
         ValueError: the base is missing, or belongs to another model.

@@ -254,7 +254,7 @@ class ExactSums:
         If a gradient is not finite or exceeds its grid, no parameter gets a gradient; all ranks agree.
 
         Args:
-            tied: the parameters of which several stages have copies.
+            tied: the parameters that several stages have copies of.
         """
         dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._groups.everyone)
         self._found = [value / self._scale for value in host.read(self._largest).tolist()]

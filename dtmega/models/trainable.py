@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
 
 from dtmega.models.model import Model
+from dtmega.ops.optim.build import matching
 
 
 class Elements(NamedTuple):
@@ -38,18 +38,13 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
     Raises:
         ValueError: a pattern matches no parameter, or no parameter is left to train.
     """
-    names = {model.full_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {model.full_name(name): parameter for name, parameter in model.named_parameters()}
     for pattern in patterns:
-        matching = [parameter for name, parameter in names.items() if fnmatchcase(name, pattern)]
-        if not matching:
-            first, *_, last = names
-            raise ValueError(
-                f"no parameter has a name like '{pattern}'; there are '{first}' to '{last}' ([train] freeze)"
-            )
-        for parameter in matching:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in names.values()):
-        raise ValueError(f"nothing is left to train: {len(names)} of {len(names)} parameters match ([train] freeze)")
+        for name in matching([*parameters], pattern, "[train] freeze"):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        n = len(parameters)
+        raise ValueError(f"nothing is left to train: {n} of {n} parameters match ([train] freeze)")
 
 
 def elements(parameters: Iterable[nn.Parameter]) -> Elements:

@@ -184,10 +184,10 @@ class Runs(NamedTuple):
 def runs_at(matrix: Tensor, place: Mapping[str, int]) -> Runs:
     """The elements of a matrix on any rank.
 
-    FSDP2 cuts what tp has left of a matrix, into parts of equal size, of which the last ones may be short or empty.
+    tp cuts a matrix first. FSDP2 then cuts each part into pieces of equal size; the last pieces may be short or empty.
 
     Args:
-        matrix: the matrix, of which this rank may hold another part. What is not a DTensor is whole on all ranks.
+        matrix: the matrix; this rank may hold another part of it. A tensor that is no DTensor is whole on all ranks.
         place: coordinate of the rank along each dim of the matrix's mesh, by name.
     """
     runs = []

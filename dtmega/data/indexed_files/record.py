@@ -58,7 +58,7 @@ class Record(BaseModel):
             sequence is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
             this `.bin`.
-        chat: how the conversations were made; None if the documents are not conversations.
+        chat: description of the conversations; None if the documents are not conversations.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)

@@ -116,7 +116,7 @@ def prepare_shipped(tokenizer: Tokenizer) -> str:
 
 
 class Tally:
-    """What was found in all batches so far.
+    """Counts of all batches so far.
 
     Args:
         strict: whether to raise an error at the first conversation that is refused.
@@ -169,7 +169,7 @@ class Tally:
         return f"{self._refused.total():,} refused" + (f" ({causes})" if causes else "")
 
     def how(self) -> str:
-        """How the learned tokens were found, and the tokens that end a turn, for the user."""
+        """Words for the user: the way in which the learned tokens were found, and the tokens that end a turn."""
         if not self._ends:
             return "all but the first of each conversation"
         found = "marked by the template" if self._by == MARKERS else "shown by prefixes"

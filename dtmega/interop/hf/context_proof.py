@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from dtmega.interop.hf import context
 from dtmega.interop.hf.tp import tiny
@@ -63,12 +61,12 @@ def _deviations(ours: Any, truth: Any, length: int, ranks: ContextParallel, devi
     """The relative deviation of the loss and of every gradient, by tensor name."""
     rows = {name: row.to(device) for name, row in tiny.batch(truth, length, padded=False).items()}
     tokens, labels = rows["input_ids"], rows["labels"]
-    alone = _loss(truth, tokens, labels)
+    alone = tiny.summed_loss(truth, tokens, labels)
     alone.backward()
     tokens, labels, places = (ranks.slice(row, balanced=True) for row in (tokens, labels, consecutive(tokens)))
     context.switch(ours)
     with context.at_hand(places, None, ranks, fused=False):
-        loss = _loss(ours, tokens, labels, position_ids=places)
+        loss = tiny.summed_loss(ours, tokens, labels, position_ids=places)
     loss.backward()
     loss = loss.detach()
     dist.all_reduce(loss, group=ranks.group)
@@ -81,9 +79,3 @@ def _deviations(ours: Any, truth: Any, length: int, ranks: ContextParallel, devi
         expected = of_truth[name].grad
         errors[name] = deviation(gradient, torch.zeros_like(gradient) if expected is None else expected, total)
     return errors
-
-
-def _loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> Tensor:
-    """The loss summed over the labels."""
-    logits = model(input_ids=tokens, use_cache=False, **rows).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

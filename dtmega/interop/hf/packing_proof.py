@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dtmega.interop.hf.tp import tiny
 from dtmega.interop.hf.tp.verify import Verification, deviation
@@ -51,11 +50,11 @@ def deviations(model: Any, device: torch.device) -> dict[str, float]:
     alone, packed = (tiny.build(type(model), config, attention).to(device) for _ in range(2))
     rows = {name: row[:1].to(device) for name, row in tiny.batch(alone, sum(LENGTHS), padded=False).items()}
     tokens, labels = rows["input_ids"].split(LENGTHS, 1), rows["labels"].split(LENGTHS, 1)
-    losses = [_loss(alone, ids, targets) for ids, targets in zip(tokens, labels, strict=True)]
+    losses = [tiny.summed_loss(alone, ids, targets) for ids, targets in zip(tokens, labels, strict=True)]
     expected = torch.stack(losses).sum()
     expected.backward()
     positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
-    loss = _loss(packed, rows["input_ids"], rows["labels"], position_ids=positions[None])
+    loss = tiny.summed_loss(packed, rows["input_ids"], rows["labels"], position_ids=positions[None])
     loss.backward()
     of_alone = dict(alone.named_parameters())
     total = torch.stack([p.grad.norm() for p in of_alone.values() if p.grad is not None]).norm().item()
@@ -64,9 +63,3 @@ def deviations(model: Any, device: torch.device) -> dict[str, float]:
         ours, theirs = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, of_alone[name]))
         errors[name] = deviation(ours, theirs, total)
     return errors
-
-
-def _loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> Tensor:
-    """The loss summed over the labels."""
-    logits = model(input_ids=tokens, use_cache=False, **rows).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

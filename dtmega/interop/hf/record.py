@@ -129,7 +129,8 @@ class Transformers:
             kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
                 context_proof.prove(stage.hf, ranks, world.device)
-        if _packs(cfg) and not host.must_skip("packed conversations are proven at the start of a run, not here"):
+        check = "packed conversations are proven at the start of a run, not here"
+        if _packs(cfg) and not stage.is_clone and not host.must_skip(check):
             packing_proof.prove(stage.hf, world.device)
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=bool(stage.is_clone))
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -112,8 +112,21 @@ def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
     """
     names = list(names)
     for pattern, _ in optim.factors:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"no parameter has a name like '{pattern}'; there are '{names[0]}' to '{names[-1]}' "
-                f"([optim] lr_factors)"
-            )
+        matching(names, pattern, "[optim] lr_factors")
+
+
+def matching(names: Sequence[str], pattern: str, key: str) -> list[str]:
+    """The names of parameters that a pattern matches; `*` stands for any characters.
+
+    Args:
+        names: names of all parameters of the whole model.
+        pattern: the pattern.
+        key: key of the configuration that holds the pattern.
+
+    Raises:
+        ValueError: the pattern matches no parameter.
+    """
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise ValueError(f"no parameter has a name like '{pattern}'; there are '{names[0]}' to '{names[-1]}' ({key})")
+    return found

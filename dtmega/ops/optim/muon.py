@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters, each of which must have a gradient. All ranks of the group call this method together.
+        """Update all parameters. Each must have a gradient. All ranks of the group call this method together.
 
         Args:
             closure: not supported.

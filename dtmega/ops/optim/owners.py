@@ -56,7 +56,7 @@ class Owners:
         assert len(places) == n
         self._shapes = [matrix.shape for matrix in matrices]
         owners = divided(costs, n)
-        # For each owner: the numbers of its matrices, and of those of which this rank sends its part.
+        # For each owner: the numbers of its matrices, and the numbers of the matrices whose part this rank sends to it.
         self._of_owner: list[list[int]] = [[] for _ in range(n)]
         self._sent: list[list[int]] = [[] for _ in range(n)]
         self._owned: list[_Owned] = []

@@ -48,7 +48,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """
     if not cfg.run.exact:
         return
-    # Each row: what is asked for, what is allowed, the key, and why nothing else is.
+    # Each row: the value that is asked for, the values that are allowed, the key, and the reason.
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
         (cfg.model.name, proved("eager"), "[model] name", "other families are not proved"),
         (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
@@ -107,7 +107,7 @@ def squared_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: di
 
     Args:
         sums: the sums of the step.
-        counted: this rank's part of the parameters, by name, each element of which no other rank of the group has.
+        counted: this rank's part of the parameters, by name. Each element is on one rank of the group only.
         group: the ranks that hold the model once.
     """
     if not sums.succeeded:

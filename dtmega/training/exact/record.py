@@ -49,7 +49,7 @@ def digests_of(sums: ExactSums, weights: Mapping[str, Tensor], world: World, n_m
 
     Args:
         sums: the sums of the step.
-        weights: this rank's part of the weights, by name, each element of which no other rank of `shards` has.
+        weights: this rank's part of the weights, by name. Each element is on one rank of `shards` only.
         world: the processes and the mesh.
         n_microbatches: number of this rank's microbatches.
     """

@@ -7,6 +7,7 @@ import zlib
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega.interop.hf.families import (
@@ -209,6 +210,12 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
     elif model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"].roll(1, dims=1)
     return inputs
+
+
+def summed_loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> Tensor:
+    """The model's loss, summed over the labels. `rows` are further arguments of its forward."""
+    logits = model(input_ids=tokens, use_cache=False, **rows).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
