@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
@@ -117,15 +118,16 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
     assert str(tmp_path) in output
 
 
-def conversations(folder: Path, n: int) -> str:
+def conversations(folder: Path, n: int, name: str = "chat", **chat_record: Any) -> str:
     """A prefix of conversations in bytes, each of 8 tokens."""
     tokenizer = load_tokenizer("bytes")
-    chat = ChatRecord(template="t", train_on="assistant", end_ids=[ord("s")], learned=3 * n, refused={})
-    with IndexedWriter(folder / "chat", np.dtype("<u2")) as writer:
+    made = {"template": "t", "train_on": "assistant", "end_ids": [ord("s")], "learned": 3 * n, "refused": {}}
+    chat = ChatRecord.model_validate(made | chat_record)
+    with IndexedWriter(folder / name, np.dtype("<u2")) as writer:
         for i in range(n):
             writer.add([*f"{i:05d}".encode(), *b"yes"], [5, 3])
         writer.about = text_of(tokenizer, writer, chat=chat)
-    return str(folder / "chat")
+    return str(folder / name)
 
 
 def test_a_run_of_some_epochs_of_conversations_ends_with_their_last_whole_batch(tmp_path, capsys):
@@ -153,6 +155,25 @@ def test_what_ends_a_learned_turn_ends_answers_and_the_texts_of_an_export(tmp_pa
     assert Chat(trained.tokenizer, find_template(trained.tokenizer), trained.end_ids).end_ids == {256, ord("s")}
     assert command(["convert", "--from", "dtmega", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [256, ord("s")]
+
+
+def test_an_answer_ends_at_every_token_that_ends_a_learned_turn_in_any_of_the_sets(tmp_path, capsys):
+    # Together the two sets have every token end a turn, so an answer has none.
+    sets = [
+        conversations(tmp_path, 40, name, end_ids=[*ids]) for name, ids in (("a", range(99)), ("b", range(99, 256)))
+    ]
+    keys = {"data__objective": "conversations", "train__steps": 1, "eval__interval": 0, "eval__prompt": ""}
+    assert run(tmp_path / "run", json.dumps(sets), **keys) == 0
+    assert open_trained(str(tmp_path / "run"), None, {}, Startup()).end_ids == [*range(256)]
+    capsys.readouterr()
+    assert command(["generate", str(tmp_path / "run"), "--chat", "--prompt", "Hi"]) == 0
+    assert capsys.readouterr().out == "\n"
+
+
+def test_sets_of_conversations_that_were_made_in_two_ways_are_refused_in_one_run(tmp_path, capsys):
+    sets = [conversations(tmp_path, 40, name, train_on=name) for name in ("assistant", "last")]
+    assert run(tmp_path / "run", json.dumps(sets), data__objective="conversations") == exit_codes.REFUSED
+    assert "last.bin: expected conversations in template t with --train-on assistant" in capsys.readouterr().err
 
 
 def test_an_epoch_of_running_text_has_each_token_once(tmp_path, corpus, capsys):

@@ -13,9 +13,12 @@ import torch
 
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.objectives.known import CONVERSATIONS
 from dtmega.data.objectives.rows import IGNORED, ConversationRows
 from dtmega.data.sampling import packs
 from dtmega.data.sampling.packs import Packs, first_fit
+from dtmega.data.text import Text
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from tests.data.indexed_files.test_conversations import CHAT, write
 
 S = 12
@@ -59,6 +62,8 @@ def test_each_conversation_that_fits_is_in_one_row_of_each_epoch(dataset: Indexe
         assert max(sum(len(talk) - 1 for talk in row) for row in rows) <= S
         orders.append(rows)
     assert sorted(map(sorted, orders[0])) != sorted(map(sorted, orders[1]))  # rows are packed anew
+    text = Text(CONVERSATIONS, Data(), load_tokenizer("bytes"), {"train": samples}, {}, [])
+    assert text.samples_in(3) == sum(map(len, orders)) != 3 * samples.n_samples
     assert samples.n_tokens == sum(len(talk) for talk in fitting.elements())
     assert samples.n_samples == len(orders[0]) < fitting.total()
     assert f"{fitting.total()} conversations in {len(orders[0])} rows" in samples.note
