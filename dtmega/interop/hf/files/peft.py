@@ -8,7 +8,7 @@ Every LAYER is the name of a module of the transformers model. peft computes W +
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.files import atomic
 from dtmega.formats.format import Format
-from dtmega.formats.sources import Source
+from dtmega.formats.sources import Slices, Source
 from dtmega.formats.whole import Build, tensor_names
-from dtmega.interop.hf.files.write import TensorSpec, header, to_json
+from dtmega.interop.hf.files.write import tensor_specs, to_json, write
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -114,28 +113,47 @@ def write_peft(
         ValueError: the folder exists and is not empty.
         OSError: a file cannot be written.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already; expected a new folder, or an empty one")
-    tensors: dict[str, Tensor] = {}
-    for name, their_layer in theirs.items():
-        a = adapters.stored.read(f"{their_layer.layer}.lora_a")
-        b = adapters.stored.read(f"{their_layer.layer}.lora_b")
-        rows = [b[part] for part in their_layer.rows]
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.cat(rows) if rows else b.contiguous()
-    temporary = folder.absolute().with_name(f".tmp-{folder.name}")
-    atomic.remove_folder(temporary)
-    temporary.mkdir(parents=True)
-    for file, content in {**other_files, CONFIG: to_json(_config(adapters, theirs, modules))}.items():
-        with atomic.created(temporary / file) as stream:
-            stream.write(content)
-    with atomic.created(temporary / WEIGHTS) as stream:
-        stream.write(header([TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]))
-        for tensor in tensors.values():
-            stream.write(tensor.flatten().view(torch.uint8).numpy())
-    atomic.sync_folder(temporary)
-    os.rename(temporary, folder)
-    atomic.sync_folder(folder.absolute().parent)
+    tensors = _InTheirForm(adapters.stored, theirs)
+    files = {**other_files, CONFIG: to_json(_config(adapters, theirs, modules))}
+    # peft reads one file, however large.
+    write(
+        tensors,
+        folder,
+        tensor_specs(tensors),
+        files,
+        rank=0,
+        size=1,
+        barrier=lambda: None,
+        max_file_bytes=sys.maxsize,
+        single=WEIGHTS,
+    )
+
+
+class _InTheirForm:
+    """The parameters of adapters under the names that peft gives them, as a `Source` of whole tensors.
+
+    Args:
+        stored: source of the adapters' parameters.
+        theirs: the layers of the transformers model that get adapters, by module name.
+    """
+
+    def __init__(self, stored: Source, theirs: Mapping[str, TheirLayer]) -> None:
+        self._stored = stored
+        self._parts: dict[str, tuple[str, tuple[slice, ...]]] = {}
+        for module, (layer, rows) in theirs.items():
+            self._parts[f"base_model.model.{module}.lora_A.weight"] = f"{layer}.lora_a", ()
+            self._parts[f"base_model.model.{module}.lora_B.weight"] = f"{layer}.lora_b", rows
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, (stored_name, rows) in self._parts.items():
+            dtype, shape = stored.tensors[stored_name]
+            n_rows = sum(part.stop - part.start for part in rows) if rows else shape[0]
+            self.tensors[name] = dtype, (n_rows, *shape[1:])
+
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
+        assert index is None
+        stored_name, rows = self._parts[name]
+        whole = self._stored.read(stored_name)
+        return torch.cat([whole[part] for part in rows]) if rows else whole
 
 
 def _config(adapters: Adapters, theirs: Mapping[str, TheirLayer], modules: Collection[str]) -> dict[str, Any]:

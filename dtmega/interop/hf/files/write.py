@@ -64,6 +64,7 @@ def write(
     size: int,
     barrier: Callable[[], None],
     max_file_bytes: int = MAX_FILE_BYTES,
+    single: str = SINGLE,
 ) -> None:
     """Write a folder of safetensors. All ranks must call this function together.
 
@@ -81,6 +82,7 @@ def write(
         barrier: function that waits for all processes that write. The first call may raise an error if another rank
             failed earlier and never reaches the barrier.
         max_file_bytes: maximum number of tensor bytes in one file, unless a single tensor is larger.
+        single: name of the weights file if there is only one.
 
     Raises:
         ValueError: the folder exists and is not empty. Every rank raises this error before anything is written.
@@ -92,6 +94,8 @@ def write(
     other_files = dict(other_files)
     if len(contents) > 1:
         other_files[INDEX] = _index(contents)
+    elif contents:
+        contents = {single: contents[SINGLE]}
     writer = _Writer(source, folder.absolute(), contents, other_files, rank, size)
     barrier()  # so that nothing is created if any rank has refused
     # From here on every rank reaches every barrier, even after an error of its own, because the other ranks wait there.
