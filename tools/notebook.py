@@ -38,6 +38,9 @@ def run(names: dict[str, Any]) -> Any:
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # a random id would change in each run
         cell.metadata.pop("execution", None)  # times of execution, which change too
+        # Warnings on stderr are about this machine's packages and folders.
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 
