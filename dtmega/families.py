@@ -290,6 +290,13 @@ def pieces(model: config.Model) -> list[Piece]:
     return family.pieces(whole)
 
 
+def pieces_of_run(cfg: config.Config) -> list[Piece]:
+    """The pieces of the whole model as a run trains it: adapters and frozen weights cost what they cost in this run."""
+    with torch.device("meta"):
+        whole = build(cfg)
+    return of(cfg.model).pieces(whole)
+
+
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
     """The shapes of the whole model's tensors, in order, keyed by checkpoint name. Tied tensors are listed once."""
     with torch.device("meta"):

@@ -12,15 +12,19 @@ from dtmega.ops.cost import Piece
 
 
 def pieces(whole: Model) -> list[Piece]:
-    """The pieces of a whole model with their costs, in the pipeline's order."""
+    """The pieces of a whole model with their costs, in the pipeline's order.
+
+    A frozen weight costs no gradient of its own, and none of its input if no weight before it is trained.
+    """
     seen = set[int]()
+    has_backward = False
     costed = []
     works_per: dict[nn.Module, Per] = {}
     for name, per in whole.works_per.items():
         works_per |= dict.fromkeys(whole.get_submodule(name).modules(), per)
     for name, modules in whole.parts().items():
         elements = shared = 0
-        multiplied = Counter[str]()
+        flops_of_products = Counter[str]()
         for module in modules:
             for parameter in module.parameters(recurse=False):
                 if id(parameter) in seen:
@@ -29,17 +33,21 @@ def pieces(whole: Model) -> list[Piece]:
                     elements += parameter.numel()
                 seen.add(id(parameter))
                 per = works_per.get(module, "token")
-                multiplied[per] += _multiplied(module, parameter, whole.experts_per_token)
+                # 2 FLOPs per element each for the output, the gradient of the input, and that of the weight.
+                per_element = 2 + 2 * has_backward + 2 * parameter.requires_grad
+                flops_of_products[per] += per_element * _multiplied(module, parameter, whole.experts_per_token)
+                has_backward |= parameter.requires_grad
         of_decoder, across = whole.decoder_attention_flops(name)
-        # 2 FLOPs per element in forward, and 4 in backward: 2 each for the gradients of the input and the weight.
+        # Two thirds of the attention's FLOPs are those of its backward.
+        passes = 3 if has_backward else 1
         flops = {
-            "matmul_flops": 6 * multiplied["token"],
-            "attention_flops": whole.attention_flops(name),
-            "label_flops": 6 * multiplied["label"],
-            "sequence_flops": 6 * multiplied["sequence"],
-            "decoder_flops": 6 * multiplied["decoder"],
-            "decoder_attention_flops": of_decoder,
-            "cross_attention_flops": across,
+            "matmul_flops": flops_of_products["token"],
+            "attention_flops": whole.attention_flops(name) * passes // 3,
+            "label_flops": flops_of_products["label"],
+            "sequence_flops": flops_of_products["sequence"],
+            "decoder_flops": flops_of_products["decoder"],
+            "decoder_attention_flops": of_decoder * passes // 3,
+            "cross_attention_flops": across * passes // 3,
         }
         begins_decoder = name == whole.decoder_begins
         costed.append(Piece(name, elements, shared=shared, **flops, begins_decoder=begins_decoder))

@@ -42,7 +42,8 @@ class Piece(NamedTuple):
         elements: number of elements in the piece's weights. A weight shared by several pieces counts only in the first
             piece that has it.
         matmul_flops: FLOPs of the piece's matrix products, forward and backward, per token. Each weight element costs
-            2 FLOPs in forward and 4 in backward (Kaplan et al. 2020, section 2.1); an embedding look-up costs nothing.
+            2 FLOPs in forward and 4 in backward (Kaplan et al. 2020, section 2.1), 2 of which a frozen weight spares;
+            an embedding look-up costs nothing.
         attention_flops: FLOPs of QK^T and PV, forward and backward, per token and key. For a key that the query sees,
             each product costs 2 H K in forward and 4 H K in backward (Narayanan et al. 2021, appendix), so both
             products cost 12 H K. A causal query sees half of the sequence on average, which halves the cost to 6 H K.

@@ -104,7 +104,7 @@ def read_configuration(
         check(cfg, sizes, device)
         check_profile(cfg.profile, device, world)
         trackers.check(cfg.log.trackers)
-        pieces = families.pieces(cfg.model)
+        pieces = families.pieces_of_run(cfg)
         elements = families.elements(cfg)
         startup.timeout_s = cfg.run.collective_timeout_s()
         family = families.of(cfg.model)

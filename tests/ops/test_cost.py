@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtmega import families
-from dtmega.config import Bert, Bloom, Transformers
+from dtmega.config import Bert, Bloom, Transformers, validate
 from dtmega.ops import cost
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
@@ -30,6 +32,17 @@ def counted(folder: Path, theirs: Any) -> list[cost.Piece]:
 
 def elements_of(theirs: Any) -> int:
     return sum(p.numel() for p in theirs.parameters())
+
+
+def check_flops(found: Sequence[cost.Piece], theirs: Any) -> None:
+    """Compare with the FLOPs that PyTorch counts in a step of a model of transformers."""
+    with FlopCounterMode(display=False) as counter:
+        theirs(torch.zeros(2, SEQ_LEN, dtype=torch.long), use_cache=False).logits.sum().backward()
+    # It multiplies all S x S pairs, of which we count half, and angles by a product of matrices, which we do not.
+    n_tokens, per_place = 2 * SEQ_LEN, sum(piece.attention_flops for piece in found)
+    expected = cost.flops_per_token(found, SEQ_LEN) * n_tokens + per_place * SEQ_LEN * n_tokens
+    of_angles = [flops for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    assert expected == counter.get_total_flops() - sum(sum(flops.values()) for flops in of_angles)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +82,20 @@ def test_pieces_of_transformers_have_its_parameters_and_the_flops_that_pytorch_c
     found = counted(tmp_path, config)
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     assert cost.n_parameters(found) == elements_of(theirs)
-    with FlopCounterMode(display=False) as counter:
-        theirs(torch.zeros(2, SEQ_LEN, dtype=torch.long), use_cache=False).logits.sum().backward()
-    # It multiplies all S x S pairs, of which we count half, and angles by a product of matrices, which we do not.
-    n_tokens, per_place = 2 * SEQ_LEN, sum(piece.attention_flops for piece in found)
-    expected = cost.flops_per_token(found, SEQ_LEN) * n_tokens + per_place * SEQ_LEN * n_tokens
-    of_angles = [flops for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
-    assert expected == counter.get_total_flops() - sum(sum(flops.values()) for flops in of_angles)
+    check_flops(found, theirs)
+
+
+@pytest.mark.parametrize("freeze", [["*mlp*"], ["*embed_tokens*", "*layers*", "*.norm.*"]], ids=["mlp", "all but head"])
+def test_pieces_with_frozen_weights_have_the_flops_that_pytorch_counts(freeze: list[str], tmp_path: Path):
+    config = hf_models.plain(Case("llama eager, biased", tied=False)).config
+    config._attn_implementation = "eager"
+    config.save_pretrained(tmp_path)
+    keys = {"model": {"name": "hf", "path": str(tmp_path)}, "train": {"steps": 1, "freeze": freeze}, "data": {"tokenizer": "bytes"}}
+    found = families.pieces_of_run(families.resolve(validate(keys, "a test")))
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in freeze))
+    check_flops(found, theirs)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -137,7 +137,9 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
     pieces = families.pieces(cfg.model)
     elements = families.elements(cfg)
     step = time_step(plan, fabric)
-    per_token = cost.flops_per_token(pieces, cfg.data.seq_len, cfg.data.mask_prob, cfg.data.decoder_length)
+    data = cfg.data
+    of_run = families.pieces_of_run(cfg)
+    per_token = cost.flops_per_token(of_run, data.seq_len, data.mask_prob, data.decoder_length)
     if tokens is None:
         tokens = float(cfg.end(0, 0).samples * cfg.data.seq_len)
     tokens_per_step = cfg.batch.global_batch_size * cfg.data.seq_len
