@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import tokenizers
 import tomli
 import torch
+import transformers
 
 from dtmega import config, families, mesh
 from dtmega.cli import commands as dtmega_commands
@@ -111,6 +115,49 @@ def test_a_training_command_passes_configuration_mesh_and_batches(command: str, 
 def test_a_command_of_the_package_has_the_options_that_it_is_given(command: str):
     words = shlex.split(re.sub(r" [|<>] .*", "", command.partition("dtmega ")[2]))
     assert dtmega_commands.parse(words).command == words[0]
+
+
+@pytest.mark.full
+def test_the_five_commands_of_fine_tuning_run_one_after_another(tmp_path: Path):
+    conversations = ROOT / "dtmega" / "data" / "preparing" / "shipped-chat.jsonl"
+    shutil.copy(conversations, tmp_path / "chat.jsonl")
+    _chatting_directory(tmp_path / "DIR", conversations)
+    block = re.findall(r"```sh\n(.*?)```", PAGES["fine-tuning.md"], flags=re.DOTALL)[0]
+    lines = block.replace("\\\n", " ").splitlines()
+    assert len(lines) == 5
+    outputs = []
+    for line in lines:
+        words = shlex.split(line.replace("train.py", str(ROOT / "train.py")))
+        command = [sys.executable, *words[1:]]
+        done = subprocess.run(
+            command, check=False, cwd=tmp_path, input="Hello\n", capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert "400 conversations" in outputs[0]
+    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "chat")
+    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "DIR")
+    assert not torch.equal(converted.get_input_embeddings().weight, before.get_input_embeddings().weight)
+
+
+def _chatting_directory(home: Path, text: Path) -> None:
+    """Write a tiny Llama, and a tokenizer that has a chat template of its own."""
+    ends = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=ends, initial_alphabet=alphabet)
+    bpe.train_from_iterator(text.read_text(encoding="utf-8").splitlines(), trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=ends[0], bos_token=ends[0])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(home)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model_config = transformers.LlamaConfig(**sizes, vocab_size=500, max_position_embeddings=512)
+    transformers.LlamaForCausalLM(model_config).save_pretrained(home)
 
 
 def test_no_command_presumes_that_the_package_is_on_pypi():
