@@ -90,7 +90,8 @@ def test_pieces_with_frozen_weights_have_the_flops_that_pytorch_counts(freeze: l
     config = hf_models.plain(Case("llama eager, biased", tied=False)).config
     config._attn_implementation = "eager"
     config.save_pretrained(tmp_path)
-    keys = {"model": {"name": "hf", "path": str(tmp_path)}, "train": {"steps": 1, "freeze": freeze}, "data": {"tokenizer": "bytes"}}
+    keys: dict[str, Any] = {"model": {"name": "hf", "path": str(tmp_path)}, "data": {"tokenizer": "bytes"}}
+    keys["train"] = {"steps": 1, "freeze": freeze}
     found = families.pieces_of_run(families.resolve(validate(keys, "a test")))
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in theirs.named_parameters():
