@@ -77,7 +77,7 @@ def corpus(tmp_path_factory) -> str:
     """Documents of a counting pattern, which any model learns in a few steps, by the tokenizer `bytes`."""
     import numpy as np
 
-    from dtmega.data.indexed_files.dataset import IndexedWriter
+    from dtmega.data.indexed_files.writer import IndexedWriter
 
     prefix = tmp_path_factory.mktemp("corpus") / "counting"
     end_of_document = 256

@@ -19,7 +19,7 @@ import numpy as np
 
 from dtmega import train
 from dtmega.checkpoint import resume
-from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

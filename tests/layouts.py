@@ -22,7 +22,7 @@ from dtmega import families, train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
-from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.interop.megatron.launch.architecture import THEIR_T5
 from dtmega.ops.shards import boxes
 from dtmega.training import device_peaks, start

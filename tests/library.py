@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.objectives.denoising.objectives import specials
 from dtmega.data.objectives.denoising.pairs import PairSamples
 from dtmega.data.preparing import corpus, sentences

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dtmega import train
 from dtmega.checkpoint import tensor_files
 from dtmega.checkpoint.run import Checkpoints
-from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.distributed import exit_codes
 from dtmega.training import device_peaks, start
 from tests.layouts import write_text

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import corpus
 from dtmega.data.sampling import order
 from dtmega.data.sampling.order import document_order

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dtmega import config
-from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.text import open_text
 from dtmega.training.parallelize import ShardedModel

@@ -17,7 +17,8 @@ import torch
 
 from dtmega.config import Batch, Data
 from dtmega.data import loader
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.objectives.rows import IGNORED, NextTokenRows, document_ids, position_ids
 from dtmega.data.sampling.samples import Samples

@@ -16,8 +16,9 @@ from dtmega import config
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.state import State
 from dtmega.data import text
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.record import text_of
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.objectives.denoising.objectives import Masked
 from dtmega.data.objectives.known import MASKED, PREFIX, SEPARATE_SPANS, SPANS
 from dtmega.data.objectives.objective import NEXT_TOKEN, NextToken

@@ -16,7 +16,7 @@ import pytest
 
 from dtmega import config, train
 from dtmega.__main__ import main as command
-from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.distributed import exit_codes, process
 from dtmega.planning.answers import answer, dry_run, job
 from dtmega.planning.counting.ledger import Span

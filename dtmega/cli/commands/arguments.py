@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from dtmega.data.preparing.parts import Part
 from dtmega.data.preparing.text_files import BLANK_LINES
 
 
@@ -120,6 +121,18 @@ def role(text: str) -> tuple[str, str]:
     if not name or not meant:
         raise argparse.ArgumentTypeError(f"expected NAME=ROLE, such as bot=assistant, got '{text}'")
     return name, meant
+
+
+def part(text: str) -> Part:
+    """Parse the number of a part, counted from 0, and the number of parts, as in 3/12."""
+    number, _, of = text.partition("/")
+    try:
+        parsed = Part(int(number), int(of))
+    except ValueError:
+        parsed = Part(0, 0)
+    if not 0 <= parsed.number < parsed.of:
+        raise argparse.ArgumentTypeError(f"expected I/N with 0 <= I < N, from 0/12 to 11/12 for 12 parts, got '{text}'")
+    return parsed
 
 
 def encoding(text: str) -> str:

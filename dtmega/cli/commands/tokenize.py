@@ -3,6 +3,7 @@
 dtmega tokenize --input texts --tokenizer stdlib-8k --output data/mine
 dtmega tokenize --input play.txt --split-documents blank-lines --tokenizer gpt2 --output data/play
 dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer DIR/tokenizer.json --append-eod --output data/corpus
+dtmega tokenize --input big.jsonl --tokenizer gpt2 --output data/mine --part 3/12
 dtmega tokenize --chat --input chat.jsonl --tokenizer DIR/tokenizer.json --output data/chat
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from dtmega.cli.commands.arguments import encoding, integer, places_to_cut, prefix, role
+from dtmega.cli.commands.arguments import encoding, integer, part, places_to_cut, prefix, role
 from dtmega.cli.commands.endings import write_output
 from dtmega.data.preparing import conversations, tokenize
 from dtmega.data.preparing.input_files import KINDS
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", required=True, type=prefix, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx if they exist")
+    parser.add_argument(
+        "--part",
+        type=part,
+        metavar="I/N",
+        help="tokenize part I (from 0) of N into PREFIX.part-I-of-N, unless it is there; dtmega merge joins the parts",
+    )
     parser.add_argument(
         "--json-key",
         metavar="KEY",

@@ -7,9 +7,6 @@ byte for byte as Megatron writes it.
 from __future__ import annotations
 
 import os
-import secrets
-from array import array
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega.config.reading import as_list
-from dtmega.data.indexed_files.idx_file import DTYPE_OF_CODE, HEADER, MAGIC, read_index
-from dtmega.files.atomic import sync_folder
+from dtmega.data.indexed_files.idx_file import read_index
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
 
 CHUNK = 1 << 20  # entries checked at a time, to bound the memory needed to open a file
@@ -187,153 +183,3 @@ def _advice(prefix: str) -> str:
     if os.path.exists(f"{prefix}.bin"):
         return f"{prefix}.bin is there, but useless without its .idx; dtmega tokenize writes both"
     return "[data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize writes them"
-
-
-def check_free(prefix: str, overwrite: bool) -> None:
-    """Check that no token files would be replaced, unless `overwrite` is True.
-
-    Raises:
-        ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False.
-    """
-    for path in (f"{prefix}.bin", f"{prefix}.idx"):
-        if os.path.lexists(path) and not overwrite:
-            raise ValueError(f"{path} is there: expected another --output, or --overwrite to replace it")
-
-
-class IndexedWriter:
-    """A writer for a `.bin/.idx` pair. A PREFIX.idx exists only next to the complete PREFIX.bin from the same write.
-
-        with IndexedWriter("data/mine", token_dtype(vocab_size)) as writer:
-            writer.add([5, 7, 2])  # a document
-            writer.add([8, 6, 4, 9, 2], sizes=[3, 2])  # a document of two sentences
-
-    An exception inside the block leaves earlier files with that PREFIX unchanged. A crash may leave `PREFIX.*.tmp`
-    files behind. Two processes that write the same PREFIX at the same time need a lock.
-
-    Args:
-        prefix: path of the two files without their suffixes.
-        dtype: integer dtype of the tokens, see `token_dtype`.
-
-    Attributes:
-        about: content of PREFIX.meta.json (`record.py`), to be set before the block ends. If the content is empty, no
-            PREFIX.meta.json is written, and an existing PREFIX.meta.json is deleted.
-        n_tokens: number of tokens added so far.
-
-    Raises:
-        ValueError: Megatron has no code for `dtype`.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
-        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        codes = {known: code for code, known in DTYPE_OF_CODE.items() if known.kind in "iu"}
-        if self.dtype not in codes:
-            raise ValueError(f"{self.prefix}: expected a dtype in {[str(d) for d in codes]}, got {self.dtype}")
-        self._code = codes[self.dtype]
-        self._sizes = array("i")
-        self._documents = array("q", [0])  # first sequence of each document, then the number of sequences
-        self.n_tokens = 0
-        self.about = ""
-
-    def __enter__(self) -> IndexedWriter:
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        tag = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._temps = {suffix: Path(f"{self.prefix}.{suffix}.{tag}.tmp") for suffix in ("bin", "idx", "meta.json")}
-        self._bin = open(self._temps["bin"], "xb", buffering=CHUNK)
-        return self
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    @property
-    def n_documents(self) -> int:
-        """Number of documents added so far."""
-        return len(self._documents) - 1
-
-    def add(self, tokens: Sequence[int] | NDArray[Any], sizes: Sequence[int] | None = None) -> None:
-        """Append one document.
-
-        Args:
-            tokens: ids of the document, integers [length] with 0 <= length < 2**31.
-            sizes: number of tokens in each of the document's sequences; the sizes add up to length. None if the
-                document is a single sequence.
-
-        Raises:
-            ValueError: the tokens are not integers, there are too many tokens, or a token does not fit the dtype.
-        """
-        ids = np.asarray(tokens) if len(tokens) else np.zeros(0, self.dtype)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= 2**31:
-            raise ValueError(f"{self.prefix}: expected fewer than 2**31 integers, got {ids.dtype} {list(ids.shape)}")
-        bounds = np.iinfo(self.dtype)
-        if len(ids) and not bounds.min <= ids.min() <= ids.max() <= bounds.max:
-            raise ValueError(
-                f"{self.prefix}: expected ids in [{bounds.min}, {bounds.max}] ({self.dtype}), "
-                f"got {ids.min()} to {ids.max()}"
-            )
-        self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
-        sizes = [len(ids)] if sizes is None else sizes
-        assert sum(sizes) == len(ids), (sum(sizes), len(ids))
-        self._sizes.extend(sizes)
-        self._documents.append(len(self))
-        self.n_tokens += len(ids)
-
-    def add_all(self, dataset: IndexedDataset) -> None:
-        """Append all documents of a data set with the writer's dtype; the data set's .idx may have either layout."""
-        assert dataset.dtype == self.dtype, (dataset.dtype, self.dtype)
-        for start in range(0, dataset.n_tokens, CHUNK):
-            self._bin.write(dataset.tokens[start : start + CHUNK].tobytes())
-        self._documents.frombytes((dataset.document_index[1:] + len(self)).tobytes())
-        self._sizes.frombytes(dataset.sizes.astype("<i4").tobytes())
-        self.n_tokens += dataset.n_tokens
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        try:
-            with self._bin:
-                if kind is None:
-                    self._bin.flush()
-                    os.fsync(self._bin.fileno())
-            if kind is None:
-                self._write_index()
-                if self.about:
-                    self._write_about()
-                self._publish()
-        finally:
-            for temp in self._temps.values():
-                temp.unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        n = len(self)
-        sizes = np.array(self._sizes, dtype="<i4")
-        pointers = np.zeros(n, dtype="<i8")
-        np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        documents = np.array(self._documents, dtype="<i8")
-        with open(self._temps["idx"], "xb") as file:
-            file.write(HEADER.pack(MAGIC, 1, self._code, n, len(documents)))
-            for values in (sizes, pointers, documents):
-                file.write(values.data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _write_about(self) -> None:
-        with open(self._temps["meta.json"], "x", encoding="utf-8") as file:
-            file.write(self.about)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _publish(self) -> None:
-        """Rename the finished files into place."""
-        folder = Path(self.prefix).parent
-        idx = Path(f"{self.prefix}.idx")
-        about = Path(f"{self.prefix}.meta.json")
-        # Even if a crash interrupts these steps, an .idx must never be next to a .bin or .meta.json from another write.
-        # So the old index is deleted first, the new index is renamed last, and the folder is synced between the steps.
-        idx.unlink(missing_ok=True)
-        sync_folder(folder)
-        os.replace(self._temps["bin"], f"{self.prefix}.bin")
-        if self.about:
-            os.replace(self._temps["meta.json"], about)
-        else:
-            about.unlink(missing_ok=True)
-        sync_folder(folder)
-        os.replace(self._temps["idx"], idx)
-        sync_folder(folder)

@@ -1,6 +1,11 @@
 """The record of how a text was tokenised: PREFIX.meta.json, which `tokenize` writes next to PREFIX.bin.
 
-    {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
+    {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "sentences": false,
+     "documents": 9, "tokens": 700, "min_id": 0, "max_id": 50256}
+
+The record of a part of a text has one more entry, which `merge` reads and drops:
+
+    "part": {"number": 3, "of": 12, "input": "c1d2…", "settings": "9a0b…"}
 
 The record of conversations (`conversations.py`) has one more entry:
 
@@ -18,7 +23,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dtmega.config import Data
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.untrusted_json import read_object
 
@@ -47,6 +53,22 @@ class ChatRecord(BaseModel):
     refused: dict[str, int]
 
 
+class PartRecord(BaseModel):
+    """The part of a text that the documents are.
+
+    Attributes:
+        number, of: number of the part, counted from 0, and the number of parts.
+        input: digest of the whole text; equal in all its parts.
+        settings: digest of the settings that turn the text into tokens; equal in all its parts.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    number: int
+    of: int
+    input: str
+    settings: str
+
+
 class Record(BaseModel):
     """The content of a PREFIX.meta.json: how a text was tokenised.
 
@@ -58,6 +80,9 @@ class Record(BaseModel):
             sequence is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
             this `.bin`.
+        min_id, max_id: smallest and largest id in the `.bin`; None in a record of an earlier version, and without
+            tokens.
+        part: the part of a text that was tokenised in parts; None if the documents are the whole text.
         chat: description of the conversations; None if the documents are not conversations.
     """
 
@@ -69,6 +94,9 @@ class Record(BaseModel):
     sentences: bool
     documents: int
     tokens: int
+    min_id: int | None = None
+    max_id: int | None = None
+    part: PartRecord | None = None
     chat: ChatRecord | None = None
 
     def text(self) -> str:
@@ -82,6 +110,7 @@ def text_of(
     *,
     append_eod: bool = False,
     sentences: bool = False,
+    part: PartRecord | None = None,
     chat: ChatRecord | None = None,
 ) -> str:
     """The content of PREFIX.meta.json, for a writer that already has all documents."""
@@ -93,6 +122,9 @@ def text_of(
         sentences=sentences,
         documents=writer.n_documents,
         tokens=writer.n_tokens,
+        min_id=writer.min_id,
+        max_id=writer.max_id,
+        part=part,
         chat=chat,
     )
     return record.text()

@@ -21,12 +21,15 @@ import xxhash
 from tqdm import tqdm
 
 from dtmega.data import cache_dir
-from dtmega.data.indexed_files.dataset import IndexedWriter, check_free, token_dtype
+from dtmega.data.indexed_files.dataset import token_dtype
+from dtmega.data.indexed_files.pair_files import check_free
 from dtmega.data.indexed_files.record import ChatRecord, text_of
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import input_files, text_files
 from dtmega.data.preparing.conversation_worker import NOTHING_TO_LEARN, ChatResult, Job
+from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import in_order
-from dtmega.data.tokenizers.chat import end_of_document, find_template
+from dtmega.data.tokenizers.chat import Template, end_of_document, find_template
 from dtmega.data.tokenizers.rendering import ASSISTANT, MARKERS
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files import optional_imports
@@ -53,7 +56,8 @@ def write(args: argparse.Namespace) -> str:
         OSError: a file cannot be read or written, or a worker died.
     """
     start_s = time.perf_counter()
-    check_free(args.output, args.overwrite)
+    if args.part is None:
+        check_free(args.output, args.overwrite)
     files = input_files.find_files(args.input, args.kind)
     for file in files:
         if file.kind not in (".jsonl", ".json"):
@@ -65,18 +69,23 @@ def write(args: argparse.Namespace) -> str:
     template = find_template(tokenizer, args.chat_template)
     optional_imports.check("transformers", "hf", f"the chat template {template.path}")
     job = Job(args.tokenizer, end_of_document(tokenizer), template, args.json_key, args.roles, args.train_on)
-    batches = text_files.read_batches(files, "", encoding=args.encoding)
+    settings = {"tokenizer": tokenizer.fingerprint, "eod_id": tokenizer.eod_id, "templates": _digest(template)}
+    settings |= {"key": args.json_key, "roles": args.roles, "train_on": args.train_on}
+    share = share_of(args.output, files, args.part, encoding=args.encoding, settings=settings)
+    if share.is_made(args.overwrite):
+        return f"{share.name}skipped, because {share.prefix}.idx is there, of this input and these settings"
+    batches = text_files.read_batches(share.files, "", encoding=args.encoding)
     tally = Tally(args.strict, args.skip_empty)
     with (
-        IndexedWriter(args.output, token_dtype(tokenizer.vocab_size)) as writer,
-        tqdm(total=sum(file.n_bytes for file in files) or None, unit="B", unit_scale=True, disable=None) as bar,
+        IndexedWriter(share.prefix, token_dtype(tokenizer.vocab_size)) as writer,
+        tqdm(total=sum(file.n_bytes for file in share.files) or None, unit="B", unit_scale=True, disable=None) as bar,
         contextlib.closing(in_order(batches, job, args.workers)) as results,
     ):
         for result in results:
             tally.add(result, bar)
             result.write(writer)
             bar.update(result.position_bytes - bar.n)
-        if len(writer) == 0:
+        if len(writer) == 0 and share.part is None:
             raise ValueError(f"no conversations in {counted(len(files), 'file')} ({tally.refusals()})")
         chat = ChatRecord(
             template=tally.template,
@@ -85,11 +94,11 @@ def write(args: argparse.Namespace) -> str:
             learned=tally.learned,
             refused=tally.by_cause(),
         )
-        writer.about = text_of(tokenizer, writer, chat=chat)
+        writer.about = text_of(tokenizer, writer, part=share.part, chat=chat)
+    summary = f"{share.name}{counted(writer.n_documents, 'conversation')}, {counted(writer.n_tokens, 'token')}"
     return (
-        f"{counted(writer.n_documents, 'conversation')}, {counted(writer.n_tokens, 'token')}, {tally.learned:,} of "
-        f"them learned ({tally.how()}), {tally.refusals()}; template {template.path} ({tally.template}), "
-        f"{time.perf_counter() - start_s:.1f} s: {args.output}.bin, {args.output}.idx"
+        f"{summary}, {tally.learned:,} of them learned ({tally.how()}), {tally.refusals()}; template {template.path} "
+        f"({tally.template}), {time.perf_counter() - start_s:.1f} s: {share.prefix}.bin, {share.prefix}.idx"
     )
 
 
@@ -106,13 +115,19 @@ def prepare_shipped(tokenizer: Tokenizer) -> str:
     prefix = str(cache_dir() / f"chat-{tokenizer.fingerprint}-{digest}-v{FORMAT}")
     options = {"input": [str(SHIPPED)], "output": prefix, "overwrite": True, "kind": None, "encoding": "", "workers": 1}
     options |= {"tokenizer": tokenizer.name, "chat_template": None, "json_key": None, "roles": {}}
-    options |= {"train_on": ASSISTANT, "strict": True, "skip_empty": False}
+    options |= {"train_on": ASSISTANT, "strict": True, "skip_empty": False, "part": None}
     with Lock(Path(f"{prefix}.lock")):
         # An .idx is only there beside a complete .bin and record.
         if not Path(f"{prefix}.idx").exists():
             print(f"tokenizing {SHIPPED} into {prefix}", file=sys.stderr, flush=True)
             write(argparse.Namespace(**options))
     return prefix
+
+
+def _digest(template: Template) -> str:
+    """A digest of the files of a chat template."""
+    files = [path for path in template if path is not None]
+    return xxhash.xxh3_64_hexdigest(b"\n".join(path.read_bytes() for path in files))
 
 
 class Tally:

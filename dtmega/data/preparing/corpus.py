@@ -22,7 +22,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dtmega.data import cache_dir
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter, token_dtype
+from dtmega.data.indexed_files.dataset import IndexedDataset, token_dtype
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.lock import Lock

@@ -22,17 +22,25 @@ STDIN = "-"
 
 
 class File(NamedTuple):
-    """An input file.
+    """An input file, or some lines of it.
 
     Attributes:
         path: path of the file; "-" is standard input.
         kind: one of KINDS.
-        n_bytes: size on disk, before decompression; 0 for standard input, because its size is unknown.
+        n_bytes: size on disk, before decompression; 0 for standard input, because its size is unknown. Of some lines:
+            their size.
+        first_byte: first byte of the lines; None for the whole file.
     """
 
     path: str
     kind: str
     n_bytes: int
+    first_byte: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The name for messages that go on with a line number, which counts from `first_byte`."""
+        return f"{self.path} from byte {self.first_byte}" if self.first_byte else self.path
 
 
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:

@@ -1,22 +1,29 @@
 """Join the token files of a text that was tokenised in parts; `python -m dtmega merge` calls `write`.
 
-    python -m dtmega merge --input data/part-0 data/part-1 --output data/mine
+    python -m dtmega merge --input 'data/mine.part-*' --output data/mine
 
 Tokens, sequences and documents keep the order of the parts, so the result is byte-identical to tokenising the whole
-text at once. Megatron's own `merge_file_` loses the document boundaries.
+text at once. Megatron's own `merge_file_` loses the document boundaries. The memory needed does not grow with the
+number of documents.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dtmega.data.indexed_files import record
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter, check_free
-from dtmega.data.indexed_files.record import Record
+from numpy.typing import NDArray
+
+from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
+from dtmega.data.indexed_files.idx_file import check_integer, index_pieces
+from dtmega.data.indexed_files.pair_files import PairFiles, check_free
+from dtmega.data.indexed_files.record import record_of
+from dtmega.data.preparing.copying import join_files
+from dtmega.data.preparing.joined_records import Part, in_order, joined_record
 from dtmega.files.console import counted
 
 
@@ -37,76 +44,87 @@ def write(args: argparse.Namespace) -> str:
     if args.output in prefixes:
         raise ValueError(f"--output {args.output} is one of the parts, which stay as they are")
     check_free(args.output, args.overwrite)
-    parts = [IndexedDataset(prefix) for prefix in prefixes]
-    for part in parts:
-        if part.dtype != parts[0].dtype:
-            raise ValueError(
-                f"{part.prefix}.bin: expected tokens of {parts[0].dtype}, as {parts[0].prefix}.bin has, got "
-                f"{part.dtype}: these were made with different tokenizers"
-            )
-    merged = _record(parts)
-    with IndexedWriter(args.output, parts[0].dtype) as writer:
-        for part in parts:
-            writer.add_all(part)
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    parts = in_order([Part(dataset, record_of(dataset)) for dataset in datasets])
+    dtype = _dtype(parts)
+    check_integer(args.output, dtype)
+    merged = joined_record(parts)
+    n_documents = sum(part.n_documents for part in parts)
+    n_tokens = sum(part.dataset.n_tokens for part in parts)
+    if n_documents == 0:
+        raise ValueError(f"no documents in {counted(len(parts), 'part')}")
+    n_sequences = sum(len(part.dataset) for part in parts)
+    files = PairFiles(args.output)
+    try:
+        join_files([f"{part.dataset.prefix}.bin" for part in parts], files.temporary("bin"))
+        files.write("idx", index_pieces(dtype, n_sequences, n_documents, lambda: _sizes(parts), lambda: _ends(parts)))
         if merged:
-            totals = {"documents": writer.n_documents, "tokens": writer.n_tokens}
-            writer.about = merged.model_copy(update=totals).text()
+            files.write("meta.json", [merged.text().encode()])
+        files.publish()
+    finally:
+        files.discard()
     known = "" if merged else ", without a record of the tokenizer, as the parts have none"
     return (
-        f"{counted(len(parts), 'part')}: {counted(writer.n_documents, 'document')}, "
-        f"{counted(writer.n_tokens, 'token')}{known}: {args.output}.bin, {args.output}.idx"
+        f"{counted(len(parts), 'part')}: {counted(n_documents, 'document')}, {counted(n_tokens, 'token')}{known}: "
+        f"{args.output}.bin, {args.output}.idx"
     )
 
 
 def _prefixes(patterns: Sequence[str]) -> list[str]:
-    """The prefixes of the parts in the order of the patterns, sorted within each pattern.
+    """The prefixes of the parts in the order of the patterns, and by name within each pattern: part-2 before part-10.
 
     Raises:
         ValueError: a pattern matches no part, or the patterns name a part twice.
     """
     prefixes: list[str] = []
     for pattern in patterns:
-        matches = sorted(path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx"))
+        matches = sorted((path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx")), key=_by_numbers)
         # Pass on a plain prefix that has no files: `IndexedDataset` has a better message about missing files.
         if not matches and not glob.has_magic(pattern):
             matches = [pattern]
         if not matches:
             raise ValueError(f"--input {pattern}: no {pattern}.idx")
         prefixes += matches
-    twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
+    twice = next((prefix for prefix, n in Counter(prefixes).items() if n > 1), None)
     if twice:
         raise ValueError(f"--input names {twice} twice")
     return prefixes
 
 
-def _record(parts: Sequence[IndexedDataset]) -> Record | None:
-    """The record that all parts share, with the sums of what they count; None if no part has a record.
+def _by_numbers(name: str) -> list[str | int]:
+    """The key that sorts names by the numbers in them: text and numbers in turn."""
+    return [int(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"(\d+)", name, flags=re.ASCII))]
+
+
+def _dtype(parts: Sequence[Part]) -> Any:
+    """The dtype of all parts.
 
     Raises:
-        ValueError: the parts' records differ, or only some parts have a record.
+        ValueError: two parts differ.
     """
-    records = [record.record_of(part) for part in parts]
-    expected = _how_made(records[0])
-    for part, part_record in zip(parts, records, strict=True):
-        how_made = _how_made(part_record)
-        if how_made != expected:
+    first = parts[0].dataset
+    for part in parts:
+        if part.dataset.dtype != first.dtype:
             raise ValueError(
-                f"{part.prefix}.meta.json and {parts[0].prefix}.meta.json say how the parts were tokenised: expected "
-                f"the same of both, got {how_made or 'nothing'} and {expected or 'nothing'}"
+                f"{part.dataset.prefix}.bin: expected tokens of {first.dtype}, as {first.prefix}.bin has, got "
+                f"{part.dataset.dtype}: these were made with different tokenizers"
             )
-    chats = [part_record.chat for part_record in records if part_record and part_record.chat]
-    if records[0] is None or not chats:
-        return records[0]
-    refused: Counter[str] = Counter()
-    for chat in chats:
-        refused.update(chat.refused)
-    end_ids = sorted({i for chat in chats for i in chat.end_ids})
-    learned = sum(chat.learned for chat in chats)
-    sums = {"end_ids": end_ids, "learned": learned, "refused": dict(sorted(refused.items()))}
-    return records[0].model_copy(update={"chat": chats[0].model_copy(update=sums)})
+    return first.dtype
 
 
-def _how_made(part_record: Record | None) -> dict[str, Any] | None:
-    """The settings that must be equal in all records: those that are neither a count nor the tokenizer's name."""
-    counts = {"documents": True, "tokens": True, "chat": {"end_ids", "learned", "refused"}}
-    return part_record and part_record.model_dump(exclude={"tokenizer": True, **counts}, exclude_none=True)
+def _sizes(parts: Sequence[Part]) -> Iterator[NDArray[Any]]:
+    """Yield the number of tokens of each sequence, in pieces."""
+    for part in parts:
+        sizes = part.dataset.sizes
+        for start in range(0, len(sizes), CHUNK):
+            yield sizes[start : start + CHUNK]
+
+
+def _ends(parts: Sequence[Part]) -> Iterator[NDArray[Any]]:
+    """Yield the number of sequences up to the end of each document, in pieces."""
+    before = 0
+    for part in parts:
+        ends = part.dataset.document_index[1:]
+        for start in range(0, len(ends), CHUNK):
+            yield ends[start : start + CHUNK] + before
+        before += len(part.dataset)

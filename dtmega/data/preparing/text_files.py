@@ -34,7 +34,7 @@ class RecordBatch:
     """Consecutive records of one file.
 
     Attributes:
-        path: path of the file.
+        path: path of the file, for messages (`File.label`).
         kind: one of KINDS.
         first: line number (in parquet: row number) of the first record, counted from 1.
         data: the records. JSON has whole lines, a .txt is whole or cut into parts, and parquet has a list of rows, with
@@ -75,9 +75,10 @@ def read_batches(
         elif file.kind == ".txt":
             batches = _read_whole(file.path, encoding)
         else:
-            batches = _read_lines(file.path, encoding)
+            chunks = _chunks(file.path, encoding) if file.first_byte is None else _range(file)
+            batches = _read_lines(file.path, chunks)
         for first, data, position in batches:
-            yield RecordBatch(file.path, file.kind, first, data, is_cut, before_bytes + position)
+            yield RecordBatch(file.label, file.kind, first, data, is_cut, before_bytes + position)
         before_bytes += file.n_bytes
 
 
@@ -93,10 +94,15 @@ def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
     yield 1, b"".join(chunks), position
 
 
-def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Read batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline."""
+def _read_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[int, bytes, int]]:
+    """Read batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline.
+
+    Args:
+        path: path of the file, for messages.
+        chunks: text of the file, as `_chunks` yields it.
+    """
     first, pending, position = 1, [], 0
-    for chunk, position in _chunks(path, encoding):
+    for chunk, position in chunks:
         end = chunk.rfind(b"\n") + 1
         if end:
             data = b"".join([*pending, chunk[:end]])
@@ -113,7 +119,7 @@ def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
     first, pending, position = 1, [], 0
     # Blanks at the end of the text read so far. Only the next lines show whether these blanks end a part.
     blanks = b""
-    for _, lines, position in _read_lines(path, encoding):
+    for _, lines, position in _read_lines(path, _chunks(path, encoding)):
         read = blanks + lines
         text = read.rstrip(b" \t\r\n")
         blanks = read[len(text) :]
@@ -148,6 +154,16 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
             f"{path}: the document in line {line} has more than {MAX_RECORD_BYTES:,} bytes when decompressed; if that "
             f"is meant, decompress the file first"
         )
+
+
+def _range(file: File) -> Iterator[tuple[bytes, int]]:
+    """Yield chunks of a range of a plain file in UTF-8, each with the number of bytes read so far."""
+    position = 0
+    with open(file.path, "rb") as raw:
+        raw.seek(file.first_byte or 0)
+        while chunk := raw.read(min(CHUNK_BYTES, file.n_bytes - position)):
+            position += len(chunk)
+            yield chunk, position
 
 
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -21,10 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dtmega.data.indexed_files.dataset import IndexedWriter, check_free, token_dtype
+from dtmega.data.indexed_files.dataset import token_dtype
+from dtmega.data.indexed_files.pair_files import check_free
 from dtmega.data.indexed_files.record import text_of
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import input_files, sentences, text_files
 from dtmega.data.preparing.documents import document_text, records_of
+from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import Result, in_order
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.files.console import counted
@@ -45,11 +49,12 @@ def write(args: argparse.Namespace) -> str:
         A line for the user: counts of documents, tokens and skipped records, the time, and the names of the files.
 
     Raises:
-        ValueError: an argument or the input cannot be used.
+        ValueError: an argument or the input cannot be used, or another part has the output's name.
         OSError: a file cannot be read or written, or a worker died.
     """
     start_s = time.perf_counter()
-    check_free(args.output, args.overwrite)
+    if args.part is None:
+        check_free(args.output, args.overwrite)
     files = input_files.find_files(args.input, args.kind)
     _check_kinds(args, files)
     _check_sentences(args)
@@ -57,7 +62,6 @@ def write(args: argparse.Namespace) -> str:
     cut = args.split_documents
     at_blank_lines = cut == text_files.BLANK_LINES
     key = args.json_key or TEXT_KEY
-    batches = text_files.read_batches(files, key, at_blank_lines=at_blank_lines, encoding=args.encoding)
     job = Job(
         tokenizer=args.tokenizer,
         key=key,
@@ -65,10 +69,16 @@ def write(args: argparse.Namespace) -> str:
         longest=cut if isinstance(cut, int) else 0,
         sentences=args.split_sentences,
     )
-    total_bytes = sum(file.n_bytes for file in files) or None  # None: the size of standard input is not known
+    settings = dataclasses.asdict(job) | {"tokenizer": tokenizer.fingerprint, "eod_id": tokenizer.eod_id}
+    settings["at_blank_lines"] = at_blank_lines
+    share = share_of(args.output, files, args.part, encoding=args.encoding, settings=settings)
+    if share.is_made(args.overwrite):
+        return f"{share.name}skipped, because {share.prefix}.idx is there, of this input and these settings"
+    batches = text_files.read_batches(share.files, key, at_blank_lines=at_blank_lines, encoding=args.encoding)
+    total_bytes = sum(file.n_bytes for file in share.files) or None  # None: the size of standard input is not known
     n_empty = n_malformed = 0
     with (
-        IndexedWriter(args.output, token_dtype(tokenizer.vocab_size)) as writer,
+        IndexedWriter(share.prefix, token_dtype(tokenizer.vocab_size)) as writer,
         tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar,
         contextlib.closing(in_order(batches, job, args.workers)) as results,
     ):
@@ -82,19 +92,19 @@ def write(args: argparse.Namespace) -> str:
             n_empty += result.n_empty
             result.write(writer)
             bar.update(result.position_bytes - bar.n)
-        if len(writer) == 0:
+        if len(writer) == 0 and share.part is None:
             raise ValueError(
                 f"no documents in {counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
             )
         is_cut = args.split_sentences is not None
-        writer.about = text_of(tokenizer, writer, append_eod=args.append_eod, sentences=is_cut)
-    summary = counted(writer.n_documents, "document")
+        writer.about = text_of(tokenizer, writer, append_eod=args.append_eod, sentences=is_cut, part=share.part)
+    summary = share.name + counted(writer.n_documents, "document")
     if is_cut:
         summary += f" of {counted(len(writer), 'sentence')}"
     return (
         f"{summary}, {counted(writer.n_tokens, 'token')}, {n_malformed + n_empty:,} skipped "
         f"({n_malformed:,} malformed, {n_empty:,} empty), {time.perf_counter() - start_s:.1f} s: "
-        f"{args.output}.bin, {args.output}.idx"
+        f"{share.prefix}.bin, {share.prefix}.idx"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
-from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing.text_files import RecordBatch
 
 

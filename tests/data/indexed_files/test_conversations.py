@@ -12,7 +12,8 @@ import pytest
 
 from dtmega.data.indexed_files import record
 from dtmega.data.indexed_files.conversations import Conversations, sequence_sizes
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.writer import IndexedWriter
 
 # Two conversations; the tokens in capitals bear loss.
 TALKS = ["abCDeFg", "hIJ"]

@@ -14,8 +14,9 @@ import pytest
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files import dataset as indexed
 from dtmega.data.indexed_files import token_ids
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter, token_dtype
+from dtmega.data.indexed_files.dataset import IndexedDataset, token_dtype
 from dtmega.data.indexed_files.token_ids import check_token_ids
+from dtmega.data.indexed_files.writer import IndexedWriter
 
 SEQUENCES = [[5, 7, 2], [], [65499], [1, 2, 3, 4]]
 
@@ -382,7 +383,7 @@ def test_places_beyond_4_gib_are_written_and_read(tmp_path):
     sizes = [2**31 - 1] * 3 + [2]
     with IndexedWriter(tmp_path / "a", np.dtype("uint8")) as writer:
         writer._sizes.extend(sizes)  # as if they had been added
-        writer._documents.extend(range(1, 5))
+        writer._ends.extend(range(1, 5))
     assert (tmp_path / "a.idx").read_bytes() == idx_bytes(sizes, 1, 1, range(5))
     with open(tmp_path / "a.bin", "wb") as file:  # which takes no room
         file.seek(sum(sizes) - 1)

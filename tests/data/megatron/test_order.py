@@ -17,7 +17,8 @@ import torch
 from dtmega import config, train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.state import State
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.megatron import blend as megatron_blend
 from dtmega.data.megatron import index as megatron_index
 from dtmega.data.megatron.index import OrderSettings, epochs_of, index_of

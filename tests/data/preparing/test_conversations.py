@@ -134,6 +134,22 @@ def test_merged_conversations_are_those_tokenised_at_once_and_the_counts_add_up(
         assert "say how the parts were tokenised: expected the same of both" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("of", [1, 3, 12])
+def test_conversations_in_parts_are_those_tokenised_at_once(tmp_path, here, of):
+    # Of three parts, the first has no conversation, and so no template.
+    records = [
+        *({"text": i} for i in range(20)),
+        *(talk("Hi" * i, "a" * (i % 3), "b", "c") for i in range(12)),
+        {"text": 9},
+    ]
+    assert tokenize(tmp_path, records, name="whole") == exit_codes.DONE
+    for number in range(of):
+        assert tokenize(tmp_path, records, "--part", f"{number}/{of}", name="parts") == exit_codes.DONE
+    assert main(["merge", "--input", f"{tmp_path}/parts.part-*", "--output", f"{tmp_path}/merged"]) == exit_codes.DONE
+    for suffix in ("bin", "idx", "meta.json"):
+        assert (tmp_path / f"merged.{suffix}").read_bytes() == (tmp_path / f"whole.{suffix}").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

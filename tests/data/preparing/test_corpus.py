@@ -16,8 +16,9 @@ import pytest
 import tokenizers
 
 from dtmega.data import cache_dir
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import corpus, sentences
 from dtmega.data.tokenizers.tokenizer import STDLIB_8K, load_tokenizer
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from dtmega.__main__ import main
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.distributed import exit_codes
 
 SUFFIXES = ("bin", "idx", "meta.json")

@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.sampling.order import document_order, permutation
 from dtmega.data.sampling.samples import Samples
 from dtmega.ops import keyed

@@ -1,0 +1,131 @@
+"""The records of data sets that are merged: the order that they give, and the record of the result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.record import ChatRecord, PartRecord, Record
+from dtmega.files.console import counted
+
+
+class Part(NamedTuple):
+    """A data set to merge, and its record; None if it has none."""
+
+    dataset: IndexedDataset
+    record: Record | None
+
+    @property
+    def place(self) -> PartRecord | None:
+        """The record's entry `part`; None if the data set is not a part that `tokenize --part` has written."""
+        return self.record and self.record.part
+
+    @property
+    def n_documents(self) -> int:
+        """Number of documents."""
+        return len(self.dataset.document_index) - 1
+
+
+def in_order(parts: Sequence[Part]) -> Sequence[Part]:
+    """The parts of one text by their numbers; other data sets in the given order.
+
+    Raises:
+        ValueError: only some data sets are parts, the parts are not those of one text, or not all of them are there.
+    """
+    first, place = parts[0], parts[0].place
+    for part in parts:
+        if (part.place is None) != (place is None):
+            names = (part, first) if place is None else (first, part)
+            raise ValueError(
+                f"{names[0].dataset.prefix} is a part of a text (--part), and {names[1].dataset.prefix} is not, as "
+                f"their .meta.json say: expected only parts of one text, or none"
+            )
+        if place is not None and _text_of(part) != _text_of(first):
+            raise ValueError(
+                f"{part.dataset.prefix}.meta.json and {first.dataset.prefix}.meta.json say which text these are parts "
+                f"of: expected the same of both, got {_text_of(part)} and {_text_of(first)}"
+            )
+    if place is None:
+        return parts
+    by_number = {part.place.number: part for part in parts if part.place}
+    missing = next((i for i in range(place.of) if i not in by_number), None)
+    if missing is not None or len(parts) != place.of:
+        got = "" if missing is None else f" without part {missing} (dtmega tokenize --part {missing}/{place.of})"
+        raise ValueError(
+            f"expected each part from 0 to {place.of - 1} once, as {first.dataset.prefix}.meta.json says, got "
+            f"{counted(len(parts), 'part')}{got}"
+        )
+    return [by_number[i] for i in range(place.of)]
+
+
+def _text_of(part: Part) -> dict[str, Any]:
+    """The entries that are equal in all parts of one text."""
+    assert part.place
+    return part.place.model_dump(exclude={"number"})
+
+
+def joined_record(parts: Sequence[Part]) -> Record | None:
+    """The record that all parts share, with the sums of what they count; None if no part has a record.
+
+    Raises:
+        ValueError: the parts' records differ, or only some parts have a record.
+    """
+    # The record of conversations names no template if there are none.
+    first = next((part for part in parts if part.n_documents), parts[0])
+    for part in parts:
+        expected, got = _how_made(first, part), _how_made(part, part)
+        if got != expected:
+            raise ValueError(
+                f"{part.dataset.prefix}.meta.json and {first.dataset.prefix}.meta.json say how the parts were "
+                f"tokenised: expected the same of both, got {got or 'nothing'} and {expected or 'nothing'}"
+            )
+    records = [part.record for part in parts if part.record]
+    if first.record is None:
+        return None
+    # A record of an earlier version has no range of ids, and the range of the joined ids is then unknown, too.
+    with_tokens = [made for made in records if made.tokens]
+    lows = [made.min_id for made in with_tokens if made.min_id is not None]
+    highs = [made.max_id for made in with_tokens if made.max_id is not None]
+    is_known = 0 < len(with_tokens) == len(lows) == len(highs)
+    return first.record.model_copy(
+        update={
+            "tokenizer": records[0].tokenizer,
+            "documents": sum(made.documents for made in records),
+            "tokens": sum(made.tokens for made in records),
+            "min_id": min(lows) if is_known else None,
+            "max_id": max(highs) if is_known else None,
+            "part": None,
+            "chat": first.record.chat and _joined_chat(first.record.chat, records),
+        }
+    )
+
+
+def _joined_chat(first: ChatRecord, records: Sequence[Record]) -> ChatRecord:
+    """The entry `chat` of the joined record.
+
+    Args:
+        first: the entry of the first part that has conversations.
+        records: records of all parts.
+    """
+    chats = [made.chat for made in records if made.chat]
+    refused: Counter[str] = Counter()
+    for chat in chats:
+        refused.update(chat.refused)
+    end_ids = sorted({i for chat in chats for i in chat.end_ids})
+    learned = sum(chat.learned for chat in chats)
+    sums = {"end_ids": end_ids, "learned": learned, "refused": dict(sorted(refused.items()))}
+    return first.model_copy(update=sums)
+
+
+def _how_made(part: Part, beside: Part) -> dict[str, Any] | None:
+    """The settings of a part that must be equal in all records: what is neither a count nor the tokenizer's name.
+
+    Args:
+        part: the part.
+        beside: the part to compare with. If it has no conversations, its template is unknown, and counts in neither.
+    """
+    of_chat = {"end_ids", "learned", "refused", *(() if beside.n_documents else ("template",))}
+    counts = {"documents": True, "tokens": True, "min_id": True, "max_id": True, "part": True, "chat": of_chat}
+    return part.record and part.record.model_dump(exclude={"tokenizer": True, **counts}, exclude_none=True)

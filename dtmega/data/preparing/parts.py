@@ -1,0 +1,168 @@
+"""Parts of a text, so that several machines can tokenise it; `merge.py` joins their files.
+
+    dtmega tokenize --input big.jsonl --tokenizer gpt2 --output data/mine --part 3/12   # data/mine.part-3-of-12
+
+A single plain file of JSON lines in UTF-8 is cut by bytes: a line belongs to the part in which its first byte lies.
+Every other input is cut between files. Parts are consecutive, so the joined parts are the text in its order. A part of
+a short text may have no documents. Its files are written all the same, so that `merge` can tell it from a missing one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.pair_files import check_free
+from dtmega.data.indexed_files.record import PartRecord, record_of
+from dtmega.data.preparing.input_files import STDIN, File
+from dtmega.files.console import counted
+
+BLOCK_BYTES, N_BLOCKS = 2**12, 64  # size and number of the blocks that `_input_digest` reads
+SEARCH_BYTES = 1 << 20  # text read at a time in the search for the end of a line
+
+
+class Part(NamedTuple):
+    """A part of a text: number `number` of `of`, counted from 0."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
+class Share(NamedTuple):
+    """The work of one `dtmega tokenize`: a text, or a part of it.
+
+    Attributes:
+        prefix: prefix of the output.
+        files: files, or lines of a file, in reading order.
+        part: the record's entry `part`; None for a whole text.
+        name: words that begin a line for the user about a part; '' for a whole text.
+    """
+
+    prefix: str
+    files: Sequence[File]
+    part: PartRecord | None
+    name: str
+
+    def is_made(self, overwrite: bool) -> bool:
+        """True if the output is there already, and was made from the same part of the same text with the same settings.
+
+        Args:
+            overwrite: whether to replace the output, whatever it is.
+
+        Raises:
+            ValueError: another output has this prefix, and `overwrite` is False.
+        """
+        if overwrite:
+            return False
+        if self.part is None:
+            check_free(self.prefix, overwrite)
+            return False
+        if not os.path.lexists(f"{self.prefix}.idx"):  # a .bin without its .idx is what a killed task may leave
+            return False
+        found = record_of(IndexedDataset(self.prefix))
+        if found is None or found.part != self.part:
+            got = found.part.model_dump() if found and found.part else "no record of a part"
+            raise ValueError(
+                f"{self.prefix}.idx is there, made from another input or with other settings: expected "
+                f"{self.part.model_dump()} in {self.prefix}.meta.json, got {got}: take another --output, or "
+                f"--overwrite to replace it"
+            )
+        return True
+
+
+def share_of(
+    prefix: str, files: Sequence[File], part: Part | None, *, encoding: str, settings: Mapping[str, Any]
+) -> Share:
+    """The share of one process.
+
+    Args:
+        prefix: prefix of the output of the whole text.
+        files: all files of the text.
+        part: the part to tokenise; None for the whole text.
+        encoding: name of the encoding of all text files; '' for UTF-8.
+        settings: all settings that determine the tokens, as values of JSON.
+
+    Raises:
+        ValueError: a part of something that is not a file is asked for.
+    """
+    if part is None:
+        return Share(prefix, files, None, "")
+    for file in files:
+        if file.path == STDIN or not os.path.isfile(file.path):
+            raise ValueError(f"--part {part}: expected --input of files, which all processes can read, got {file.path}")
+    all_settings = json.dumps({**settings, "encoding": encoding}, sort_keys=True)
+    digest = xxhash.xxh3_64_hexdigest(all_settings.encode())
+    record = PartRecord(number=part.number, of=part.of, input=_input_digest(files), settings=digest)
+    if _has_cuts(files, encoding):
+        own = [_lines_of(files[0], part)]
+        extent = f"{own[0].n_bytes:,} of {files[0].n_bytes:,} bytes"
+    else:
+        own = _files_of(files, part)
+        extent = f"{len(own)} of {counted(len(files), 'file')}"
+    name = f"part {part.number} of {part.of} ({extent}): "
+    return Share(f"{prefix}.part-{part.number}-of-{part.of}", own, record, name)
+
+
+def _has_cuts(files: Sequence[File], encoding: str) -> bool:
+    """True if the text is cut within a file. In UTF-16, a byte that looks like a line end may be half a character."""
+    is_plain = files[0].kind in (".jsonl", ".json") and not files[0].path.endswith((".gz", ".zst"))
+    return len(files) == 1 and is_plain and not encoding
+
+
+def _lines_of(file: File, part: Part) -> File:
+    """The lines of a file whose first byte lies in the part's range of bytes."""
+    start, stop = (line_start(file, file.n_bytes * number // part.of) for number in (part.number, part.number + 1))
+    return file._replace(first_byte=start, n_bytes=stop - start)
+
+
+def line_start(file: File, at: int) -> int:
+    """The first byte at `at` or behind it with which a line begins; the size of the file if there is none."""
+    if at == 0:
+        return 0
+    with open(file.path, "rb") as raw:
+        raw.seek(at - 1)  # a line begins behind each line end, so also at `at` if there is one before it
+        while chunk := raw.read(SEARCH_BYTES):
+            end = chunk.find(b"\n")
+            if end >= 0:
+                return raw.tell() - len(chunk) + end + 1
+    return file.n_bytes
+
+
+def _files_of(files: Sequence[File], part: Part) -> list[File]:
+    """The files whose middle, in bytes on disk, lies in the part's range of all bytes."""
+    total_bytes = sum(file.n_bytes for file in files)
+    own: list[File] = []
+    before_bytes = 0
+    for file in files:
+        twice_middle = 2 * before_bytes + file.n_bytes
+        number = part.of * twice_middle // (2 * total_bytes) if total_bytes else 0
+        if min(number, part.of - 1) == part.number:  # the middle of an empty file may be the end of the text
+            own.append(file)
+        before_bytes += file.n_bytes
+    return own
+
+
+def _input_digest(files: Sequence[File]) -> str:
+    """A digest of the order, kinds and sizes of files and of some blocks of each, the last block always among them.
+
+    Names and times do not count, because other machines may have copies. So a change between the blocks that keeps the
+    size goes unnoticed.
+    """
+    digest = xxhash.xxh3_64()
+    n_blocks = max(1, N_BLOCKS // len(files))
+    for file in files:
+        digest.update(f"{file.kind} {file.n_bytes} ".encode())
+        last_start = max(0, file.n_bytes - BLOCK_BYTES)
+        with open(file.path, "rb") as raw:
+            for start in sorted({last_start * (i + 1) // n_blocks for i in range(n_blocks)}):
+                raw.seek(start)
+                digest.update(raw.read(BLOCK_BYTES))
+    return digest.hexdigest()
