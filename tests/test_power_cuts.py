@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtmega.__main__ import main
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.indexed_files.writer import IndexedWriter
@@ -20,6 +21,7 @@ from dtmega.data.preparing import corpus
 from dtmega.data.sampling import order
 from dtmega.data.sampling.order import document_order
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.distributed import exit_codes
 from dtmega.files import atomic
 from tests.data.sampling.test_samples import write_corpus
 from tests.power_cuts import Disk
@@ -148,6 +150,18 @@ def test_the_first_data_set_of_a_name_is_there_when_the_writer_has_returned(tmp_
     with Disk(tmp_path) as disk:
         write()
     assert {str(tokens_and_about(folder)) for folder in disk.left(elsewhere)} == {"None", "([4, 5, 6], 'new')"}
+    assert disk.uncertain() == []
+
+
+def test_merged_parts_are_there_as_a_whole_or_not_at_all(tmp_path, elsewhere):
+    (tmp_path / "parts").mkdir()
+    for i in range(2):
+        with IndexedWriter(tmp_path / "parts" / f"{i}", np.dtype("uint16")) as writer:
+            writer.add([2 * i, 2 * i + 1])
+    argv = ["merge", "--input", f"{tmp_path}/parts/*", "--output", f"{tmp_path}/a"]
+    with Disk(tmp_path) as disk:
+        assert main(argv) == exit_codes.DONE
+    assert {str(tokens_and_about(folder)) for folder in disk.left(elsewhere)} == {"None", "([0, 1, 2, 3], None)"}
     assert disk.uncertain() == []
 
 

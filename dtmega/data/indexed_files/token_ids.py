@@ -1,4 +1,12 @@
-"""Check that all ids in a file are inside a vocabulary. The file is scanned once, and its range of ids is cached."""
+"""Check that all ids in a file are inside a vocabulary, by the range of ids that the file's record says.
+
+A record without a range, or no record, costs a scan of the file. The scan is done once; the range is cached.
+
+The record is believed as the `.bin` itself is: one writer makes both, counts every id that it writes, and gives both
+files their names together, and who can change the one can change the other. A record of other tokens with equal counts
+would let ids through that the model cannot embed, so ids from some places of the `.bin` are compared with the range.
+Whoever doubts a record can delete it: then everything is read.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +19,29 @@ import numpy as np
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
+from dtmega.data.indexed_files.record import record_of
 from dtmega.files.untrusted_json import read_object
+
+BLOCK_TOKENS, N_BLOCKS = 2**15, 64  # size and number of the blocks whose ids are compared with the record
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     """Check that every id of a data set is in [0, vocab_size).
 
     Raises:
-        ValueError: an id is outside this range, or the tokens are not integers.
+        ValueError: an id is outside this range, the tokens are not integers, or the record contradicts them.
     """
     path = f"{dataset.prefix}.bin"
     if dataset.dtype.kind == "f":
         raise ValueError(f"{path}: expected token ids, got {dataset.dtype} (as {dataset.prefix}.idx says)")
     if dataset.n_tokens == 0:
         return
-    low, high = _token_range(dataset, path)
+    made = record_of(dataset)
+    if made is not None and made.min_id is not None and made.max_id is not None:
+        low, high = made.min_id, made.max_id
+        _check_sample(dataset, low, high)
+    else:
+        low, high = _token_range(dataset, path)
     if low >= 0 and high < vocab_size:
         return
     # Find the first id outside the range, for the message.
@@ -39,6 +55,25 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
                 f"{path}: expected ids in [0, {vocab_size}), got {ids[i]} in sequence {sequence} (all ids: {low} to "
                 f"{high}): the text was made with another tokenizer. Tokenize it with [data] tokenizer, or raise "
                 f"[model] vocab_size, unless the model is read from a [model] path"
+            )
+
+
+def _check_sample(dataset: IndexedDataset, low: int, high: int) -> None:
+    """Check that the ids in some blocks, spread over a data set, are in the range that its record says.
+
+    Raises:
+        ValueError: an id is outside [low, high].
+    """
+    last_start = max(0, dataset.n_tokens - BLOCK_TOKENS)
+    for start in sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)}):
+        ids = dataset.tokens[start : start + BLOCK_TOKENS]
+        outside = (ids < low) | (ids > high)
+        if outside.any():
+            i = int(np.argmax(outside))
+            raise ValueError(
+                f"{dataset.prefix}.meta.json: expected ids from {low} to {high} (min_id, max_id), got {ids[i]} in "
+                f"sequence {dataset.sequence_of(start + i)}: this is the record of another .bin; tokenize the text "
+                f"again, or remove the file if you know the tokenizer"
             )
 
 

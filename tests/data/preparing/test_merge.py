@@ -55,7 +55,9 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "<u2") ->
 
 
 def test_parts_of_either_layout_and_without_a_record_are_merged_in_chunks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dtmega.data.indexed_files.dataset.CHUNK", 2)
+    monkeypatch.setattr("dtmega.data.preparing.merge.CHUNK", 2)
+    monkeypatch.setattr("dtmega.data.preparing.copying.SLICE_BYTES", 5)
+    monkeypatch.setattr("dtmega.data.preparing.copying.BUFFER_BYTES", 2)
     one = write(tmp_path / "one", [[[1, 2], [3]], []], "<i4")
     (tmp_path / "two.bin").write_bytes(struct.pack("<3i", 7, 8, 9))
     header = b"TNTIDX\0\0" + struct.pack("<6Q", 1, 4, 4, 2, 2, 3)

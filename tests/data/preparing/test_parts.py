@@ -176,7 +176,6 @@ def test_merged_parts_are_the_bytes_of_the_text_tokenised_at_once(tmp_path, make
     for number in reversed(range(of)):
         assert tokenize(given, out / "mine", *options, "--part", f"{number}/{of}") == exit_codes.DONE
     assert len(list(out.glob("mine.part-*.idx"))) == of
-    # Sorted as text, part 10 would come before part 2.
     assert main(["merge", "--input", f"{out}/mine.part-*", "--output", f"{out}/mine"]) == exit_codes.DONE
     assert contents(out / "mine") == contents(out / "whole")
 
@@ -292,6 +291,15 @@ def test_only_all_parts_of_one_text_are_merged(tmp_path, given, capsys):
     argv = ["merge", "--input", *(f"{tmp_path}/{name}" for name in (zero, one, two, "copy"))]
     assert main([*argv, "--output", f"{tmp_path}/all"]) == exit_codes.REFUSED
     assert "once, as" in capsys.readouterr().err
+
+
+def test_parts_that_are_named_in_any_order_are_merged_by_their_numbers(tmp_path, given):
+    for number in range(3):
+        tokenize(given, tmp_path / "a", "--part", f"{number}/3")
+    tokenize(given, tmp_path / "whole")
+    names = [f"{tmp_path}/a.part-{number}-of-3" for number in (2, 0, 1)]
+    assert main(["merge", "--input", *names, "--output", f"{tmp_path}/all"]) == exit_codes.DONE
+    assert contents(tmp_path / "all") == contents(tmp_path / "whole")
 
 
 def test_data_sets_of_other_origin_are_merged_in_the_order_of_their_numbers(tmp_path):
