@@ -326,6 +326,11 @@ class T5(Model):
         if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
             if hidden is not None:
                 handed_on["hidden"] = hidden
+            # A stage that has received the encoder's output hands on a copy of the tensor that its own layers read:
+            # their gradients are then added to that of the later layers, as without a pipeline. What a stage receives
+            # is behind FSDP's hooks, where the gradients of its own layers come as one sum.
+            if encoded is not None and "encoded" not in handed_on:
+                handed_on["encoded"] = encoded.clone()
             return handed_on
         hidden = self.decoder_dropout(self.decoder_norm(hidden), sample_ids, decoder_places)
         if self.cfg.scale_head:

@@ -101,6 +101,7 @@ LAYOUTS = {
     "bf16, dp_shard 2": Layout(2, {"dp_shard": 2}, same=BF16),
     "bf16, dp_replicate 2": Layout(2, {"dp_replicate": 2}, same=BF16),
     "bf16, pp 2": Layout(2, {"pp": 2}, same=BF16),
+    "bf16, pp 2, LoopedBFS": Layout(2, {"pp": 2}, {"pipeline": {"schedule": "LoopedBFS"}}, same=BF16, layers=4),
     "fp16, dp_shard 2": Layout(2, {"dp_shard": 2}, same=FP16),
     "fp16, pp 2": Layout(2, {"pp": 2}, same=FP16),
     "sgd, dp_shard 3": Layout(3, {"dp_shard": 3}, same=SGD),
