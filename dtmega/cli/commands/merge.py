@@ -1,6 +1,7 @@
-"""`dtmega merge`: joins several corpora into one.
+"""`dtmega merge`: joins several corpora into one, or the parts of a text that `dtmega tokenize --part` has made.
 
-dtmega merge --input 'data/part-*' --output data/mine
+dtmega merge --input 'data/mine.part-*' --output data/mine
+dtmega merge --input data/old data/new --output data/both
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="the corpora to join, in this order; a glob stands for its matches, sorted by name",
+        help="the corpora to join, in this order; a glob stands for its matches, by the numbers in their names; parts of "
+        "a text are sorted by their numbers, and all must be there",
     )
     parser.add_argument(
         "--output", required=True, type=prefix, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"

@@ -97,3 +97,14 @@ def test_parts_that_do_not_belong_together_are_refused_and_what_was_there_stays(
     assert main(["merge", "--input", plain, "--output", there]) == exit_codes.REFUSED
     assert f"{there}.bin is there: expected another --output, or --overwrite" in capsys.readouterr().err
     assert main(["merge", "--input", plain, "--output", there, "--overwrite"]) == exit_codes.DONE
+
+
+def test_a_range_of_ids_that_an_older_record_lacks_is_unknown_in_the_merged_one(tmp_path):
+    parts = [tokenize(tmp_path, [file], f"part-{i}") for i, file in enumerate(texts(tmp_path)[:2])]
+    older = json.loads(Path(f"{parts[1]}.meta.json").read_text())
+    del older["min_id"], older["max_id"]
+    Path(f"{parts[1]}.meta.json").write_text(json.dumps(older))
+    assert main(["merge", "--input", *parts, "--output", f"{tmp_path}/all"]) == exit_codes.DONE
+    merged = json.loads(Path(f"{tmp_path}/all.meta.json").read_text())
+    assert merged.keys() == older.keys()
+    assert (merged["documents"], older["documents"]) == (3, 2)
