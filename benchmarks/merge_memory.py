@@ -17,12 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpora import write_corpus
 from dtmega.data.indexed_files.dataset import IndexedDataset
 
+ROOT = Path(__file__).resolve().parent.parent
 MOST_MIB = 64
 OPEN = "import sys; from dtmega.data.indexed_files.dataset import IndexedDataset; IndexedDataset(sys.argv[1])"
 

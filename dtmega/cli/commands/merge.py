@@ -19,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="the corpora to join, in this order; a glob stands for its matches, by the numbers in their names; parts of "
-        "a text are sorted by their numbers, and all must be there",
+        help="the corpora to join, in this order (a glob: of the numbers in the names); or all parts of a text",
     )
     parser.add_argument(
         "--output", required=True, type=prefix, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
