@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import xxhash
 
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.pair_files import check_free
 from dtmega.data.indexed_files.record import PartRecord, record_of
 from dtmega.data.preparing.input_files import STDIN, File
 from dtmega.files.console import counted
@@ -52,18 +51,15 @@ class Share(NamedTuple):
     name: str
 
     def is_made(self, overwrite: bool) -> bool:
-        """True if the output is there already, and was made from the same part of the same text with the same settings.
+        """True if a part is there already, and was made from the same part of the same text with the same settings.
 
         Args:
             overwrite: whether to replace the output, whatever it is.
 
         Raises:
-            ValueError: another output has this prefix, and `overwrite` is False.
+            ValueError: another part has this prefix, and `overwrite` is False.
         """
-        if overwrite:
-            return False
-        if self.part is None:
-            check_free(self.prefix, overwrite)
+        if overwrite or self.part is None:
             return False
         if not os.path.lexists(f"{self.prefix}.idx"):  # a .bin without its .idx is what a killed task may leave
             return False

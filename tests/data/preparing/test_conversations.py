@@ -134,7 +134,7 @@ def test_merged_conversations_are_those_tokenised_at_once_and_the_counts_add_up(
         assert "say how the parts were tokenised: expected the same of both" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("of", [1, 3, 12])
+@pytest.mark.parametrize("of", [3, *(pytest.param(of, marks=pytest.mark.full) for of in (1, 12))])
 def test_conversations_in_parts_are_those_tokenised_at_once(tmp_path, here, of):
     # Of three parts, the first has no conversation, and so no template.
     records = [

@@ -57,7 +57,7 @@ def test_each_line_is_in_the_part_that_holds_its_first_byte_and_in_no_other(tmp_
     path = tmp_path / "a.jsonl"
     path.write_bytes(text)
     files = find_files([str(path)])
-    for of in range(1, len(text) + 3):
+    for of in {*range(1, 9), max(1, len(text)), len(text) + 2}:
         expected: list[list[bytes]] = [[] for _ in range(of)]
         first_byte = 0
         for line in text.splitlines(keepends=True) if b"\r" not in text else re.findall(rb"[^\n]*\n|[^\n]+", text):
@@ -157,15 +157,21 @@ def contents(prefix: Path) -> list[bytes]:
     return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in SUFFIXES]
 
 
-@pytest.mark.parametrize("of", [1, 3, 12])
+FORMS = [
+    (one_jsonl, ["--append-eod"]),
+    (several_gz, []),
+    (several_parquet, ["--append-eod"]),
+    (several_texts, ["--split-sentences"]),
+    (several_texts, ["--split-documents", "blank-lines"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("make", "options", "of"),
     [
-        (one_jsonl, ["--append-eod"]),
-        (several_gz, []),
-        (several_parquet, ["--append-eod"]),
-        (several_texts, ["--split-sentences"]),
-        (several_texts, ["--split-documents", "blank-lines"]),
+        *((*FORMS[0], of) for of in (1, 3, 12)),
+        *((*form, 3) for form in FORMS[1:]),
+        *(pytest.param(*form, of, marks=pytest.mark.full) for form in FORMS[1:] for of in (1, 12)),
     ],
 )
 def test_merged_parts_are_the_bytes_of_the_text_tokenised_at_once(tmp_path, make, options, of):
