@@ -875,6 +875,8 @@ def test_the_record_beside_the_bin_says_what_made_it(tmp_path, append_eod):
         "sentences": False,
         "documents": len(dataset),
         "tokens": dataset.n_tokens,
+        "min_id": min(dataset.tokens.tolist()),
+        "max_id": max(dataset.tokens.tolist()),
     }
 
 
