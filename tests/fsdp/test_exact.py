@@ -50,6 +50,7 @@ MODELS["t5 of Megatron"] = {**MODELS["t5"], **LEARNED}
 DATA = {"t5": {"decoder_seq_len": S}, "hf": {"tokenizer": "bytes"}}
 PACKED = {"data": {"objective": "conversations", "seq_len": S, "tokenizer": "bytes"}}
 ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
+LOOPED = {"pipeline": {"schedule": "LoopedBFS"}}
 BF16 = {"precision": {"params": "bfloat16"}}
 FP16 = {"precision": {"params": "float16", "initial_loss_scale": 20000.0}}
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "clip_grad": 0.3}}
@@ -89,6 +90,7 @@ LAYOUTS = {
     "pp 2, 1F1B": Layout(2, {"pp": 2}),
     "pp 2, ZBV": Layout(2, {"pp": 2}, ZBV, layers=4),
     "pp 2 x dp_shard 2": Layout(4, {"pp": 2, "dp_shard": 2}),
+    "pp 2 x dp_shard 2, LoopedBFS": Layout(4, {"pp": 2, "dp_shard": 2}, LOOPED, layers=4),
     "pp 2 x dp_replicate 2, ZBV": Layout(4, {"pp": 2, "dp_replicate": 2}, ZBV, layers=4),
     "tp 2 x dp_shard 2": Layout(4, {"tp": 2, "dp_shard": 2}),
     "tp 2 x dp_replicate 2": Layout(4, {"tp": 2, "dp_replicate": 2}),
@@ -101,7 +103,6 @@ LAYOUTS = {
     "bf16, dp_shard 2": Layout(2, {"dp_shard": 2}, same=BF16),
     "bf16, dp_replicate 2": Layout(2, {"dp_replicate": 2}, same=BF16),
     "bf16, pp 2": Layout(2, {"pp": 2}, same=BF16),
-    "bf16, pp 2, LoopedBFS": Layout(2, {"pp": 2}, {"pipeline": {"schedule": "LoopedBFS"}}, same=BF16, layers=4),
     "fp16, dp_shard 2": Layout(2, {"dp_shard": 2}, same=FP16),
     "fp16, pp 2": Layout(2, {"pp": 2}, same=FP16),
     "sgd, dp_shard 3": Layout(3, {"dp_shard": 3}, same=SGD),
@@ -122,7 +123,7 @@ LAYOUTS = {
     "selective recompute, pp 2": Layout(2, {"pp": 2}, same={"recompute": {"mode": "selective"}}),
 }
 # Shards with uneven cuts and a tied weight; whole gradients; copies on stages of one rank, and of two; both reductions;
-# sums over tp; what several layers read, some of them in one stage.
+# sums over tp; what several layers read, some of them in one stage, others in later stages.
 LIGHT = [
     ("bloom", "dp_shard 3"),
     ("bert", "dp_replicate 2"),
@@ -130,7 +131,7 @@ LIGHT = [
     ("bloom", "pp 2, 1F1B"),
     ("bloom", "muon, HSDP 2 x 2"),
     ("gpt", "muon, tp 2 x dp_shard 2"),
-    ("t5", "pp 2 x dp_shard 2"),
+    ("t5", "pp 2 x dp_shard 2, LoopedBFS"),
 ]
 COMPILED = ("bloom", "llama")
 # What a T5 refuses: schedules that split backward, and tp with pp.
