@@ -128,7 +128,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     log.line(f"after step {at.step} of {end.steps}")
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
-            start.write_files(settings, world, checkpoints, loaded, at, end)
+            start.write_files(settings, world, checkpoints, loaded, at, end, exit_status.attempt)
         metrics = start.open_metrics(settings, world, at, end)
         closing.callback(metrics.close)
         digests = Record(cfg, world, at.step)

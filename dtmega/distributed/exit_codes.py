@@ -17,16 +17,21 @@ Running the command again resumes the run, because `--checkpoint.resume` is `aut
 torchrun itself exits with 0 if all workers exited with 0, and with 1 otherwise. torchrun prints the workers' codes and
 reasons only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json`
 in the run directory, even if the run was refused at startup.
+
+A job script must not take the `exit.json` of an earlier job for its own. The script therefore sets DTMEGA_ATTEMPT to a
+name that no other start has, and `exit.json` has this name as `attempt`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 from dtmega.distributed.process import tell_agent
 from dtmega.files import atomic, console
@@ -45,6 +50,7 @@ HUNG = 77
 NOT_STARTED = (REFUSED, DAMAGED)  # exit codes of a start that left the run unchanged
 
 EXIT = "exit.json"
+ATTEMPT = "DTMEGA_ATTEMPT"
 MAX_STEP = 2**53  # largest integer that a browser holds exactly
 
 
@@ -52,7 +58,9 @@ class ExitRecord(NamedTuple):
     """The content of `exit.json`.
 
         {"code": 75, "reason": "a signal asked for it", "time": "2026-11-23T14:03:20+00:00",
-         "step": 180, "checkpoint": "runs/a/checkpoints/step-00000180"}
+         "step": 180, "checkpoint": "runs/a/checkpoints/step-00000180", "attempt": "4711-0"}
+
+    `attempt` is for job scripts only, so it is not read here.
 
     Attributes:
         code: exit code of the newest attempt to run, even if the attempt was refused.
@@ -92,6 +100,7 @@ class ExitStatus:
     Attributes:
         step, checkpoint: the same values as in `ExitRecord`.
         code, reason: the same values as in `ExitRecord`; None and '' until code and reason are known.
+        attempt: name of this attempt: the value of DTMEGA_ATTEMPT, or a random name if the launcher does not set it.
     """
 
     def __init__(self) -> None:
@@ -99,6 +108,7 @@ class ExitStatus:
         self.checkpoint = ""
         self.code: int | None = None
         self.reason = ""
+        self.attempt = os.environ.get(ATTEMPT) or uuid4().hex
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
@@ -158,6 +168,7 @@ class ExitStatus:
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "step": self.step,
             "checkpoint": self.checkpoint or None,
+            "attempt": self.attempt,
         }
         try:
             with atomic.replaced(self._path) as file:

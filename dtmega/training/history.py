@@ -1,6 +1,6 @@
 """`starts.jsonl`, to which a run appends one line each time it starts.
 
-    append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
+    append(run_dir, step=100, attempt="4711-0", config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, ...)
     starts = read(run_dir)        # oldest first
     parts(starts)                 # the starts that wrote the steps in metrics.jsonl
 
@@ -37,6 +37,7 @@ class Start(BaseModel):
     Attributes:
         step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
+        attempt: name of the attempt, as in `ExitStatus`; '' if an earlier version wrote the line.
         config: the resolved configuration, by section.
         layout: number of processes, under the key "processes", and size of each mesh axis, under the axis's name.
         device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
@@ -49,6 +50,7 @@ class Start(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)  # a later version may write more keys
     step: Count
     time: str
+    attempt: str = ""
     config: dict[str, dict[str, Any]]
     layout: dict[str, Count]
     device: str
@@ -82,6 +84,7 @@ def append(
     run_dir: Path,
     *,
     step: int,
+    attempt: str,
     config: Mapping[str, Any],
     layout: Mapping[str, int],
     device: torch.device,
@@ -93,7 +96,7 @@ def append(
 
     Args:
         run_dir: the run directory.
-        step, config, layout, parameters, steps, frozen: attributes of `Start`.
+        step, attempt, config, layout, parameters, steps, frozen: attributes of `Start`.
         device: the device that this process computes on.
 
     Raises:
@@ -102,6 +105,7 @@ def append(
     start = Start(
         step=step,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        attempt=attempt,
         config=dict(config),
         layout=dict(layout),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

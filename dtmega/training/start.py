@@ -244,7 +244,13 @@ def fill(
 
 
 def write_files(
-    settings: Settings, world: World, checkpoints: Checkpoints, loaded: State | None, at: Progress, end: RunEnd
+    settings: Settings,
+    world: World,
+    checkpoints: Checkpoints,
+    loaded: State | None,
+    at: Progress,
+    end: RunEnd,
+    attempt: str,
 ) -> None:
     """Write config.toml and a line in starts.jsonl, and clear away checkpoints that the run does not continue from.
 
@@ -257,6 +263,7 @@ def write_files(
         loaded: state of the checkpoint that the run resumes from; None for a new run.
         at: progress of the run at this start.
         end: configured end of the run.
+        attempt: name of this attempt.
     """
     cfg, saved_cfg, elements = settings.cfg, settings.saved_cfg, settings.elements
     resume.set_aside_newer(cfg, at.step)
@@ -268,6 +275,7 @@ def write_files(
     history.append(
         Path(cfg.run.dir),
         step=at.step,
+        attempt=attempt,
         config=saved_cfg.model_dump(),
         layout={"processes": world.size, **world.sizes},
         device=settings.device,

@@ -153,7 +153,7 @@ def started(folder: Path, recipes: dict[int, float]) -> None:
     for step, lr in recipes.items():
         cfg = config.validate({"train": {"steps": 9}, "optim": {"lr": lr}}, "test")
         keys: dict[str, Any] = {"layout": {}, "device": torch.device("cpu"), "parameters": 1, "steps": 9}
-        history.append(folder, step=step, config=cfg.model_dump(), **keys)
+        history.append(folder, step=step, attempt="", config=cfg.model_dump(), **keys)
 
 
 def test_a_step_is_replayed_with_the_recipe_of_the_start_that_took_it(tmp_path: Path):

@@ -53,6 +53,7 @@ def start(folder: Path, step: int, **values: Any) -> None:
     history.append(
         folder,
         step=step,
+        attempt="",
         config=cfg | {section: cfg.get(section, {}) | keys for section, keys in sections.items()},
         layout={"processes": math.prod(sizes.values()), **sizes},
         device=torch.device("cpu"),

@@ -16,6 +16,7 @@ def start(folder: Path, step: int, processes: int = 1) -> None:
     history.append(
         folder,
         step=step,
+        attempt="",
         config={"optim": {"lr": 0.5}},
         layout={"processes": processes, "tp": processes},
         device=torch.device("cpu"),
