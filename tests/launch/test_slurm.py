@@ -18,7 +18,7 @@ import torch
 from dtmega.distributed.exit_codes import ATTEMPT, ExitStatus
 from dtmega.training import history
 
-LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 JOB = 4711
 LOST = 15  # the script's exit code if its node is lost: SIGTERM
 

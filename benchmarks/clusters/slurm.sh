@@ -1,0 +1,129 @@
+#!/bin/bash
+# launch/slurm.sh on a SLURM of two nodes with two ranks each. Called by benchmarks/clusters.sh.
+. benchmarks/clusters/nodes.sh
+
+start_slurm() {
+    local S=$work/slurm node
+    mkdir "$S" "$S/state"
+    dd if=/dev/urandom of="$S/munge.key" bs=1024 count=1 status=none
+    chmod 400 "$S/munge.key"
+    cat >"$S/slurm.conf" <<CONF
+ClusterName=dtmega
+SlurmctldHost=node1(10.77.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket=$S/munge.socket,cred_expire=10
+StateSaveLocation=$S/state
+SlurmdSpoolDir=$S/spool.%n
+SlurmctldPidFile=$S/slurmctld.pid
+SlurmdPidFile=$S/slurmd.%n.pid
+SlurmctldLogFile=$S/slurmctld.log
+SlurmdLogFile=$S/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/filetxt
+JobCompLoc=$S/jobs
+ReturnToService=2
+SlurmdTimeout=20
+KillWait=10
+MinJobAge=3600
+NodeName=node1 NodeHostname=node1 NodeAddr=10.77.0.1 CPUs=2
+NodeName=node2 NodeHostname=node2 NodeAddr=10.77.0.2 CPUs=2
+PartitionName=all Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
+CONF
+    export SLURM_CONF=$S/slurm.conf
+    on_node 1 munged --key-file="$S/munge.key" --socket="$S/munge.socket" --pid-file="$S/munged.pid" \
+        --log-file="$S/munged.log" --seed-file="$S/munge.seed"
+    on_node 1 slurmctld -i
+    on_node 1 slurmd -N node1
+    on_node 2 slurmd -N node2
+    wait_for 60 nodes_are_idle
+}
+
+nodes_are_idle() { [ "$(on_node 1 sinfo --noheader --Node --states idle | wc -l)" = 2 ]; }
+
+# submit RUN OPTION ... -- KEY ...: submit launch/slurm.sh with these options of sbatch and keys; prints the job's number.
+submit() {
+    local run=$1 options=()
+    shift
+    while [ "$1" != -- ]; do
+        options+=("$1")
+        shift
+    done
+    on_node 1 sbatch --parsable --chdir "$work" --nodes 2 --gpus-per-node 0 "${options[@]}" launch/slurm.sh "$run" \
+        "${MODEL[@]}" "${@:2}"
+}
+
+field() { on_node 1 scontrol show job --oneliner "$1" | grep -o " $2=[^ ]*" | cut -d= -f2; }
+ended() { [[ $(field "$1" JobState) =~ ^(COMPLETED|FAILED|TIMEOUT|CANCELLED)$ ]]; }
+export RANKS_PER_NODE=2
+
+told() { grep "^slurm.sh" "$work/dtmega-$1.log" | sed 's/^/   /'; }
+# finish JOB RUN: wait for a job, and say how it ended.
+finish() {
+    wait_for 2400 ended "$1" || failed=1
+    told "$1"
+    echo "   job $1: $(field "$1" JobState), exit code $(field "$1" ExitCode), $(field "$1" Restarts) requeues"
+}
+
+signalled() {
+    echo "-- warned before its limit of four minutes, and requeued"
+    job=$(submit signalled --time 4 --signal TERM@60 -- --train.steps "$STEPS" --checkpoint.interval 0)
+    finish "$job"
+    compare "$work/signalled" "$work/truth"
+}
+
+# A signal that does nothing, as if none came.
+timed_out() {
+    echo "-- not warned before its limit of two minutes; then submitted again"
+    job=$(submit timed_out --time 2 --signal URG@10 -- --train.steps "$STEPS" --checkpoint.interval 20)
+    finish "$job"
+    job=$(submit timed_out --time 20 -- --train.steps "$STEPS" --checkpoint.interval 20)
+    finish "$job"
+    compare "$work/timed_out" "$work/truth"
+}
+
+lost_node() {
+    echo "-- node2 is lost after a third of its steps, and comes back"
+    job=$(submit lost_node --time 20 -- --train.steps "$STEPS" --checkpoint.interval 20)
+    wait_for 1200 has_step "$work/lost_node" $((STEPS / 3))
+    lose_node 2
+    wait_for 300 is_waiting "$job"
+    return_node 2
+    on_node 2 slurmd -N node2
+    finish "$job"
+    compare "$work/lost_node" "$work/truth"
+}
+
+fewer_nodes() {
+    echo "-- node2 is lost after a third of its steps, and the job goes on without it (MIN_NODES=1, --no-kill, mesh.dp_shard = -1)"
+    job=$(MIN_NODES=1 submit fewer_nodes --no-kill --time 20 -- --train.steps "$STEPS" --checkpoint.interval 20 --run.timeout_s 30)
+    wait_for 1200 has_step "$work/fewer_nodes" $((STEPS / 3))
+    lose_node 2
+    finish "$job"
+    compare "$work/fewer_nodes" "$work/truth" 1e-5
+}
+
+is_waiting() { [ "$(field "$1" JobState)" = PENDING ]; }
+
+make_nodes
+start_slurm
+export RANKS_PER_NODE=2
+STEPS=${STEPS:-1000} # of each run
+echo "-- $STEPS steps without a stop, four ranks on one node"
+train_truth 4 --train.steps "$STEPS" --checkpoint.interval 0
+[ $# -gt 0 ] || set -- signalled timed_out lost_node fewer_nodes
+for experiment in "$@"; do
+    "$experiment"
+done
+exit "$failed"
