@@ -65,7 +65,7 @@ else
 fi
 echo "$lost $step" >"$counts"
 if [ "$lost" -gt "$MAX_LOST" ]; then
-    echo "slurm.sh: $lost attempts in a row have hung or lost a node and made no step after step $step: not started again"
+    echo "slurm.sh: $lost attempts in a row have hung or lost a node, without a step after step $step: not started"
     exit 77
 fi
 

@@ -16,8 +16,8 @@ on_both() {
     agents=()
     for node in 1 2; do
         [ "$node" = 1 ] || first=("${second[@]}")
-        on_node "$node" "${first[@]}" torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node1:29500 \
-            --rdzv-conf "is_host=$((node == 1))" --local-addr "node$node" "${options[@]}" \
+        on_node "$node" "${first[@]}" torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d \
+            --rdzv-endpoint node1:29500 --rdzv-conf "is_host=$((node == 1))" --local-addr "node$node" "${options[@]}" \
             -m dtmega train "${MODEL[@]}" --run.dir "$work/$run" --train.steps "$STEPS" "${@:2}" \
             >"$work/$run-$node.log" 2>&1 &
         agents+=($!)
@@ -59,6 +59,7 @@ cable() {
 hidden() {
     echo "-- node2 does not see the run directory"
     mkdir "$work/hidden"
+    # shellcheck disable=SC2016  # for the inner shell
     second=(bash -c 'mount -t tmpfs none "$0" && exec "$@"' "$work/hidden")
     on_both hidden --max-restarts 0 --
     second=()

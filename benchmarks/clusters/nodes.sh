@@ -1,7 +1,8 @@
 #!/bin/bash
+# shellcheck disable=SC2034  # `failed` is read by the file that sources this one
 # Two nodes on one machine: network namespaces with a virtual cable between them. To be sourced.
 #
-# `on_node 1 COMMAND ...` runs a command on node1, which has its own host name and network. Both nodes share all folders.
+# `on_node 1 COMMAND ...` runs a command on node1, which has its own host name and network. The nodes share all folders.
 # Everything that runs on the nodes ends, and the nodes with their folder $work are deleted, when the script ends.
 set -eu
 PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
@@ -10,7 +11,6 @@ export PYTHON PATH PYTHONPATH=$PWD OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=cable
 work=$(mktemp -d /tmp/dtmega-clusters.XXXXXX)
 chmod 755 "$work"
 nodes=dtmega$$- # names of the namespaces, without their numbers
-# shellcheck disable=SC2034  # read by the file that sources this one
 failed=0
 
 # The small model that is trained. Its batch of 8 can be divided among 1, 2 and 4 ranks.
@@ -82,7 +82,7 @@ train_truth() {
 
 # compare RUN TRUTH [TOLERANCE]: losses and gradient norms of two runs, equal to the bit or up to a relative tolerance.
 compare() {
-    "$PYTHON" - "$1" "$2" "${3:-0}" <<'PYTHON' || failed=1
+    "$PYTHON" - "$1" "$2" "${3:-0}" <<'PYTHON' || failed=1 # of the file that sources this one
 import json, sys
 from pathlib import Path
 
@@ -93,7 +93,7 @@ for folder in sys.argv[1:3]:
 found, truth = runs
 same = sum(a == b for a, b in zip(truth, found))
 largest = max(abs(a[1] - b[1]) / a[1] for a, b in zip(truth, found))
-print(f"   {same} of {len(truth)} losses and gradient norms equal to the bit; largest difference of a loss {largest:.0e}")
+print(f"   {same} of {len(truth)} losses and gradient norms equal to the bit; losses differ by at most {largest:.0e}")
 tolerance = float(sys.argv[3])
 good = largest <= tolerance if tolerance else same == len(truth)
 sys.exit(not (good and len(truth) == len(found)))

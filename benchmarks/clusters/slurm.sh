@@ -1,6 +1,8 @@
 #!/bin/bash
-# launch/slurm.sh on a SLURM of two nodes with two ranks each. Called by benchmarks/clusters.sh.
+# launch/slurm.sh and slurm_tokenize.sh on a SLURM of two nodes with two ranks each. Called by benchmarks/clusters.sh.
+# shellcheck disable=SC2317  # functions are called by name
 . benchmarks/clusters/nodes.sh
+export RANKS_PER_NODE=2
 
 start_slurm() {
     local S=$work/slurm node
@@ -52,7 +54,7 @@ CONF
 
 nodes_are_idle() { [ "$(on_node 1 sinfo --noheader --Node --states idle | wc -l)" = 2 ]; }
 
-# submit RUN OPTION ... -- KEY ...: submit launch/slurm.sh with these options of sbatch and keys; prints the job's number.
+# submit RUN OPTION ... -- KEY ...: submit launch/slurm.sh with these options and keys; prints the job's number.
 submit() {
     local run=$1 options=()
     shift
@@ -66,14 +68,63 @@ submit() {
 
 field() { on_node 1 scontrol show job --oneliner "$1" | grep -o " $2=[^ ]*" | cut -d= -f2; }
 ended() { [[ $(field "$1" JobState) =~ ^(COMPLETED|FAILED|TIMEOUT|CANCELLED)$ ]]; }
-export RANKS_PER_NODE=2
+runs() { [ "$(field "$1" JobState)" = RUNNING ]; }
+is_waiting() { [ "$(field "$1" JobState)" = PENDING ]; }
 
-told() { grep "^slurm.sh" "$work/dtmega-$1.log" | sed 's/^/   /'; }
-# finish JOB RUN: wait for a job, and say how it ended.
+# finish JOB: wait for a job, and say how it ended.
 finish() {
     wait_for 2400 ended "$1" || failed=1
-    told "$1"
+    sed -n 's/^slurm.sh/   &/p' "$work/dtmega-$1.log"
     echo "   job $1: $(field "$1" JobState), exit code $(field "$1" ExitCode), $(field "$1" Restarts) requeues"
+}
+
+# The sources of Python's own library, a file in each line.
+write_corpus() {
+    "$PYTHON" - "$work/corpus.jsonl" <<'PYTHON'
+import json, os, sys
+from pathlib import Path
+
+with open(sys.argv[1], "w") as corpus:
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        corpus.write(json.dumps({"text": path.read_text(errors="replace")}) + "\n")
+PYTHON
+}
+
+# submit_array PARTS: sets `jobs` to the numbers of the array and of the job that merges.
+submit_array() {
+    local said
+    said=$(CPUS=1 on_node 1 bash "$OLDPWD/launch/slurm_tokenize.sh" "$1" corpus.jsonl stdlib-8k "of-$1" --append-eod)
+    read -ra jobs <<<"$(grep -o 'job [0-9]*' <<<"$said" | cut -d ' ' -f 2 | paste -sd ' ')"
+}
+
+# array PARTS [KILL]: tokenise by launch/slurm_tokenize.sh. With KILL, a task is killed, and the command given again.
+array() {
+    local output=$work/of-$1 file jobs
+    cd "$work"
+    submit_array "$1"
+    if [ $# -gt 1 ]; then
+        wait_for 300 runs "${jobs[0]}_0"
+        on_node 1 scancel --full --signal KILL "${jobs[0]}_0"
+        wait_for 600 ended "${jobs[1]}"
+        echo "   task 0 is killed; the merge: $(field "${jobs[1]}" JobState)"
+        submit_array "$1"
+    fi
+    wait_for 600 ended "${jobs[1]}"
+    cd - >/dev/null
+    echo "   $1 parts, merged: $(field "${jobs[1]}" JobState), $(stat -c %s "$output.bin") bytes"
+    for file in bin idx; do
+        cmp "$output.$file" "$work/whole.$file" && echo "   .$file is byte-identical to that of one process" || failed=1
+    done
+}
+
+tokenised() {
+    echo "-- tokenising by an array, in 1, 3 and 12 parts"
+    write_corpus
+    "$PYTHON" -m dtmega tokenize --input "$work/corpus.jsonl" --tokenizer stdlib-8k --output "$work/whole" \
+        --append-eod >"$work/whole.log"
+    array 1
+    array 3
+    array 12 kill
 }
 
 signalled() {
@@ -106,23 +157,21 @@ lost_node() {
 }
 
 fewer_nodes() {
-    echo "-- node2 is lost after a third of its steps, and the job goes on without it (MIN_NODES=1, --no-kill, mesh.dp_shard = -1)"
-    job=$(MIN_NODES=1 submit fewer_nodes --no-kill --time 20 -- --train.steps "$STEPS" --checkpoint.interval 20 --run.timeout_s 30)
+    echo "-- node2 is lost after a third of its steps, and the job goes on without it (MIN_NODES=1, --no-kill)"
+    job=$(MIN_NODES=1 submit fewer_nodes --no-kill --time 20 -- --train.steps "$STEPS" --checkpoint.interval 20 \
+        --run.timeout_s 30)
     wait_for 1200 has_step "$work/fewer_nodes" $((STEPS / 3))
     lose_node 2
     finish "$job"
     compare "$work/fewer_nodes" "$work/truth" 1e-5
 }
 
-is_waiting() { [ "$(field "$1" JobState)" = PENDING ]; }
-
 make_nodes
 start_slurm
-export RANKS_PER_NODE=2
 STEPS=${STEPS:-1000} # of each run
 echo "-- $STEPS steps without a stop, four ranks on one node"
 train_truth 4 --train.steps "$STEPS" --checkpoint.interval 0
-[ $# -gt 0 ] || set -- signalled timed_out lost_node fewer_nodes
+[ $# -gt 0 ] || set -- signalled timed_out lost_node fewer_nodes tokenised
 for experiment in "$@"; do
     "$experiment"
 done

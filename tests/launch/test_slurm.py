@@ -47,7 +47,7 @@ class Attempt(NamedTuple):
     """One attempt of a job.
 
     Attributes:
-        code: code in the exit.json that it leaves. None: it leaves none. LOST: its node is lost, and with it the script.
+        code: code in the exit.json that it leaves. None: it leaves none. LOST: its node is lost, and the script with it.
         step: newest step in metrics.jsonl at its end.
         starts: whether it comes to write in the run directory.
     """
@@ -186,7 +186,7 @@ def test_the_array_has_a_task_for_each_part_and_the_merge_waits_for_all_of_them(
     assert merge[merge.index("--dependency") + 1] == "afterok:12"
     tasks = [run_wrapped(array[-1], cluster, {"SLURM_ARRAY_TASK_ID": str(i)}) for i in range(2)]
     first = ["-m", "dtmega", "tokenize", "--input", "my data.jsonl", "--tokenizer", "t.json", "--output", "out/mine"]
-    assert tasks == [[*first, "--append-eod", "--part", f"{i}/12"] for i in range(2)]
+    assert tasks == [[*first, "--workers", "8", "--append-eod", "--part", f"{i}/12"] for i in range(2)]
     merged = ["-m", "dtmega", "merge", "--input", "out/mine.part-*", "--output", "out/mine"]
     assert run_wrapped(merge[-1], cluster, {}) == merged
 
