@@ -196,8 +196,9 @@ def test_every_page_is_in_the_site():
 
 
 def test_every_file_and_test_that_a_page_names_exists():
-    rooms = "benchmarks|configs|docs|dtmega|examples|launch|tests|tools"
-    for name, _, function in re.findall(rf"[`/]((?:{rooms})/[a-z0-9_/]+\.(?:py|md|toml|sh))(::(\w+))?", GUIDE):
+    rooms = "benchmarks|configs|docs|dtmega|examples|tests|tools"
+    in_rooms = rf"[`/]((?:{rooms})/[a-z0-9_/]+\.(?:py|md|toml))(::(\w+))?"
+    for name, _, function in re.findall(in_rooms, GUIDE) + re.findall(r"`(launch/[a-z_]+\.\w+)()()`", GUIDE):
         assert (ROOT / name).is_file(), name
         if function:
             assert f"def {function}(" in (ROOT / name).read_text(encoding="utf-8"), f"{name}::{function}"

@@ -47,7 +47,7 @@ class Attempt(NamedTuple):
     """One attempt of a job.
 
     Attributes:
-        code: code in the exit.json that it leaves. None: it leaves none. LOST: its node is lost, and the script with it.
+        code: code in the exit.json that it leaves. None: it leaves none. LOST: its node is lost, so the script ends.
         step: newest step in metrics.jsonl at its end.
         starts: whether it comes to write in the run directory.
     """
