@@ -71,9 +71,9 @@ ended() { [[ $(field "$1" JobState) =~ ^(COMPLETED|FAILED|TIMEOUT|CANCELLED)$ ]]
 runs() { [ "$(field "$1" JobState)" = RUNNING ]; }
 is_waiting() { [ "$(field "$1" JobState)" = PENDING ]; }
 
-# finish JOB: wait for a job, and say how it ended.
+# finish JOB STATE: wait for a job, and say how it ended. It should end in this state.
 finish() {
-    wait_for 2400 ended "$1" || failed=1
+    wait_for 2400 ended "$1" && [ "$(field "$1" JobState)" = "$2" ] || failed=1
     sed -n 's/^slurm.sh/   &/p' "$work/dtmega-$1.log"
     echo "   job $1: $(field "$1" JobState), exit code $(field "$1" ExitCode), $(field "$1" Restarts) requeues"
 }
@@ -130,7 +130,11 @@ tokenised() {
 signalled() {
     echo "-- warned before its limit of four minutes, and requeued"
     job=$(submit signalled --time 4 --signal TERM@60 -- --train.steps "$STEPS" --checkpoint.interval 0)
-    finish "$job"
+    finish "$job" COMPLETED
+    if [ "$(field "$job" Restarts)" = 0 ]; then
+        echo "   finished before the signal: more STEPS are needed"
+        failed=1
+    fi
     compare "$work/signalled" "$work/truth"
 }
 
@@ -138,9 +142,9 @@ signalled() {
 timed_out() {
     echo "-- not warned before its limit of two minutes; then submitted again"
     job=$(submit timed_out --time 2 --signal URG@10 -- --train.steps "$STEPS" --checkpoint.interval 20)
-    finish "$job"
+    finish "$job" TIMEOUT
     job=$(submit timed_out --time 20 -- --train.steps "$STEPS" --checkpoint.interval 20)
-    finish "$job"
+    finish "$job" COMPLETED
     compare "$work/timed_out" "$work/truth"
 }
 
@@ -152,7 +156,7 @@ lost_node() {
     wait_for 300 is_waiting "$job"
     return_node 2
     on_node 2 slurmd -N node2
-    finish "$job"
+    finish "$job" COMPLETED
     compare "$work/lost_node" "$work/truth"
 }
 
@@ -162,7 +166,7 @@ fewer_nodes() {
         --run.timeout_s 30)
     wait_for 1200 has_step "$work/fewer_nodes" $((STEPS / 3))
     lose_node 2
-    finish "$job"
+    finish "$job" COMPLETED
     compare "$work/fewer_nodes" "$work/truth" 1e-5
 }
 
