@@ -19,7 +19,7 @@ MAX_LOST=${MAX_LOST:-3}                      # requeues in a row after a hang or
 MAX_RESTARTS=${MAX_RESTARTS:-3}              # restarts by torchrun, in place, as after a worker that was killed
 MIN_NODES=${MIN_NODES:-$SLURM_JOB_NUM_NODES} # fewer, with sbatch --no-kill: go on without a node that is lost
 
-run=$1
+run=${1:?the run directory}
 shift
 restarts=${SLURM_RESTART_COUNT:-0}
 export DTMEGA_ATTEMPT=$SLURM_JOB_ID-$restarts # exit.json and starts.jsonl repeat it
