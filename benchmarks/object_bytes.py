@@ -1,87 +1,137 @@
 """The bytes that loads of one checkpoint read from an object store, on several layouts.
 
-    python -m benchmarks.object_bytes        a table; about a minute, everything on the loopback interface
+    python -m benchmarks.object_bytes        a table; some minutes, everything on the loopback interface
 
-Two processes save tensors cut along their rows. Then each layout loads them, and the store counts the bytes of its
-answers. `held` is what all ranks together hold, and `rows` the rows (first dimension) that hold these parts.
+One to three ranks save a model with its moments. Then each layout loads the checkpoint, and the store counts its
+answers. `held` is what all ranks together hold, and `rows` the rows (first dimension) that hold these parts. The bytes
+read include the manifest, which each rank reads.
 """
 
 from __future__ import annotations
 
 import os
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch import Tensor
 
+from dtmega import config, mesh
 from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.reader import Checkpoint
-from tests.checkpoint.object_server import serving
+from dtmega.ops.shards import Box, boxes
+from dtmega.training.parallelize import parallelize
+from tests import ranks
+from tests.checkpoint.object_server import Server, serving
 
 ROOT = "s3://bucket/run"
-SIZES = {
-    "22 MB, 20 matrices of 512 x 512": {f"model/{i}": (512, 512) for i in range(20)} | {"model/norm": (512,)},
-    "336 MB, 5 matrices of 4096 x 4096": {f"model/{i}": (4096, 4096) for i in range(5)},
+Keys = dict[str, Any]
+MODELS: dict[str, Keys] = {
+    "`configs/bloom.toml`": {},
+    "one layer of BLOOM-560m, vocabulary 8,192": {"hidden_size": 1024, "n_heads": 16, "n_layers": 1},
 }
-LAYOUTS: dict[str, tuple[int, Any]] = {
-    "rows over 2 ranks, as saved": (2, Shard(0)),
-    "one process": (1, Replicate()),
-    "rows over 4 ranks": (4, Shard(0)),
-    "columns over 2 ranks": (2, Shard(1)),
+DP2: Keys = {"dp_shard": 2}
+LAYOUTS: dict[str, tuple[int, Keys]] = {
+    "one process": (1, {}),
+    "dp 2": (2, DP2),
+    "dp 3": (3, {"dp_shard": 3}),
+    "dp 4": (4, {"dp_shard": 4}),
+    "tp 2": (2, {"tp": 2}),
+    "pp 2": (2, {"pp": 2}),
+    "dp 2 x tp 2": (4, {"dp_shard": 2, "tp": 2}),
 }
+SAVED_ON = ("dp 2", "one process", "dp 3", "dp 2 x tp 2")
+
+
+class Read(NamedTuple):
+    """What one rank has loaded.
+
+    Attributes:
+        held: bytes of the parts that it holds.
+        rows: bytes of the rows that hold these parts.
+    """
+
+    held: int
+    rows: int
 
 
 def main() -> None:
-    print("| tensors | layout of the load | read | / held | / rows |\n| --- | --- | ---: | ---: | ---: |")
-    for name, shapes in SIZES.items():
-        with serving() as server, TemporaryDirectory() as folder:
-            os.environ.update(server.environment)
-            mp.spawn(work, (f"{folder}/save", shapes, 2, Shard(0), True), nprocs=2)
-            for number, (layout, (world, placement)) in enumerate(LAYOUTS.items()):
-                server.bytes_sent = 0
-                mp.spawn(work, (f"{folder}/{number}", shapes, world, placement, False), nprocs=world)
-                sent = server.bytes_sent
-                held, rows = wanted(shapes, world, placement)
-                print(
-                    f"| {name} | {layout} | {sent / 1e6:.1f} MB | {sent / held:.2f} | {sent / rows:.2f} |", flush=True
-                )
+    print("| model | saved on | loaded on | read | / held | / rows | requests |")
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
+    for name, model in MODELS.items():
+        for saved_on in SAVED_ON if name == "`configs/bloom.toml`" else SAVED_ON[:1]:
+            with serving() as server:
+                measure(server, name, model, saved_on)
 
 
-def wanted(shapes: dict[str, tuple[int, ...]], world: int, placement: Any) -> tuple[int, int]:
-    """The bytes that all ranks together hold, and the bytes of the rows that hold these parts."""
-    total = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
-    columns = sum(4 * torch.Size(shape).numel() for shape in shapes.values() if len(shape) == 2)
-    return total, total + (world - 1) * columns if placement == Shard(1) else total
+def measure(server: Server, name: str, model: Keys, saved_on: str) -> None:
+    """Print a line for each layout that loads what one layout has saved."""
+    from benchmarks.object_bytes import load, save  # by a name that ranks can import
+
+    world, layout = LAYOUTS[saved_on]
+    ranks.run(world, save, server.environment, model, layout)
+    for loaded_on, (world, layout) in LAYOUTS.items():
+        server.bytes_sent, before = 0, len(server.seen)
+        found: list[Read] = ranks.run(world, load, server.environment, model, layout)
+        read = server.bytes_sent
+        held, rows = sum(each.held for each in found), sum(each.rows for each in found)
+        requests = sum(request.key.endswith(".bin") for request in server.seen[before:])
+        figures = f"{read / 1e6:.1f} MB | {read / held:.2f} | {read / rows:.2f} | {requests}"
+        print(f"| {name} | {saved_on} | {loaded_on} | {figures} |", flush=True)
 
 
-def work(rank: int, store: str, shapes: dict[str, tuple[int, ...]], world: int, placement: Any, saves: bool) -> None:
-    """Save or load on one rank, and compare what is loaded with what was saved."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    mesh, group = init_device_mesh("cpu", (world,)), dist.group.WORLD
+def tensors_on(model: Keys, layout: Keys) -> dict[str, Tensor]:
+    """The tensors of a run's checkpoint as this rank holds them, empty."""
+    cfg = config.load(["--config", "configs/bloom.toml", "--run.device", "cpu", "--precision.params", "float32"])
+    cfg = cfg.model_copy(
+        update={"model": cfg.model.model_copy(update=model), "mesh": cfg.mesh.model_copy(update=layout)}
+    )
+    sizes = mesh.resolve(cfg.mesh, dist.get_world_size())
+    parallel = parallelize(cfg, mesh.start(torch.device("cpu"), sizes))
+    tensors = {}
+    for name, parameter in parallel.named_parameters():
+        for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+            tensors[f"{kind}/{name}"] = torch.zeros_like(parameter.detach())
+    return tensors
+
+
+def truth(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A whole tensor whose elements tell its name and their places."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) % 65_521 + len(name)
+
+
+def save(environment: dict[str, str], model: Keys, layout: Keys) -> None:
+    """Save a checkpoint together with the other ranks."""
+    os.environ.update(environment)
+    tensors = tensors_on(model, layout)
+    for name, tensor in tensors.items():
+        for offsets, part in boxes(tensor):
+            part.copy_(truth(name, tuple(tensor.shape))[Box(offsets, part).where])
+    group = dist.group.WORLD
     assert group is not None
-    whole, tensors = {}, {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        whole[name] = torch.full(shape, 1.0 + number)
-        cut = placement if placement != Shard(1) or len(shape) == 2 else Shard(0)
-        tensors[name] = distribute_tensor(whole[name], mesh, [cut], src_data_rank=None)
     files = open_root(ROOT)
-    if saves:
-        attempt = files.new_attempt()
-        written = tensor_files.save(files, "a", tensors, 1, {}, group, attempt)
-        if written is not None:
-            files.publish("a", manifest.dump(written), attempt)
-    else:
-        empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        tensor_files.load_tensors(Checkpoint(files, "a"), empty, group)
-        for name, tensor in empty.items():
-            assert torch.equal(tensor.to_local(), tensors[name].to_local()), name
-    dist.destroy_process_group()
+    attempt = files.new_attempt()
+    written = tensor_files.save(files, "a", tensors, 1, {}, group, attempt)
+    if written is not None:
+        files.publish("a", manifest.dump(written), attempt)
+
+
+def load(environment: dict[str, str], model: Keys, layout: Keys) -> Read:
+    """Load this rank's parts, and compare them with what was saved."""
+    os.environ.update(environment)
+    tensors = tensors_on(model, layout)
+    group = dist.group.WORLD
+    assert group is not None
+    tensor_files.load_tensors(Checkpoint(open_root(ROOT), "a"), tensors, group)
+    held, rows = 0, 0
+    for name, tensor in tensors.items():
+        for offsets, part in boxes(tensor):
+            assert torch.equal(part, truth(name, tuple(tensor.shape))[Box(offsets, part).where]), name
+            held += part.nbytes
+            if part.numel():
+                rows += part.shape[0] * tensor.shape[1:].numel() * part.itemsize
+    return Read(held, rows)
 
 
 if __name__ == "__main__":

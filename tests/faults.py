@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dtmega import config, mesh
-from dtmega.checkpoint import manifest, tensor_files
+from dtmega.checkpoint import data_files, manifest
 from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.checkpoint.state import Progress, State
 from dtmega.checkpoint.tensors import tensors_of
@@ -175,12 +175,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """This process can read what `Trained` wrote, and be the only rank of a group."""
-    before = manifest.BLOCK_BYTES
-    manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = BLOCK_BYTES
+    before = manifest.LEAST_BLOCK_BYTES, data_files.WRITE_BYTES
+    manifest.LEAST_BLOCK_BYTES = data_files.WRITE_BYTES = BLOCK_BYTES
     try:
         yield
     finally:
-        manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = before
+        manifest.LEAST_BLOCK_BYTES, data_files.WRITE_BYTES = before
         if dist.is_initialized():
             dist.destroy_process_group()
 

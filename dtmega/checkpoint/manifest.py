@@ -1,11 +1,14 @@
 """The description of a checkpoint, `manifest.json`: written last, and verified before anything else is read.
 
-    {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
+    {"content": {"format": 2, "step": 100, "state": {...}, "files": {name: bytes}, "block_bytes": 16384,
+                 "tensors": {...}}, "xxh3": "..."}
 
 Tensors are raw little-endian bytes in `data-00000.bin`, ... (in an object store, `data-00000-ATTEMPT.bin`). Each chunk
-of a tensor has one digest per block of BLOCK_BYTES, so a rank that needs only some rows reads and verifies little more
-than those rows. A digest detects damage; it is not a signature. `parse` checks that each value has the right type, that
-each chunk lies within its file, and that sizes are plausible, so a reader may rely on the sizes when allocating memory.
+of a tensor has one digest per block, so a rank that needs only some rows reads and verifies little more than those
+rows. A digest detects damage; it is not a signature. `parse` checks that each value has the right type, that each chunk
+lies within its file, and that sizes are plausible, so a reader may rely on the sizes when allocating memory.
+
+In format 1, which is read as well, all blocks have MOST_BLOCK_BYTES.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from dtmega.checkpoint.cover import cover
 from dtmega.distributed import exit_codes
 from dtmega.files.untrusted_json import parse_object
 
-FORMAT = 1
+FORMAT = 2
+FIRST_FORMAT = 1
 NAME = "manifest.json"
-BLOCK_BYTES = 4 * 2**20
+LEAST_BLOCK_BYTES = 16 * 2**10
+MOST_BLOCK_BYTES = 4 * 2**20
+N_BLOCKS = 2**18  # a checkpoint gets larger blocks before it gets more of them: their digests take 9 MB in the manifest
 MAX_BYTES = 2**30  # larger manifests are refused; BLOOM-176B's has 20 MB, including the digests
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
@@ -62,7 +68,7 @@ class StoredChunk:
         sizes: size of the box, one number per dim.
         file: name of the data file that holds the box's elements, row by row.
         start: offset of these elements in the file, in bytes.
-        digests: xxh3-128 digests in hex, one for each block of BLOCK_BYTES; the last block may be shorter.
+        digests: xxh3-128 digests in hex, one for each block; the last block may be shorter.
     """
 
     offsets: tuple[int, ...]
@@ -94,12 +100,14 @@ class Manifest:
         state: JSON object of the program that saved the checkpoint; for a training run, the content of `state.State`.
         files: size of each data file in bytes, by file name.
         tensors: entry of each tensor, by name in the checkpoint, such as `model/NAME`.
+        block_bytes: size of the blocks that have a digest each, in bytes.
     """
 
     step: int
     state: dict[str, Any]
     files: dict[str, int]
     tensors: dict[str, Entry]
+    block_bytes: int
 
 
 def digest(data: Any) -> str:
@@ -107,9 +115,21 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def block_digests(data: memoryview) -> tuple[str, ...]:
-    """The digests of contiguous bytes, one per block of BLOCK_BYTES."""
-    return tuple(digest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
+def block_bytes_for(n_bytes: int) -> int:
+    """The size of the blocks of a checkpoint whose tensors have `n_bytes` together: small, but at most N_BLOCKS.
+
+    A rank that reads some rows of a chunk reads whole blocks. On a layout with more ranks than the saving layout, two
+    ranks then read the blocks that hold both their rows, so blocks must be small beside a rank's part of a matrix.
+    """
+    size = LEAST_BLOCK_BYTES
+    while size < MOST_BLOCK_BYTES and size * N_BLOCKS < n_bytes:
+        size *= 2
+    return size
+
+
+def block_digests(data: memoryview, block_bytes: int) -> tuple[str, ...]:
+    """The digests of contiguous bytes, one per block."""
+    return tuple(digest(data[i : i + block_bytes]) for i in range(0, len(data), block_bytes))
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -126,6 +146,7 @@ def dump(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "state": manifest.state,
         "files": manifest.files,
+        "block_bytes": manifest.block_bytes,
         "tensors": tensors,
     }
     # NaN is refused: JSON has no NaN, and strict readers in other languages must be able to read the file.
@@ -155,13 +176,16 @@ def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
         raise Damaged(f"{NAME}: its digest does not match its content")
     try:
         content = parse_object(body[len(b'{"content":') :], NAME)
-        if content["format"] != FORMAT:
-            raise OtherFormat(f"a checkpoint of format {content['format']!r:.40}; this dtmega reads {FORMAT}")
+        if content["format"] not in (FIRST_FORMAT, FORMAT):
+            raise OtherFormat(
+                f"a checkpoint of format {content['format']!r:.40}; this dtmega reads {FIRST_FORMAT} and {FORMAT}"
+            )
         manifest = Manifest(
             _count(content["step"]),
             _typed(content["state"], dict),
             {_file_name(name): _count(size) for name, size in _typed(content["files"], dict).items()},
             {_tensor_name(name): _entry(entry) for name, entry in _typed(content["tensors"], dict).items()},
+            MOST_BLOCK_BYTES if content["format"] == FIRST_FORMAT else _block_bytes(content["block_bytes"]),
         )
         _check_places(manifest)
     except (OtherFormat, Damaged):
@@ -198,7 +222,7 @@ def _check_places(manifest: Manifest) -> None:
     for name, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             n_bytes = math.prod(chunk.sizes) * entry.dtype.itemsize
-            n_blocks = -(-n_bytes // BLOCK_BYTES)
+            n_blocks = -(-n_bytes // manifest.block_bytes)
             if not _fits(chunk, entry.shape) or chunk.file not in used or len(chunk.digests) != n_blocks:
                 raise Damaged(
                     f"{NAME}: '{name}' has a chunk {chunk.offsets} + {chunk.sizes} that does not fit {entry.shape}"
@@ -235,6 +259,12 @@ def _typed(value: Any, kind: type) -> Any:
 def _count(value: Any) -> int:
     if not 0 <= _typed(value, int) < MAX_COUNT:
         raise TypeError(f"expected a count, got {value}")
+    return value
+
+
+def _block_bytes(value: Any) -> int:
+    if not 0 < _count(value) <= MOST_BLOCK_BYTES:
+        raise TypeError(f"expected the size of a block, got {value}")
     return value
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtmega.checkpoint import manifest
+from dtmega.checkpoint.data_files import Extent, extent
 from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Damaged, StoredChunk
 
@@ -115,36 +115,33 @@ class Checkpoint:
         Raises:
             Damaged: a block does not match its digest; the message names the file and the tensor.
         """
-        # A chunk is stored row by row, so consecutive rows of dim 0 are one range of bytes. Each digest covers a whole
-        # block, so the range is widened to block boundaries.
-        dtype = self.manifest.tensors[name].dtype
-        rows = box[0] if box else slice(0, 1)
-        row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
-        total = math.prod(chunk.sizes) * dtype.itemsize
-        first = rows.start * row_bytes // manifest.BLOCK_BYTES
-        last = -(-rows.stop * row_bytes // manifest.BLOCK_BYTES)
-        start, stop = first * manifest.BLOCK_BYTES, min(last * manifest.BLOCK_BYTES, total)
-        raw = torch.empty(stop - start, dtype=torch.uint8)
+        return self.read_extents([extent(self.manifest, name, chunk, box)])[0]
+
+    def read_extents(self, extents: Sequence[Extent]) -> list[Tensor]:
+        """Read boxes whose bytes are side by side in one data file, and verify the blocks that hold them.
+
+        Args:
+            extents: boxes and their bytes; a group of `data_files.side_by_side`.
+
+        Returns:
+            The content of each box.
+
+        Raises:
+            Damaged: a block does not match its digest; the message names the file and the tensor.
+        """
+        start = extents[0].start
+        raw = torch.empty(max(each.stop for each in extents) - start, dtype=torch.uint8)
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
-        with self._open(chunk.file) as file:
-            file.seek(chunk.start + start)
+        with self._open(extents[0].chunk.file) as file:
+            file.seek(start)
             # The file is unbuffered: `readinto` may read fewer bytes than requested, and returns 0 at the end.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n
         with self._counting:
             self.bytes_read += filled
-        if filled < len(view) or manifest.block_digests(view) != chunk.digests[first:last]:
-            raise Damaged(
-                f"{chunk.file}: the bytes of '{name}' from {chunk.start + start} to {chunk.start + stop} do not match "
-                f"their digest"
-            )
-        skip = rows.start * row_bytes - start
-        wanted = raw[skip : skip + (rows.stop - rows.start) * row_bytes].view(dtype)
-        # A tensor without dims is stored as one row of one element.
-        if not box:
-            return wanted[0]
-        return wanted.view(rows.stop - rows.start, *chunk.sizes[1:])[(slice(None), *box[1:])]
+        read = raw[:filled]
+        return [each.tensor(read[each.start - start : each.stop - start]) for each in extents]
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:

@@ -27,14 +27,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from dtmega.checkpoint import manifest
+from dtmega.checkpoint.data_files import DataFile, Extent, extent, side_by_side
 from dtmega.checkpoint.files import Place
-from dtmega.checkpoint.manifest import BLOCK_BYTES, Damaged, Entry, Manifest, StoredChunk
-from dtmega.checkpoint.object_requests import Unreachable
+from dtmega.checkpoint.manifest import Damaged, Entry, Manifest, StoredChunk
+from dtmega.checkpoint.object_requests import PART_BYTES, Unreachable
 from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from dtmega.checkpoint.reader import Checkpoint
 
@@ -64,38 +65,6 @@ class NobodyWaits:
 
 class Failed(Exception):
     """A failed save, with the reason from each rank that failed."""
-
-
-class DataFile:
-    """A writer for one data file: appends boxes of tensors, and computes a digest of every block.
-
-    Attributes:
-        name: name of the file.
-        n_bytes: number of bytes written so far.
-    """
-
-    def __init__(self, name: str, file: Any) -> None:
-        self.name, self.n_bytes, self._file = name, 0, file
-
-    def add(self, tensor: Tensor, offsets: Iterable[int]) -> StoredChunk:
-        """Append a box of a tensor.
-
-        Args:
-            tensor: content of the box.
-            offsets: position of the box within the whole tensor, one number per dim.
-
-        Returns:
-            The box's entry for the manifest.
-        """
-        data = _bytes(tensor.detach().cpu().contiguous())
-        digests = []
-        for i in range(0, len(data), BLOCK_BYTES):
-            block = data[i : i + BLOCK_BYTES]
-            digests.append(manifest.digest(block))
-            self._file.write(block)
-        chunk = StoredChunk(tuple(offsets), tuple(tensor.shape), self.name, self.n_bytes, tuple(digests))
-        self.n_bytes += len(data)
-        return chunk
 
 
 def save(
@@ -177,6 +146,7 @@ class _Writer(StorageWriter):
     """
 
     manifest: Manifest | None = None
+    _block_bytes = 0  # on the coordinator, the size of a block
 
     def __init__(self, files: Place, folder: str, step: int, state: dict[str, Any], attempt: str) -> None:
         self._files, self._folder, self._step, self._state, self._attempt = files, folder, step, state, attempt
@@ -202,17 +172,25 @@ class _Writer(StorageWriter):
         return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder and name each rank's data file. Runs on the coordinator, before any rank writes."""
+        """Make the folder, and choose the size of blocks and the name of each rank's data file.
+
+        Runs on the coordinator, before any rank writes.
+        """
         self._files.make(self._folder)
-        names = [f"data-{rank:05d}{self._attempt}.bin" for rank in range(len(plans))]
-        return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
+        self._block_bytes = manifest.block_bytes_for(sum(_n_bytes(item) for plan in plans for item in plan.items))
+        named = []
+        for rank, plan in enumerate(plans):
+            name = f"data-{rank:05d}{self._attempt}.bin"
+            named.append(dataclasses.replace(plan, storage_data=(name, self._block_bytes)))
+        return named
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data file. A rank that holds nothing writes no file."""
         results = []
         if plan.items:
-            with self._files.create(self._folder, plan.storage_data) as file:
-                data = DataFile(plan.storage_data, file)
+            name, block_bytes = plan.storage_data
+            with self._files.create(self._folder, name) as file:
+                data = DataFile(name, file, block_bytes)
                 for item in plan.items:
                     assert item.tensor_data is not None
                     tensor = planner.resolve_data(item)
@@ -236,7 +214,7 @@ class _Writer(StorageWriter):
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             tensors[name] = Entry(entry.properties.dtype, tuple(entry.size), tuple(chunks[name]))
-        self.manifest = Manifest(self._step, self._state, dict(file_sizes), tensors)
+        self.manifest = Manifest(self._step, self._state, dict(file_sizes), tensors, self._block_bytes)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -285,35 +263,39 @@ class _Reader(StorageReader):
         return done
 
     def _contents(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Tensor]]:
-        """Read the items in order, as many at the same time as is worth doing where the checkpoint is."""
+        """Read the items, in any order, as many at the same time as is worth doing where the checkpoint is."""
+        extents = [self._extent(item) for item in items]
+        groups = deque(side_by_side(extents, PART_BYTES))
         at_once = self._checkpoint.files.parallel_reads
         if at_once == 1:
-            for item in items:
-                yield item, self._read_item(item)
+            for group in groups:
+                contents = self._checkpoint.read_extents([extents[i] for i in group])
+                yield from zip([items[i] for i in group], contents, strict=True)
             return
-        waiting: deque[tuple[ReadItem, Reading[Tensor]]] = deque()
+        waiting: deque[tuple[list[int], Reading[list[Tensor]]]] = deque()
         with ThreadPoolExecutor(at_once, "checkpoint reads") as threads:
-            for item in items:
-                waiting.append((item, threads.submit(self._read_item, item)))
-                if len(waiting) == at_once:
-                    first, content = waiting.popleft()
-                    yield first, content.result()
-            for rest, content in waiting:
-                yield rest, content.result()
+            while groups or waiting:
+                while groups and len(waiting) < at_once:
+                    group = groups.popleft()
+                    together = [extents[i] for i in group]
+                    waiting.append((group, threads.submit(self._checkpoint.read_extents, together)))
+                group, contents = waiting.popleft()
+                yield from zip([items[i] for i in group], contents.result(), strict=True)
 
-    def _read_item(self, item: ReadItem) -> Tensor:
-        """Read one box of a stored chunk."""
+    def _extent(self, item: ReadItem) -> Extent:
+        """The bytes of one box of a stored chunk."""
         name, number = item.storage_index.fqn, item.storage_index.index
         assert number is not None
         chunk = self._checkpoint.manifest.tensors[name].chunks[number]
         box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-        return self._checkpoint.read_chunk(name, chunk, box)
+        return extent(self._checkpoint.manifest, name, chunk, box)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+def _n_bytes(item: WriteItem) -> int:
+    """The bytes of a box that is to be written."""
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

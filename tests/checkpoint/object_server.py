@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import threading
@@ -206,7 +207,9 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {}, ended.encode()
 
 
+@functools.lru_cache(maxsize=8)
 def tag(data: bytes) -> str:
+    """The ETag of an object. Kept, as a client may ask for many ranges of a large object."""
     return f'"{hashlib.md5(data).hexdigest()}"'
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dtmega.checkpoint import manifest, resume, tensor_files
+from dtmega.checkpoint import data_files, manifest, resume
 from dtmega.checkpoint.manifest import Damaged, OtherFormat
 from dtmega.checkpoint.state import State
 from tests.faults import BLOCK_BYTES, IDENTITY, Trained, alone, value
@@ -129,7 +129,7 @@ def _replace(path: Path, make: Callable[[], object]) -> None:
 
 
 def save_both(root: Path) -> None:
-    manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = BLOCK_BYTES
+    manifest.LEAST_BLOCK_BYTES = data_files.WRITE_BYTES = BLOCK_BYTES
     trained = Trained(root, keep=2)
     for step in (1, 2):
         trained.fill(step)
@@ -262,8 +262,12 @@ FORGED: dict[str, tuple[Callable[[Content], None], str]] = {
     "a step that is a string": (put("step", to="2"), "expected int, got '2'"),
     "a negative step": (put("step", to=-2), "expected a count, got -2"),
     "no step": (lambda content: content.pop("step"), "KeyError: 'step'"),
-    "another format": (put("format", to=99), "a checkpoint of format 99; this dtmega reads 1"),
-    "a format that is a list": (put("format", to=[1]), "a checkpoint of format [1]; this dtmega reads 1"),
+    "another format": (put("format", to=99), "a checkpoint of format 99; this dtmega reads 1 and 2"),
+    "a format that is a list": (put("format", to=[1]), "a checkpoint of format [1]; this dtmega reads 1 and 2"),
+    "blocks of no bytes": (put("block_bytes", to=0), "expected the size of a block, got 0"),
+    "blocks of a gigabyte": (put("block_bytes", to=2**30), "expected the size of a block, got 1073741824"),
+    "no size of blocks": (lambda content: content.pop("block_bytes"), "KeyError: 'block_bytes'"),
+    "the first format's blocks": (put("format", to=1), "does not fit"),
     "state that is a list": (put("state", to=[]), "expected dict, got '[]'"),
     "state with a key too much": (put("state", "__class__", to="os"), "Extra inputs are not permitted"),
     "progress that is a string": (put("state", "progress", to="far"), "progress\n"),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega.checkpoint import manifest, resume, tensor_files
+from dtmega.checkpoint import data_files, manifest, resume
 from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.resume import open_checkpoint
 from tests.faults import BLOCK_BYTES, IDENTITY, FileEvents, Trained, alone, value
@@ -85,7 +85,7 @@ def save(
     plant: Callable[[], None] | None = None,
 ) -> None:
     """Run a rank; it dies if `die` names it and one of its events."""
-    manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = BLOCK_BYTES
+    manifest.LEAST_BLOCK_BYTES = data_files.WRITE_BYTES = BLOCK_BYTES
     if plant is not None:
         plant()
     trained, rank = Trained(root, mode), dist.get_rank()

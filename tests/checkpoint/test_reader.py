@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtmega.checkpoint import manifest, reader, tensor_files
+from dtmega.checkpoint import manifest, reader
+from dtmega.checkpoint.data_files import DataFile
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged, Entry, Manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.state import State
-from dtmega.checkpoint.tensor_files import DataFile
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
 
@@ -35,6 +35,7 @@ def store(path: str, tensors: Mapping[str, Tensor], cuts: Cuts | None = None, st
     """
     root, _, folder = path.rpartition("/")
     files, entries, sizes = open_root(root), {}, {}
+    block_bytes = manifest.block_bytes_for(sum(tensor.nbytes for tensor in tensors.values()))
     files.make(folder)
     for name, tensor in tensors.items():
         starts = (cuts or {}).get(name, [[0]] * tensor.ndim)
@@ -43,19 +44,18 @@ def store(path: str, tensors: Mapping[str, Tensor], cuts: Cuts | None = None, st
         for box in itertools.product(*edges):
             file_name = f"data-{len(sizes):05d}.bin"
             with files.create(folder, file_name) as file:
-                data = DataFile(file_name, file)
+                data = DataFile(file_name, file, block_bytes)
                 chunks.append(data.add(tensor[tuple(slice(*ends) for ends in box)], [start for start, _ in box]))
             sizes[file_name] = data.n_bytes
         entries[name] = Entry(tensor.dtype, tuple(tensor.shape), tuple(chunks))
-    written = Manifest(step, State.of(state.pop("config", {}), **state).model_dump(), sizes, entries)
+    written = Manifest(step, State.of(state.pop("config", {}), **state).model_dump(), sizes, entries, block_bytes)
     with files.create(folder, manifest.NAME) as file:
         file.write(manifest.dump(written))
     return path
 
 
 def test_any_part_of_a_tensor_in_boxes_is_what_slicing_gives(tmp_path, monkeypatch):
-    for module in (manifest, tensor_files):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(manifest, "LEAST_BLOCK_BYTES", 16)
     whole = torch.arange(7 * 5.0).view(7, 5)
     checkpoint = open_checkpoint(store(f"{tmp_path}/a", {"x": whole}, {"x": [[0, 3, 4], [0, 2]]}))
     assert len(checkpoint.manifest.tensors["x"].chunks) == 6
@@ -69,8 +69,7 @@ def test_any_part_of_a_tensor_in_boxes_is_what_slicing_gives(tmp_path, monkeypat
 
 @pytest.mark.parametrize("file", range(4))
 def test_all_boxes_and_all_blocks_of_them_are_verified(tmp_path, monkeypatch, file):
-    for module in (manifest, tensor_files):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(manifest, "LEAST_BLOCK_BYTES", 16)
     path = store(f"{tmp_path}/a", {"x": torch.arange(64.0).view(16, 4)}, {"x": [[0, 8], [0, 2]]})
     open_checkpoint(path).verify()
     data = Path(path, f"data-{file:05d}.bin")

@@ -188,7 +188,7 @@ def test_the_work_for_a_manifest_grows_as_its_chunks_do():
         """Executed to check a tensor of n columns, a chunk each."""
         chunks = tuple(StoredChunk((0, i), (2, 1), "data-00000.bin", 8 * i, ("",)) for i in range(n))
         entry = Entry(torch.float32, (2, n), chunks)
-        checked = Manifest(0, {}, {"data-00000.bin": 8 * n}, {"x": entry})
+        checked = Manifest(0, {}, {"data-00000.bin": 8 * n}, {"x": entry}, 8)
         count = 0
 
         def trace(frame: Any, event: str, arg: Any) -> Any:

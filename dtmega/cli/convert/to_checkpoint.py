@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dtmega import config
 from dtmega.checkpoint import manifest
+from dtmega.checkpoint.data_files import DataFile
 from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import split_path
 from dtmega.checkpoint.state import ELSEWHERE, Progress, State
-from dtmega.checkpoint.tensor_files import DataFile
 from dtmega.formats.sources import Source
 from dtmega.ops.loss_scale import ScaleState
 
@@ -104,10 +105,15 @@ def _fill(files: Place, folder: str, name: str, tensors: Mapping[str, tuple[Sour
         state: the run's state, to record in the manifest.
     """
     entries: dict[str, Entry] = {}
+    n_bytes = 0
+    for source, parameter in tensors.values():
+        dtype, shape = source.tensors[parameter]
+        n_bytes += math.prod(shape) * dtype.itemsize
+    block_bytes = manifest.block_bytes_for(n_bytes)
     with files.create(folder, name) as file:
-        data = DataFile(name, file)
+        data = DataFile(name, file, block_bytes)
         for saved_as, (source, parameter) in tensors.items():
             tensor = source.read(parameter)
             chunk = data.add(tensor, [0] * tensor.ndim)
             entries[saved_as] = Entry(tensor.dtype, tuple(tensor.shape), (chunk,))
-    return Manifest(state.progress.step, state.model_dump(), {name: data.n_bytes}, entries)
+    return Manifest(state.progress.step, state.model_dump(), {name: data.n_bytes}, entries, block_bytes)

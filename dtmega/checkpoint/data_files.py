@@ -1,0 +1,153 @@
+"""The bytes of data files: `DataFile` appends boxes of tensors, and an `Extent` says where a part of a box is.
+
+A chunk is stored row by row, so consecutive rows of its first dim are one range of bytes. Each digest covers a whole
+block, so the range is widened to the boundaries of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtmega.checkpoint.manifest import Damaged, Manifest, StoredChunk, block_digests
+
+Slices = tuple[slice, ...]
+WRITE_BYTES = 4 * 2**20  # bytes of one write; a multiple of every size of blocks
+
+
+class DataFile:
+    """A writer for one data file: appends boxes of tensors, and computes a digest of every block.
+
+    Args:
+        name: name of the file.
+        file: the file, opened for writing.
+        block_bytes: size of a block in bytes; a power of two.
+
+    Attributes:
+        n_bytes: number of bytes written so far.
+    """
+
+    def __init__(self, name: str, file: Any, block_bytes: int) -> None:
+        self.name, self.n_bytes, self._file, self._block_bytes = name, 0, file, block_bytes
+
+    def add(self, tensor: Tensor, offsets: Iterable[int]) -> StoredChunk:
+        """Append a box of a tensor.
+
+        Args:
+            tensor: content of the box.
+            offsets: position of the box within the whole tensor, one number per dim.
+
+        Returns:
+            The box's entry for the manifest.
+        """
+        data = _bytes(tensor.detach().cpu().contiguous())
+        digests: list[str] = []
+        # The digests of a part are computed right before it is written, while it is in the processor's cache.
+        for i in range(0, len(data), WRITE_BYTES):
+            part = data[i : i + WRITE_BYTES]
+            digests.extend(block_digests(part, self._block_bytes))
+            self._file.write(part)
+        chunk = StoredChunk(tuple(offsets), tuple(tensor.shape), self.name, self.n_bytes, tuple(digests))
+        self.n_bytes += len(data)
+        return chunk
+
+
+class Extent(NamedTuple):
+    """A box of a stored chunk, and the blocks that hold the box's rows.
+
+    Attributes:
+        name: name of the tensor that the chunk belongs to.
+        dtype: dtype of the tensor.
+        chunk: entry of the chunk in the manifest.
+        box: slices within the chunk, one per dim.
+        block_bytes: size of a block in bytes.
+        start: position of the first block in the data file, in bytes.
+        stop: end of the last block in the data file.
+    """
+
+    name: str
+    dtype: torch.dtype
+    chunk: StoredChunk
+    box: Slices
+    block_bytes: int
+    start: int
+    stop: int
+
+    def tensor(self, blocks: Tensor) -> Tensor:
+        """The content of the box.
+
+        Args:
+            blocks: bytes of the blocks, uint8; fewer than `stop - start` if the file has ended before.
+
+        Raises:
+            Damaged: a block does not match its digest; the message names the file and the tensor.
+        """
+        first = (self.start - self.chunk.start) // self.block_bytes
+        n_blocks = -(-(self.stop - self.start) // self.block_bytes)
+        digests = block_digests(_bytes(blocks), self.block_bytes)
+        if len(blocks) < self.stop - self.start or digests != self.chunk.digests[first : first + n_blocks]:
+            raise Damaged(
+                f"{self.chunk.file}: the bytes of '{self.name}' from {self.start} to {self.stop} do not match their "
+                f"digest"
+            )
+        rows, row_bytes = _rows(self.chunk, self.box, self.dtype)
+        skip = self.chunk.start + rows.start * row_bytes - self.start
+        wanted = blocks[skip : skip + (rows.stop - rows.start) * row_bytes].view(self.dtype)
+        # A tensor without dims is stored as one row of one element.
+        if not self.box:
+            return wanted[0]
+        return wanted.view(rows.stop - rows.start, *self.chunk.sizes[1:])[(slice(None), *self.box[1:])]
+
+
+def extent(manifest: Manifest, name: str, chunk: StoredChunk, box: Slices) -> Extent:
+    """The blocks that hold the rows of a box.
+
+    Args:
+        manifest: manifest of the checkpoint.
+        name: name of the tensor that the chunk belongs to.
+        chunk: entry of the chunk in the manifest.
+        box: slices within the chunk, one per dim.
+    """
+    dtype, block_bytes = manifest.tensors[name].dtype, manifest.block_bytes
+    rows, row_bytes = _rows(chunk, box, dtype)
+    total = math.prod(chunk.sizes) * dtype.itemsize
+    first = rows.start * row_bytes // block_bytes
+    last = -(-rows.stop * row_bytes // block_bytes)
+    start = chunk.start + first * block_bytes
+    stop = chunk.start + min(last * block_bytes, total)
+    return Extent(name, dtype, chunk, box, block_bytes, start, stop)
+
+
+def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
+    """Divide extents into groups that one read each fetches: ranges without gaps, of at most `most_bytes`.
+
+    A longer extent is a group by itself.
+
+    Returns:
+        The places of each group's extents in `extents`, in the order of their bytes.
+    """
+    groups: list[list[int]] = []
+    file, start, stop = "", 0, 0
+    for number in sorted(range(len(extents)), key=lambda i: (extents[i].chunk.file, extents[i].start)):
+        here = extents[number]
+        joins = here.chunk.file == file and here.start <= stop and max(stop, here.stop) - start <= most_bytes
+        if not joins:
+            groups.append([])
+            file, start, stop = here.chunk.file, here.start, here.stop
+        groups[-1].append(number)
+        stop = max(stop, here.stop)
+    return groups
+
+
+def _rows(chunk: StoredChunk, box: Slices, dtype: torch.dtype) -> tuple[slice, int]:
+    """The rows of a box, and the bytes of one row of its chunk."""
+    return (box[0] if box else slice(0, 1)), math.prod(chunk.sizes[1:]) * dtype.itemsize
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
