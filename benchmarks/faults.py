@@ -1,15 +1,23 @@
 """Kill ranks at every file event of a save, and damage every byte of a checkpoint: `python benchmarks/faults.py`.
 
-    python benchmarks/faults.py [kills | damage | all]
+    python benchmarks/faults.py [kills | damage | objects | all]
 
 tests/checkpoint/test_kill.py and tests/checkpoint/test_damage.py try some of these events and bytes; this script tries
 all of them. Two ranks hold a small BLOOM, sharded by FSDP2, on this machine's CPU. A kill passes if the rank that is
 not killed ends by itself, and one process then loads the expected step bit-identically, clears up, and saves the next
 step. A damage passes if the message names the damaged checkpoint and the damage, and the older checkpoint is loaded
-bit-identically. The exit code is 1 if any kill or damage does not pass.
+bit-identically.
+
+`objects` does the like in an object store on the loopback interface: a rank is killed before and after every request of
+a save, each request of a save or load meets each fault once or from then on, and two processes save the same steps at
+the same time. tests/checkpoint/object_faults.py says what passes.
+
+The exit code is 1 if anything does not pass.
 """
 
 import argparse
+import itertools
+import os
 import sys
 import tempfile
 import time
@@ -20,11 +28,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
+from tests import ranks
+from tests.checkpoint import object_faults
+from tests.checkpoint.object_server import Server, serving
 from tests.checkpoint.test_damage import Victim
 from tests.checkpoint.test_kill import MODES, PUBLISHES, RANKS, Crash
 from tests.faults import alone
 from tests.ranks import Forks
+
+ROUNDS = 20
 
 
 def holds(what: str, check: Callable[..., object], *args: object) -> bool:
@@ -67,14 +81,55 @@ def damage(forks: Forks, folder: Path) -> Iterator[bool]:
         print(f"| {kind} | " + " | ".join(cells) + " |", flush=True)
 
 
+def in_objects(forks: Forks, folder: Path) -> Iterator[bool]:
+    with serving() as server:
+        os.environ.update(server.environment)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        print("| ranks | mode | requests | kill points survived |\n| --- | --- | ---: | ---: |")
+        for n_ranks, mode in itertools.product((1, 2), MODES):
+            crash = object_faults.Crash(forks, server, n_ranks, mode)
+            survived = [holds(str(point), crash.survives, point) for point in crash.points]
+            n_requests = sum(map(len, crash.requests))
+            print(f"| {n_ranks} | {mode} | {n_requests} | {sum(survived)} of {len(survived)} |", flush=True)
+            yield from survived
+        yield from failing_requests(server)
+        errors = ranks.run(2, object_faults.save_against, server.environment, str(folder / "meeting"), ROUNDS)
+        told = [object_faults.told(server, errors, step) for step in range(1, ROUNDS + 1)]
+        print(f"\ntwo writers of a step: {sum(told)} of {len(told)} times one saved it and the other was told")
+        yield from told
+
+
+def failing_requests(server: Server) -> Iterator[bool]:
+    print("\n| requests that fail | " + " | ".join(object_faults.FAULTS) + " |\n| --- |" + " ---: |" * 3)
+    sweeps = {
+        "one of a save": (object_faults.count_of_a_save, object_faults.one_fault_in_a_save),
+        "all of a save from one on": (object_faults.count_of_a_save, object_faults.endless_fault_in_a_save),
+        "one of a load": (object_faults.count_of_a_load, object_faults.one_fault_in_a_load),
+        "all of a load from one on": (object_faults.count_of_a_load, object_faults.endless_fault_in_a_load),
+    }
+    for name, (count, check) in sweeps.items():
+        cells = []
+        for fault in object_faults.FAULTS:
+            n_requests = count(server)
+            passed = [holds(f"{name}, {fault}, {n}", check, server, n, fault) for n in range(n_requests)]
+            cells.append(f"{sum(passed)} of {n_requests}")
+            yield from passed
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["kills", "damage", "all"], default="all")
+    parser.add_argument("what", nargs="?", choices=["kills", "damage", "objects", "all"], default="all")
     what = parser.parse_args().what
     torch.set_num_threads(1)
     found = {}
     with tempfile.TemporaryDirectory() as folder, alone(), Forks() as forks:
-        for name, sweep, counted in (("kills", kills, "kill points"), ("damage", damage, "damages")):
+        sweeps = (
+            ("kills", kills, "kill points"),
+            ("damage", damage, "damages"),
+            ("objects", in_objects, "faults in an object store"),
+        )
+        for name, sweep, counted in sweeps:
             if what in (name, "all"):
                 started = time.monotonic()
                 found[name] = list(sweep(forks, Path(folder)))

@@ -128,11 +128,16 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors of obstore into `Unreachable`, and those about missing objects into a FileNotFoundError."""
+    """Turn errors of obstore into `Unreachable`, and those about missing objects into a FileNotFoundError.
+
+    Neither names the endpoint.
+    """
     from obstore.exceptions import BaseError
 
     try:
         yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(reason(error)) from None
     except BaseError as error:
         raise Unreachable(reason(error)) from None
 

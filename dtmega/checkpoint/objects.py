@@ -71,12 +71,7 @@ class Objects:
 
     def is_complete(self, folder: str) -> bool:
         """True if a folder has a manifest."""
-        try:
-            with reported():
-                self._store.head(f"{folder}/{NAME}")
-        except FileNotFoundError:
-            return False
-        return True
+        return self._exists(f"{folder}/{NAME}")
 
     def new_attempt(self) -> str:
         """The end of the names of one save's data files."""
@@ -105,11 +100,18 @@ class Objects:
                 put_new(self._store, key, buffer.getvalue())
                 return
             import obstore
+            from obstore.exceptions import BaseError
 
             # An exception leaves the file without its end: the store shows no object of this name.
             writer = obstore.open_writer(self._store, key, buffer_size=PART_BYTES, max_concurrency=4)
             yield writer
-            writer.close()
+            try:
+                writer.close()
+            # The answer to the last request may have been lost: sent again, it finds no upload to complete. Only this
+            # attempt writes under this name, so the file is whole if there is one.
+            except (BaseError, FileNotFoundError):
+                if not self._exists(key):
+                    raise
 
     @contextlib.contextmanager
     def open(self, folder: str, name: str) -> Iterator[Any]:
@@ -222,6 +224,14 @@ class Objects:
     def _all(self, folder: str) -> list[dict[str, Any]]:
         with reported():
             return [entry for batch in self._store.list(folder or None) for entry in batch]
+
+    def _exists(self, key: str) -> bool:
+        try:
+            with reported():
+                self._store.head(key)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _delete_in_order(self, keys: Iterable[str]) -> None:
         """Delete the manifest first: half a folder must not count as a checkpoint."""

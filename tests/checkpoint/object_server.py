@@ -30,11 +30,13 @@ class Request(NamedTuple):
         number: number of requests before this request.
         method: HTTP method.
         key: name of the object; '' for a listing.
+        user: the sender's `AWS_ACCESS_KEY_ID`.
     """
 
     number: int
     method: str
     key: str
+    user: str
 
 
 class Server(ThreadingHTTPServer):
@@ -98,7 +100,8 @@ class Handler(BaseHTTPRequestHandler):
         key = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         with server.lock:
-            request = Request(len(server.seen), self.command, key)
+            signed = re.search(r"Credential=([^/]*)", self.headers.get("Authorization", ""))
+            request = Request(len(server.seen), self.command, key, signed[1] if signed else "")
             server.seen.append(request)
             fault = server.fault(request)
         if fault == "silence":

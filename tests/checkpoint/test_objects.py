@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,16 +17,11 @@ from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.object_requests import Unreachable
 from dtmega.checkpoint.objects import Objects
 from dtmega.checkpoint.resume import open_checkpoint
-from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import Progress, State
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
+from tests.checkpoint.object_faults import HASTY, IDENTITY, KEY, ROOT, Writer, client, no_fault, saved
 from tests.checkpoint.object_server import Object, Request, Server
-from tests.ranks import forks
-
-ROOT = "s3://bucket/run/checkpoints"
-IDENTITY = {"data": "xxh3 of it", "order": 1, "seed": 1}
-KEY = "run/checkpoints/step-{:08d}/"
 
 
 @pytest.fixture(autouse=True)
@@ -45,31 +36,8 @@ def hasty(monkeypatch) -> None:
     """A client that gives up soon."""
     monkeypatch.setattr(object_requests, "MAX_RETRIES", 2)
     monkeypatch.setattr(object_requests, "PAUSE_S", 0.01)
-    monkeypatch.setattr(object_requests, "REQUEST_S", 0.2)
-    monkeypatch.setattr(object_requests, "RETRY_S", 0.5)
-
-
-class Writer:
-    """A run that saves tensors filled with one number."""
-
-    def __init__(self, **keys: object) -> None:
-        self.cfg = config.validate({"train": {"steps": 9}, "checkpoint": {"dir": ROOT, **keys}}, "a test")
-        self.checkpoints = Checkpoints(self.cfg, torch.device("cpu"))
-
-    def save(self, step: int, value: float | None = None) -> str:
-        """Save a step, and return the error."""
-        tensor = torch.full((40, 3), float(step if value is None else value))
-        state = State.of(self.cfg.model_dump(), progress=Progress(step, 8 * step), identity=IDENTITY)
-        ended = self.checkpoints.save({"model/x": tensor}, state) + self.checkpoints.wait()
-        return ended[0].error
-
-
-def saved(step: int | None = None) -> dict[int, float]:
-    """Step and number of the checkpoint that is opened, each of whose bytes is read."""
-    checkpoint = open_checkpoint(ROOT, step)
-    numbers = checkpoint.read("model/x").unique().tolist()
-    assert len(numbers) == 1
-    return {checkpoint.manifest.step: numbers[0]}
+    monkeypatch.setattr(object_requests, "REQUEST_S", 5.0)
+    monkeypatch.setattr(object_requests, "RETRY_S", 10.0)
 
 
 def put(store: Server, name: str, hours_ago: float, data: bytes = b"x") -> None:
@@ -196,115 +164,19 @@ def test_a_damaged_checkpoint_is_set_aside_too(object_store):
     assert resume.finished(open_root(f"{ROOT}/superseded-1")) == ["step-00000002"]
 
 
-# Faults of the network.
+# Faults of the network; test_object_faults.py has them at every request.
 
 
-def at(number: int, fault: str, times: int = 1) -> Callable[[Request], str]:
-    """A fault that `times` requests meet, from this one on."""
-    return lambda request: fault if number <= request.number < number + times else ""
-
-
-def requests_of_a_save(store: Server) -> tuple[int, int]:
-    """Numbers of the first request of a save of step 2, and of the one after its last."""
-    writer = Writer(keep=1)
-    writer.save(1)
-    start = len(store.seen)
-    assert writer.save(2) == ""
-    return start, len(store.seen)
-
-
-@pytest.mark.parametrize("fault", ["503", "cut"])
-def test_one_fault_at_any_request_of_a_save_costs_no_checkpoint(object_store, hasty, fault):
-    start, end = requests_of_a_save(object_store)
-    for number in range(end - start):
-        object_store.objects.clear()
+def test_a_store_that_does_not_answer_is_not_saved_and_the_older_one_stays(object_store):
+    Writer(keep=1).save(1)
+    with client(HASTY):
         writer = Writer(keep=1)
-        writer.save(1)
-        object_store.fault = at(len(object_store.seen) + number, fault)
-        assert writer.save(2) == "", (number, fault)
-        object_store.fault = at(0, "")
-        assert saved() == {2: 2.0}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", ["503", "cut", "silence"])
-def test_a_store_that_fails_from_any_request_on_is_reported_in_time_and_a_whole_checkpoint_stays(
-    object_store, hasty, fault
-):
-    start, end = requests_of_a_save(object_store)
-    for number in range(end - start):
-        object_store.objects.clear()
-        writer = Writer(keep=1)
-        writer.save(1)
-        began = time.monotonic()
-        object_store.fault = at(len(object_store.seen) + number, fault, times=10**6)
+        object_store.fault = lambda request: "silence"
         error = writer.save(2)
-        assert time.monotonic() - began < 20
-        object_store.fault = at(0, "")
-        (step,) = saved()
-        # What is told is true, but for a manifest whose answer was lost: then the new one may be there.
-        assert step == (1 if error and fault != "cut" else step), (number, error)
-        assert error or step == 2
-
-
-def save_two(mode: str, pid_file: Path, environment: dict[str, str]) -> None:
-    """Save step 2 in a process that says who it is."""
-    os.environ.update(environment)
-    pid_file.write_text(str(os.getpid()))
-    assert Writer(keep=1, mode=mode).save(2) == ""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_process_that_is_killed_at_any_request_leaves_the_old_checkpoint_or_the_new_one(
-    object_store, tmp_path, mode, when
-):
-    pid_file = tmp_path / "pid"
-    number, code, found = 0, -signal.SIGKILL, []
-    while code == -signal.SIGKILL:
-        object_store.objects.clear()
-        Writer(keep=1).save(1)
-        target = len(object_store.seen) + number
-
-        def kill(request: Request, target: int = target) -> str:
-            if request.number == target:
-                os.kill(int(pid_file.read_text()), signal.SIGKILL)
-            return ""
-
-        def killed_before(request: Request, target: int = target) -> str:
-            kill(request)
-            return "silence" if request.number == target else ""
-
-        if when == "before":
-            object_store.fault = killed_before
-        else:
-            object_store.after = kill
-        (ended,) = forks().run(1, save_two, mode, pid_file, object_store.environment)
-        object_store.fault, object_store.after = at(0, ""), lambda request: None
-        code = ended.code
-        (step,) = saved()
-        found.append(step)
-        writer = Writer(keep=1)
-        resume.set_aside_newer(writer.cfg, step)
-        assert writer.save(3) == ""
-        assert resume.finished(open_root(ROOT)) == ["step-00000003"]
-        number += 1
-    assert code == 0
-    # The old one until the manifest is there, and the new one from then on.
-    assert found == sorted(found)
-    assert set(found) == {1, 2}
-
-
-def test_a_store_that_does_not_answer_is_not_saved_and_the_older_one_stays(object_store, hasty):
-    writer = Writer(keep=1)
-    writer.save(1)
-    object_store.fault = lambda request: "silence"
-    error = writer.save(2)
     assert error.startswith("Generic S3 error: Error performing")
-    object_store.fault = at(0, "")
+    object_store.fault = no_fault
     assert saved() == {1: 1.0}
-    assert writer.save(2) == ""
+    assert Writer(keep=1).save(2) == ""
     assert saved() == {2: 2.0}
 
 
@@ -319,7 +191,7 @@ def test_a_manifest_whose_answer_is_lost_keeps_its_data(object_store, hasty):
 
     object_store.fault = lost
     assert writer.save(2) != ""
-    object_store.fault = at(0, "")
+    object_store.fault = no_fault
     assert saved() == {2: 2.0}
 
 
@@ -406,4 +278,8 @@ def test_no_message_names_the_endpoint_or_repeats_what_the_store_quotes(object_s
         "Error performing GET https://127.0.0.1/b?sig=hunter2 - 403: <?xml?>\n"
         "<Error><Code>InvalidAccessKeyId</Code><AWSAccessKeyId>hunter3</AWSAccessKeyId></Error>"
     )
+    object_store.fault = no_fault
+    with pytest.raises(FileNotFoundError) as missing, object_requests.reported():
+        files._store.head("nothing")
+    assert str(object_store.server_port) not in str(missing.value)
     assert object_requests.reason(quoted) == "Error performing GET a request - 403 (InvalidAccessKeyId)"

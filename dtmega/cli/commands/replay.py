@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from dtmega.cli.commands.arguments import integer
+from dtmega.cli.commands.used import check_is_folder, startup_of
 
 TAKES_KEYS = True  # keys of the layout, and paths to the data
 
@@ -32,11 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    from dtmega.cli.commands.used import startup_of
     from dtmega.cli.replay import replay
     from dtmega.distributed.agreement import Refused
 
     try:
-        return replay(args.run, args.step, args.keys, args.scratch, startup_of("dtmega replay"))
+        startup = startup_of("dtmega replay")
+        with startup.step("options"):
+            check_is_folder(args.run)
+        return replay(args.run, args.step, args.keys, args.scratch, startup)
     except Refused as refused:
         return refused.exit_code

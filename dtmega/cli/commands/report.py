@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dtmega.cli.commands.used import check_is_folder
 from dtmega.distributed import exit_codes
 
 
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     from dtmega.report import write
 
+    for run in args.runs:
+        check_is_folder(run)
     output = Path(args.output) if args.output else write.default_output(args.runs)
     for path in write.write(args.runs, output, png=args.png):
         print(path)

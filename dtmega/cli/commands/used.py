@@ -1,4 +1,4 @@
-"""Options that choose a checkpoint and a mesh, and a function that loads the trained model for a command."""
+"""Options that choose a checkpoint and a mesh, checks of a command's run, and a function that loads its model."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         info = config.Mesh.model_fields[axis]
         parser.add_argument(
             f"--mesh.{axis}", dest=axis, type=integer(-1), default=info.default, metavar="N", help=info.description
+        )
+
+
+def check_is_folder(run: str) -> None:
+    """Refuse a URL where a command needs the files of a run directory.
+
+    Raises:
+        ValueError: `run` is a URL.
+    """
+    if "://" in run:
+        raise ValueError(
+            f"{run} is no run directory: expected the folder that has config.toml and metrics.jsonl of the run, whose "
+            f"checkpoints may be at a URL"
         )
 
 
