@@ -89,7 +89,7 @@ def in_objects(forks: Forks, folder: Path) -> Iterator[bool]:
         for n_ranks, mode in itertools.product((1, 2), MODES):
             crash = object_faults.Crash(forks, server, n_ranks, mode)
             survived = [holds(str(point), crash.survives, point) for point in crash.points]
-            n_requests = sum(map(len, crash.requests))
+            n_requests = len(crash.points) // len(object_faults.WHEN)
             print(f"| {n_ranks} | {mode} | {n_requests} | {sum(survived)} of {len(survived)} |", flush=True)
             yield from survived
         yield from failing_requests(server)

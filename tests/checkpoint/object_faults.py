@@ -113,10 +113,10 @@ class Crash:
 
     @property
     def points(self) -> list[Point]:
-        """All points."""
+        """All points of the save. The first request of each rank, which opens the place, is before it."""
         found = []
         for rank, requests in enumerate(self.requests):
-            found += [Point(rank, number, when) for number in range(len(requests)) for when in WHEN]
+            found += [Point(rank, number, when) for number in range(1, len(requests)) for when in WHEN]
         return found
 
     @property

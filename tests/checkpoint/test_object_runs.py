@@ -79,54 +79,70 @@ def calls(*argv: str) -> Said:
     return Said(code, output.getvalue())
 
 
-def work(environment: dict[str, str], data: dict[str, str], folder: Path) -> dict[str, Said]:
-    """A run with [run] exact, and all commands on it."""
+EXACT = {"run.exact": True, "train.drift_interval": 0, "log.tensorboard": True}
+SAMPLE = ("--prompt", "w1 w2", "--tokens", "5")
+
+
+def begin(environment: dict[str, str]) -> None:
+    """Lead this process's clients to the store, and let it start runs of its own."""
     os.environ.update(environment)
     device_peaks.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
     dist.destroy_process_group()
-    keys = KEYS | data
-    run = str(folder / "run")
-    exact = {"run.exact": True, "train.drift_interval": 0, "log.tensorboard": True}
-    # A rate that moves no weight.
-    still = {
-        "train.steps": 1,
-        "optim.lr": 1e-30,
-        "optim.min_lr": 0.0,
-        "model.init_from": URL,
-        "checkpoint.dir": "",
-        "optim.warmup": 0,
-    }
-    sample = ("--prompt", "w1 w2", "--tokens", "5")
-    hf = ("--to", "hf")
+
+
+def run_and_look(environment: dict[str, str], data: dict[str, str], folder: Path) -> dict[str, Said]:
+    """A run, and two looks at it; and the same with a store that does nothing."""
+    begin(environment)
     said = {
-        "train": calls("train", *flags(keys | exact, folder / "run")),
-        "generate": calls("generate", URL, *sample),
-        "generate from the run": calls("generate", run, *sample),
+        "train": calls("train", *flags(KEYS | EXACT | data, folder / "run")),
+        "generate": calls("generate", URL, *SAMPLE),
         "inspect": calls("inspect", f"{URL}/step-00000002"),
+    }
+    with client(BRISK):
+        os.environ["AWS_ENDPOINT_URL"] = environment["UNREACHABLE"]
+        said["a start without the store"] = calls("train", *flags(KEYS | EXACT | data, folder / "run"))
+        said["generate without the store"] = calls("generate", URL, *SAMPLE)
+    return said
+
+
+def all_others(environment: dict[str, str], data: dict[str, str], folder: Path) -> dict[str, Said]:
+    """The other commands on the same run."""
+    begin(environment)
+    run, hf = str(folder / "run"), ("--to", "hf")
+    # A rate that moves no weight.
+    still: dict[str, Any] = {"train.steps": 1, "optim.lr": 1e-30, "optim.min_lr": 0.0, "optim.warmup": 0}
+    begun = {"model.init_from": URL, "checkpoint.dir": ""}
+    return {
+        "generate from the run": calls("generate", run, *SAMPLE),
         "convert": calls("convert", "--from", "dtmega", URL, *hf, str(folder / "hf")),
         "convert from the run": calls("convert", "--from", "dtmega", run, *hf, str(folder / "hf of the run")),
-        "init_from": calls("train", *flags(keys | still, folder / "begun")),
+        "init_from": calls("train", *flags(KEYS | data | still | begun, folder / "begun")),
         "report": calls("report", run),
         "report of the URL": calls("report", URL),
         "replay": calls("replay", run, "--step", "3"),
         "replay of the URL": calls("replay", URL, "--step", "3"),
     }
-    with client(BRISK):
-        os.environ["AWS_ENDPOINT_URL"] = environment["UNREACHABLE"]
-        said["a start without the store"] = calls("train", *flags(keys | exact, folder / "run"))
-        said["generate without the store"] = calls("generate", URL, *sample)
-    return said
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Iterator[Done]:
+def data(tmp_path_factory) -> dict[str, str]:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, data) -> Iterator[Done]:
     folder = tmp_path_factory.mktemp("objects")
-    data = write_text(tmp_path_factory.mktemp("data"))
     with serving() as server, serving() as failing:
         failing.fault = lambda request: "503"
         environment = {**server.environment, **SECRETS, "UNREACHABLE": failing.url}
-        (said,) = ranks.run(1, work, environment, data, folder)
+        (said,) = ranks.run(1, run_and_look, environment, data, folder)
         yield Done(said, folder, server)
+
+
+@pytest.fixture(scope="module")
+def everything(done, data) -> Done:
+    (said,) = ranks.run(1, all_others, {**done.server.environment, **SECRETS}, data, done.folder)
+    return done._replace(said=done.said | said)
 
 
 @pytest.fixture
@@ -137,56 +153,63 @@ def at_url(done: Done, monkeypatch) -> str:
     return URL
 
 
-def test_a_checkpoint_at_a_url_generates_the_text_that_its_run_does(done):
-    text = done.said["generate"]
-    assert (text, text.code) == (done.said["generate from the run"], 0)
+@pytest.mark.full
+def test_a_checkpoint_at_a_url_generates_the_text_that_its_run_does(everything):
+    text = everything.said["generate"]
+    assert (text, text.code) == (everything.said["generate from the run"], 0)
     assert text.output.startswith("w1 w2")
 
 
-def test_a_checkpoint_at_a_url_is_inspected(done):
+def test_a_checkpoint_at_a_url_generates_text_and_is_inspected(done):
+    assert (done.said["generate"].code, done.said["generate"].output[:5]) == (0, "w1 w2")
     said = done.said["inspect"]
     assert said.code == 0
     assert f"{URL}/step-00000002" in said.output
 
 
-def test_a_checkpoint_at_a_url_is_converted_as_from_its_run(done):
-    assert (done.said["convert"].code, done.said["convert from the run"].code) == (0, 0)
-    (name,) = [path.name for path in (done.folder / "hf").glob("*.safetensors")]
-    assert (done.folder / "hf" / name).read_bytes() == (done.folder / "hf of the run" / name).read_bytes()
+@pytest.mark.full
+def test_a_checkpoint_at_a_url_is_converted_as_from_its_run(everything):
+    assert (everything.said["convert"].code, everything.said["convert from the run"].code) == (0, 0)
+    (name,) = [path.name for path in (everything.folder / "hf").glob("*.safetensors")]
+    assert (everything.folder / "hf" / name).read_bytes() == (everything.folder / "hf of the run" / name).read_bytes()
 
 
-def test_a_run_begins_from_the_weights_at_a_url(done, at_url):
-    assert done.said["init_from"].code == 0, done.said["init_from"].output
-    begun, there = open_checkpoint(str(done.folder / "begun")), open_checkpoint(at_url)
+@pytest.mark.full
+def test_a_run_begins_from_the_weights_at_a_url(everything, at_url):
+    assert everything.said["init_from"].code == 0, everything.said["init_from"].output
+    begun, there = open_checkpoint(str(everything.folder / "begun")), open_checkpoint(at_url)
     names = [name for name in there.tensors if name.startswith("model/")]
     assert len(names) > 10
     for name in names:
         assert torch.equal(begun.read(name), there.read(name)), name
 
 
-def test_a_run_whose_checkpoints_are_at_a_url_is_reported_and_replayed(done):
-    assert done.said["report"] == (0, f"{done.folder / 'run' / 'report.html'}\n")
-    assert done.said["replay"].code == 0, done.said["replay"].output
+@pytest.mark.full
+def test_a_run_whose_checkpoints_are_at_a_url_is_reported_and_replayed(everything):
+    assert everything.said["report"] == (0, f"{everything.folder / 'run' / 'report.html'}\n")
+    assert everything.said["replay"].code == 0, everything.said["replay"].output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["report of the URL", "replay of the URL"])
-def test_what_needs_a_run_directory_refuses_a_url_in_a_line(done, name):
-    said = done.said[name]
+def test_what_needs_a_run_directory_refuses_a_url_in_a_line(everything, name):
+    said = everything.said[name]
     assert (said.code, said.output.count("\n")) == (2, 1)
     assert f"{URL} is no run directory" in said.output
 
 
-def test_no_file_and_no_line_of_a_run_has_a_credential_or_an_endpoint(done):
+@pytest.mark.parametrize("commands", ["done", pytest.param("everything", marks=pytest.mark.full)])
+def test_no_file_and_no_line_of_a_run_has_a_credential_or_an_endpoint(request, commands):
+    done: Done = request.getfixturevalue(commands)
     for name in ("a start without the store", "generate without the store"):
         assert (done.said[name].code, "503" in done.said[name].output) == (2, True), done.said[name]
     written = {name: said.output.encode() for name, said in done.said.items()}
     written |= {str(path): path.read_bytes() for path in done.folder.rglob("*") if path.is_file()}
     written |= {key: kept.data for key, kept in done.server.objects.items()}
-    ends = {path.rpartition(".")[2] for path in written}
-    assert {"toml", "jsonl", "json", "html", "bin"} <= ends
-    assert any("events.out" in path for path in written)
-    port = str(done.server.server_port)
-    for forbidden in (*SECRETS.values(), f"127.0.0.1:{port}", f":{port}"):
+    names = {path.rpartition("/")[2] for path in written}
+    assert {"config.toml", "metrics.jsonl", "starts.jsonl", "exit.json", "manifest.json"} <= names
+    assert any(name.startswith("events.out") for name in names)
+    for forbidden in (*SECRETS.values(), f":{done.server.server_port}"):
         assert [path for path, content in written.items() if forbidden.encode() in content] == [], forbidden
 
 
