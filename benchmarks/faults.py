@@ -93,6 +93,7 @@ def in_objects(forks: Forks, folder: Path) -> Iterator[bool]:
             print(f"| {n_ranks} | {mode} | {n_requests} | {sum(survived)} of {len(survived)} |", flush=True)
             yield from survived
         yield from failing_requests(server)
+        server.objects.clear()
         errors = ranks.run(2, object_faults.save_against, server.environment, str(folder / "meeting"), ROUNDS)
         told = [object_faults.told(server, errors, step) for step in range(1, ROUNDS + 1)]
         print(f"\ntwo writers of a step: {sum(told)} of {len(told)} times one saved it and the other was told")

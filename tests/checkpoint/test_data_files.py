@@ -21,6 +21,7 @@ from dtmega.checkpoint.manifest import Damaged, StoredChunk
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.state import State
+from dtmega.ops.shards import local
 from tests import ranks
 from tests.checkpoint.test_reader import store
 
@@ -139,8 +140,8 @@ def save_and_load(folder: str, n_savers: int, saves: bool) -> Any:
     empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     checkpoint = Checkpoint(files, "a")
     tensor_files.load_tensors(checkpoint, empty, group)
-    assert all(torch.equal(empty[name].to_local(), tensors[name].to_local()) for name in tensors), rank
-    return checkpoint.bytes_read, sum(tensor.to_local().nbytes for tensor in tensors.values())
+    assert all(torch.equal(local(empty[name]), local(tensors[name])) for name in tensors), rank
+    return checkpoint.bytes_read, sum(local(tensor).nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(("n_savers", "n_loaders"), [(2, 3), pytest.param(1, 4, marks=pytest.mark.full)])

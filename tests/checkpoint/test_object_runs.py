@@ -232,8 +232,8 @@ def moto() -> Iterator[Kept]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], **silent)
+    argv = [program, "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
         environment = {**SECRETS, "AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1"}
@@ -256,7 +256,7 @@ def ours() -> Iterator[Kept]:
         yield Kept(URL, {**server.environment, **SECRETS})
 
 
-def train_on_rank(environment: dict[str, str], keys: dict[str, Any], folder: Path, dies_in: int) -> None:
+def train_on_rank(environment: dict[str, str], keys: dict[str, Any], run_dir: Path, dies_in: int) -> None:
     """train.py on one of two ranks; rank 1 is killed in the save of step `dies_in`, while it uploads."""
     os.environ.update({**environment, "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())})
     device_peaks.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
@@ -264,16 +264,16 @@ def train_on_rank(environment: dict[str, str], keys: dict[str, Any], folder: Pat
         honest = Objects.create
 
         @contextlib.contextmanager
-        def create(self: Objects, where: str, name: str) -> Iterator[Any]:
-            with honest(self, where, name) as file:
+        def create(self: Objects, folder: str, name: str) -> Iterator[Any]:
+            with honest(self, folder, name) as file:
                 yield file
-                if where == resume.name(dies_in):
+                if folder == resume.name(dies_in):
                     os.kill(os.getpid(), signal.SIGKILL)
 
         Objects.create = create
-    folder.mkdir(exist_ok=True)
-    with (folder / f"stdout-{dist.get_rank()}").open("a") as file, contextlib.redirect_stdout(file):
-        assert train.main(flags(keys, folder)) == 0
+    run_dir.mkdir(exist_ok=True)
+    with (run_dir / f"stdout-{dist.get_rank()}").open("a") as file, contextlib.redirect_stdout(file):
+        assert train.main(flags(keys, run_dir)) == 0
 
 
 def losses(folder: Path) -> list[tuple[int, float, float]]:
