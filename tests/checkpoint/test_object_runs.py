@@ -10,7 +10,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,6 +107,19 @@ def run_and_look(environment: dict[str, str], data: dict[str, str], folder: Path
     return said
 
 
+def evaluated(output: str) -> dict[str, Said]:
+    """`dtmega evaluate` on the URL, with and without a place for the scores; the harness only says what it got."""
+    name = "dtmega.inference.lm_eval_harness"
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__dict__.update(
+        find_tasks=lambda tasks, include_path: None,
+        evaluate=lambda trained, *options: {"of": trained.checkpoint, "step": trained.step},
+        table=str,
+    )
+    argv = ("evaluate", URL, "--tasks", "mine")
+    return {"evaluate": calls(*argv, "--output", output), "evaluate without a place": calls(*argv)}
+
+
 def all_others(environment: dict[str, str], data: dict[str, str], folder: Path) -> dict[str, Said]:
     """The other commands on the same run."""
     begin(environment)
@@ -117,6 +132,7 @@ def all_others(environment: dict[str, str], data: dict[str, str], folder: Path) 
         "convert": calls("convert", "--from", "dtmega", URL, *hf, str(folder / "hf")),
         "convert from the run": calls("convert", "--from", "dtmega", run, *hf, str(folder / "hf of the run")),
         "init_from": calls("train", *flags(KEYS | data | still | begun, folder / "begun")),
+        **evaluated(str(folder / "scores.json")),
         "report": calls("report", run),
         "report of the URL": calls("report", URL),
         "replay": calls("replay", run, "--step", "3"),
@@ -182,6 +198,16 @@ def test_a_run_begins_from_the_weights_at_a_url(everything, at_url):
     assert len(names) > 10
     for name in names:
         assert torch.equal(begun.read(name), there.read(name)), name
+
+
+@pytest.mark.full
+def test_a_checkpoint_at_a_url_is_evaluated_if_there_is_a_place_for_the_scores(everything):
+    assert everything.said["evaluate"].code == 0, everything.said["evaluate"]
+    scores = json.loads((everything.folder / "scores.json").read_text())
+    assert scores == {"of": f"{URL}/step-00000004", "step": STEPS}
+    refused = everything.said["evaluate without a place"]
+    assert (refused.code, refused.output.count("\n")) == (2, 1)
+    assert f"{URL} is no run directory, so say where the scores go (--output FILE)" in refused.output
 
 
 @pytest.mark.full
