@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.checkpoint import object_faults
-from tests.checkpoint.object_server import Server, serving
 from tests.checkpoint.test_damage import Victim
 from tests.checkpoint.test_kill import MODES, PUBLISHES, RANKS, Crash
 from tests.faults import alone
+from tests.object_server import Server, serving
 from tests.ranks import Forks
 
 ROUNDS = 20

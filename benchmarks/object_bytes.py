@@ -23,7 +23,7 @@ from dtmega.checkpoint.reader import Checkpoint
 from dtmega.ops.shards import Box, boxes
 from dtmega.training.parallelize import parallelize
 from tests import ranks
-from tests.checkpoint.object_server import Server, serving
+from tests.object_server import Server, serving
 
 ROOT = "s3://bucket/run"
 Keys = dict[str, Any]

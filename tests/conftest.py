@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.object_server import Server, serving
+
 # A file stays in one process, and no long one should come last. Those that mostly wait (watch, torchrun, job) are each
 # beside one whose ranks keep both cores busy.
 LONGEST = (
@@ -87,3 +89,23 @@ def corpus(tmp_path_factory) -> str:
             start, length = rng.integers(0, 200), rng.integers(20, 80)
             writer.add([*((start + np.arange(length)) % 256).tolist(), end_of_document])
     return str(prefix)
+
+
+@pytest.fixture
+def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """An empty object store on the loopback interface, which s3:// URLs lead to."""
+    with serving() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of object stores that gives up soon."""
+    from dtmega.files import object_requests
+
+    monkeypatch.setattr(object_requests, "MAX_RETRIES", 2)
+    monkeypatch.setattr(object_requests, "PAUSE_S", 0.01)
+    monkeypatch.setattr(object_requests, "REQUEST_S", 0.2)
+    monkeypatch.setattr(object_requests, "RETRY_S", 0.5)

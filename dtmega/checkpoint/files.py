@@ -20,9 +20,9 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from dtmega.checkpoint.manifest import NAME, Damaged
-from dtmega.checkpoint.object_requests import check_usable, is_object_store
 from dtmega.checkpoint.objects import Objects
 from dtmega.files import atomic
+from dtmega.files.object_requests import check_usable, is_object_store
 
 
 def open_root(root: str) -> Place:
@@ -34,7 +34,7 @@ def open_root(root: str) -> Place:
     if "://" not in root:
         return Disk(root)
     if is_object_store(root):
-        check_usable(root)
+        check_usable(root, "[checkpoint] dir")
     try:
         return Objects(root) if is_object_store(root) else Remote(root)
     except (ImportError, ValueError, OSError) as error:

@@ -26,10 +26,9 @@ from uuid import uuid4
 
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.manifest import DATA_FILE, NAME, Damaged
-from dtmega.checkpoint.object_requests import PART_BYTES, Reading, open_store, put_new, reported
+from dtmega.files.object_requests import PARALLEL, PART_BYTES, open_store, put_new, reported
 
 MAX_COPY_BYTES = 5 * 2**30  # S3 copies no larger object by itself
-PARALLEL = 8
 LEFTOVER_AGE = timedelta(hours=24)
 PROBE = ".tmp-step-probe-"  # folders that `found.py` makes at a start
 LEFTOVER_FOLDER = re.compile(rf"(superseded-\d+/)?step-\d{{8}}|{re.escape(PROBE)}\w+")
@@ -262,3 +261,35 @@ class Objects:
                 piece = part[: min(PART_BYTES, n_bytes - start)]
                 source.readinto(piece)
                 file.write(piece)
+
+
+class Reading:
+    """A file of an object store: each read is one request for exactly the bytes that are wanted."""
+
+    def __init__(self, store: Any, key: str, name: str) -> None:
+        self._store, self._key, self._name, self._at = store, key, name, 0
+
+    def seek(self, at: int) -> None:
+        self._at = at
+
+    def read(self) -> bytes:
+        """The whole file."""
+        with self._reported():
+            return bytes(self._store.get(self._key).bytes())
+
+    def readinto(self, view: memoryview) -> int:
+        """Read at most PART_BYTES, and return their number: a larger answer could take longer than REQUEST_S."""
+        wanted = min(len(view), PART_BYTES)
+        with self._reported():
+            data = self._store.get_range(self._key, start=self._at, length=wanted)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            with reported():
+                yield
+        except FileNotFoundError:
+            raise Damaged(f"{self._name}: No such file or directory") from None

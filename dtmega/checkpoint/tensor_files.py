@@ -35,9 +35,9 @@ from dtmega.checkpoint import manifest
 from dtmega.checkpoint.data_files import DataFile, Extent, extent, side_by_side
 from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Damaged, Entry, Manifest, StoredChunk
-from dtmega.checkpoint.object_requests import PART_BYTES, Unreachable
 from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from dtmega.checkpoint.reader import Checkpoint
+from dtmega.files.object_requests import PART_BYTES, Unreachable
 
 T = TypeVar("T")
 

@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtmega import config
-from dtmega.checkpoint import manifest, object_requests, objects, resume, tensor_files
+from dtmega.checkpoint import manifest, objects, resume, tensor_files
 from dtmega.checkpoint.files import open_root
-from dtmega.checkpoint.object_requests import Unreachable
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import Progress, State
-from tests.checkpoint.object_server import Request, Server
+from dtmega.files import object_requests
+from dtmega.files.object_requests import Unreachable
+from tests.object_server import Request, Server
 from tests.ranks import Forks
 
 ROOT = "s3://bucket/run/checkpoints"

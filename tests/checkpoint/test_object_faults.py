@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.checkpoint import object_faults
 from tests.checkpoint.object_faults import FAULTS, MODES, Crash, Point
-from tests.checkpoint.object_server import Server
+from tests.object_server import Server
 from tests.ranks import forks
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install -e '.[s3]'")

@@ -29,8 +29,8 @@ from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.training import device_peaks
 from tests import ranks
 from tests.checkpoint.object_faults import BRISK, client
-from tests.checkpoint.object_server import BUCKET, Server, serving
 from tests.layouts import DEBUG, write_text
+from tests.object_server import BUCKET, Server, serving
 from tests.resumed import flags
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install -e '.[s3]'")

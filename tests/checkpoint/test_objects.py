@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 
 from dtmega import config
-from dtmega.checkpoint import manifest, object_requests, objects, resume, tensor_files
+from dtmega.checkpoint import manifest, objects, resume, tensor_files
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged
-from dtmega.checkpoint.object_requests import Unreachable
 from dtmega.checkpoint.objects import Objects
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.state import Progress, State
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
+from dtmega.files import object_requests
+from dtmega.files.object_requests import Unreachable
 from tests.checkpoint.object_faults import HASTY, IDENTITY, KEY, ROOT, Writer, client, no_fault, saved
-from tests.checkpoint.object_server import Object, Request, Server
+from tests.object_server import Object, Request, Server
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +213,7 @@ def test_a_store_that_fails_during_a_load_is_no_damage(object_store, hasty):
 @pytest.mark.parametrize("part_bytes", [None, 1000])
 def test_a_load_reads_each_byte_once(object_store, monkeypatch, part_bytes):
     if part_bytes:
-        monkeypatch.setattr(object_requests, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(objects, "PART_BYTES", part_bytes)
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
@@ -256,7 +257,7 @@ def test_what_is_gone_while_it_is_read_is_named(object_store):
 )
 def test_each_spelling_of_a_url_opens_the_store_of_its_kind(monkeypatch, url, kind):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    object_requests.check_usable(url)
+    object_requests.check_usable(url, "[checkpoint] dir")
     assert type(object_requests.open_store(url)).__name__ == kind
 
 

@@ -12,14 +12,14 @@ import pytest
 import tomli_w
 
 from dtmega import config
-from dtmega.checkpoint import object_requests
 from dtmega.checkpoint.files import open_root
+from dtmega.files import object_requests
 from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table
 from dtmega.report import curves, layout, plots, record, run, scores
 from dtmega.report.record import Series
 from dtmega.training import phases
-from tests.checkpoint.object_server import serving
+from tests.object_server import serving
 from tests.report.test_page import HOSTILE, drawn, numbers_of, start, step_line, write
 
 

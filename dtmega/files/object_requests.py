@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from dtmega.checkpoint.manifest import Damaged
 from dtmega.files import optional_imports
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "adl", "azure", "abfs", "abfss")
@@ -20,6 +19,7 @@ RETRY_S = 120  # after this time, a request that failed is not sent again
 MAX_RETRIES = 6
 PAUSE_S = 0.2  # before a request is sent again; doubled each time
 PUBLISH_TRIES = 3
+PARALLEL = 8  # requests at the same time
 PART_BYTES = 8 * 2**20  # of an upload (at most 10,000 parts, 80 GiB), and of a request for a range
 
 
@@ -28,12 +28,16 @@ class Unreachable(OSError):
 
 
 def is_object_store(url: str) -> bool:
-    """True if `Objects` serves this URL."""
+    """True if the URL is that of an object store that obstore serves."""
     return url.partition("://")[0] in SCHEMES and "://" in url
 
 
-def check_usable(url: str) -> None:
+def check_usable(url: str, key: str) -> None:
     """Refuse a URL that holds credentials, which would be copied into config.toml, logs and trackers.
+
+    Args:
+        url: the URL.
+        key: key or option that names the URL, for the message.
 
     Raises:
         ValueError: the URL holds credentials, which the message does not repeat, or obstore is not installed.
@@ -45,9 +49,9 @@ def check_usable(url: str) -> None:
     if (at and not container) or parts.query or parts.fragment:
         raise ValueError(
             f"{parts.scheme}://{host}{parts.path} is given with credentials or a query: expected a URL without them, "
-            f"and credentials in the environment ([checkpoint] dir)"
+            f"and credentials in the environment ({key})"
         )
-    optional_imports.check("obstore", "s3", f"{url} ([checkpoint] dir)")
+    optional_imports.check("obstore", "s3", f"{url} ({key})")
 
 
 def open_store(url: str) -> Any:
@@ -84,38 +88,6 @@ def put_new(store: Any, key: str, data: bytes) -> None:
                 raise FileExistsError(f"{key} exists already") from None
             if not tries_left:
                 raise Unreachable(reason(error)) from None
-
-
-class Reading:
-    """A file of an object store: each read is one request for exactly the bytes that are wanted."""
-
-    def __init__(self, store: Any, key: str, name: str) -> None:
-        self._store, self._key, self._name, self._at = store, key, name, 0
-
-    def seek(self, at: int) -> None:
-        self._at = at
-
-    def read(self) -> bytes:
-        """The whole file."""
-        with self._reported():
-            return bytes(self._store.get(self._key).bytes())
-
-    def readinto(self, view: memoryview) -> int:
-        """Read at most PART_BYTES, and return their number: a larger answer could take longer than REQUEST_S."""
-        wanted = min(len(view), PART_BYTES)
-        with self._reported():
-            data = self._store.get_range(self._key, start=self._at, length=wanted)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            with reported():
-                yield
-        except FileNotFoundError:
-            raise Damaged(f"{self._name}: No such file or directory") from None
 
 
 def reason(error: Exception) -> str:
