@@ -164,6 +164,8 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"ETag": tag(data), "Last-Modified": format_datetime(modified, usegmt=True)}
         if given := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
             first, last = int(given[1]), min(int(given[2]), len(data) - 1)
+            if first >= len(data):
+                return 416, {}, b"<Error><Code>InvalidRange</Code></Error>"
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             return 206, headers, data[first : last + 1]
         return 200, headers, data

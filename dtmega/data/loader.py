@@ -15,7 +15,9 @@ import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import resource_tracker, util
@@ -25,7 +27,9 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtmega.config import Batch, Data
+from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.objectives.rows import IGNORED, Rows
+from dtmega.data.objectives.stored_rows import StoredRows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
@@ -95,7 +99,9 @@ class TrainBatches:
         self._rows, self._data, self._batch = rows, data, batch
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
-        self._iterator: Iterator[dict[str, Tensor]] | None = None  # when the iterator is deleted, the workers end
+        self._iterator: Iterator[dict[str, Tensor] | DataLost] | None = (
+            None  # when the iterator is deleted, the workers end
+        )
         self._startup: _WorkerStartup | None = None  # None except while the workers are starting
         self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
 
@@ -108,6 +114,8 @@ class TrainBatches:
         self._wait()
         assert self._iterator is not None
         rows = next(self._iterator)
+        if isinstance(rows, DataLost):
+            raise rows
         first = self._consumed
         size = self._batch.size_at(first)
         self._consumed += size
@@ -165,6 +173,9 @@ class TrainBatches:
         """
         if self._data.num_workers >= 0:
             return self._data.num_workers
+        # Requests to an object store take longer than MOMENT_S.
+        if isinstance(self._rows, StoredRows):
+            return 1
         for indices in islice(self._slices(), 2):
             started = time.perf_counter()
             _ = self._rows[indices]
@@ -178,19 +189,18 @@ class TrainBatches:
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
         """The rows of each step, made without workers."""
-        for indices in self._slices():
-            rows = self._rows[indices]
+        for rows in made_in_turn(self._rows, self._slices()):
             if self._pin_memory:
                 rows = {name: tensor.pin_memory() for name, tensor in rows.items()}
             yield rows
 
-    def _loader(self, workers: int) -> StatefulDataLoader[dict[str, Tensor]]:
+    def _loader(self, workers: int) -> StatefulDataLoader[dict[str, Tensor] | DataLost]:
         """A loader whose workers make the rows of each step."""
         with warnings.catch_warnings():
             # torchdata 0.11 still calls a counter that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             return StatefulDataLoader(
-                self._rows,  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
+                _Answers(self._rows),  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
                 batch_size=None,
                 sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
                 num_workers=workers,
@@ -206,6 +216,22 @@ class TrainBatches:
             )
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """The rows of each step, or the error for which they cannot be read.
+
+    An error that a worker raises would come to the trainer as the text of a traceback.
+    """
+
+    rows: Rows
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor] | DataLost:
+        try:
+            return self.rows[indices]
+        except DataLost as error:
+            return error
+
+
 class _WorkerStartup:
     """Starts a loader's workers in a thread, because torchdata waits several seconds for each worker to answer.
 
@@ -216,14 +242,14 @@ class _WorkerStartup:
         feeders: multiprocessing's threads that feed the queues to the workers.
     """
 
-    def __init__(self, loader: StatefulDataLoader[dict[str, Tensor]]) -> None:
+    def __init__(self, loader: StatefulDataLoader[dict[str, Tensor] | DataLost]) -> None:
         self.feeders: set[threading.Thread] = set()
-        self._iterator: Iterator[dict[str, Tensor]] | None = None
+        self._iterator: Iterator[dict[str, Tensor] | DataLost] | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._open, args=(loader,), name="open-loader", daemon=True)
         self._thread.start()
 
-    def _open(self, loader: StatefulDataLoader[dict[str, Tensor]]) -> None:
+    def _open(self, loader: StatefulDataLoader[dict[str, Tensor] | DataLost]) -> None:
         before = set(threading.enumerate())
         try:
             with _signals_blocked():
@@ -232,7 +258,7 @@ class _WorkerStartup:
             self._error = error
         self.feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
 
-    def result(self) -> Iterator[dict[str, Tensor]]:
+    def result(self) -> Iterator[dict[str, Tensor] | DataLost]:
         """Wait until the workers have answered; return an iterator over the rows of each step.
 
         Raises:
@@ -262,9 +288,35 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
     """
     full = batch.model_copy(update={"rampup": []})
     check_sizes(full, world)
-    for step, indices in zip(range(steps), _slices(full, 0, rank, world), strict=False):
-        size = full.global_batch_size
-        yield StepBatch(step * size, size, _microbatches(rows[indices], full.micro_batch_size))
+    size = full.global_batch_size
+    made = made_in_turn(rows, islice(_slices(full, 0, rank, world), steps))
+    for step, rows_of_step in enumerate(made):
+        yield StepBatch(step * size, size, _microbatches(rows_of_step, full.micro_batch_size))
+
+
+def made_in_turn(rows: Rows, slices: Iterator[range]) -> Iterator[dict[str, Tensor]]:
+    """Yield the rows of each range of samples, made in this process.
+
+    Rows from an object store are read by a thread, one range ahead of the caller.
+
+    Raises:
+        DataLost: an object store does not answer, or an object has changed.
+    """
+    if not isinstance(rows, StoredRows):
+        for indices in slices:
+            yield rows[indices]
+        return
+    reader = ThreadPoolExecutor(1, "read-ahead")
+    ahead: deque[Future[dict[str, Tensor]]] = deque()
+    try:
+        for indices in slices:
+            ahead.append(reader.submit(rows.__getitem__, indices))
+            if len(ahead) > 1:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        reader.shutdown(wait=False, cancel_futures=True)
 
 
 def bears_loss(rows: Rows, g: int) -> bool:

@@ -10,12 +10,14 @@ import xxhash
 from dtmega.config import Config, Data
 from dtmega.data.indexed_files import record
 from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.stored import StoredPair
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.loader import bears_loss
 from dtmega.data.megatron.order import FORKS, digest_of_order, ordered, wanted_samples
 from dtmega.data.objectives.known import check_keys
 from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
 from dtmega.data.objectives.rows import Rows
+from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.preparing.conversations import prepare_shipped
 from dtmega.data.preparing.corpus import prepare_stdlib
 from dtmega.data.sampling.blend import (
@@ -47,6 +49,7 @@ class Text(NamedTuple):
         identity: digest or value of each setting that determines the tokens and the dropout of step n, by TOML key. A
             resumed run must find all these values unchanged.
         notes: lines that the run should show to the user once.
+        is_stored: whether some of the tokens are in an object store.
     """
 
     objective: Objective
@@ -55,6 +58,7 @@ class Text(NamedTuple):
     splits: dict[str, AnySamples | None]
     identity: dict[str, Any]
     notes: list[str]
+    is_stored: bool = False
 
     @property
     def evaluated(self) -> list[str]:
@@ -85,7 +89,9 @@ class Text(NamedTuple):
 
     def rows(self, split: str) -> Rows:
         """The rows of a split's samples; the split must not be empty."""
-        return self.objective.rows(self.samples(split), self.data, self.tokenizer)
+        samples = self.samples(split)
+        rows = self.objective.rows(samples, self.data, self.tokenizer)
+        return StoredRows(rows, samples) if self.is_stored else rows
 
 
 def open_text(cfg: Config, objective: Objective) -> Text:
@@ -116,14 +122,15 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     notes = [*splits.notes]
     if corpora.without_record:
         notes.insert(0, record.unrecorded(corpora.without_record, tokenizer))
-    digests = identity(cfg, objective, tokenizer, [part.dataset.prefix for part in parts["train"]])
+    digests = identity(cfg, objective, tokenizer, [part.dataset for part in parts["train"]])
     if in_megatrons_order:
         digests |= order_identity(cfg, splits)
     if objective.conversations:
         record.check_same_chat(corpora.opened)
         ends = {i for part in parts["train"] for i in record.chat_of(part.dataset).end_ids}
         digests[record.END_IDS] = sorted(ends)
-    text = Text(objective, cfg.data, tokenizer, splits.samples, digests, notes)
+    is_stored = any(dataset.stored is not None for dataset in corpora.opened)
+    text = Text(objective, cfg.data, tokenizer, splits.samples, digests, notes, is_stored)
     check_losses(text, cfg)
     return text
 
@@ -281,13 +288,13 @@ def repetition_notes(cfg: Config, text: Text) -> list[str]:
     ]
 
 
-def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
+def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, datasets: list[IndexedDataset]) -> dict[str, Any]:
     """The content of `Text.identity`. Files are identified by their content, not by their name or folder."""
     keys = ("weights", "seq_len", "split", *objective.reads)
     mixture = cfg.data.train_mixture
     shares = {"[data] train": [list(share[:3]) for share in mixture.shares]} if mixture else {}
     return {
-        "[data] path": [fingerprint(prefix) for prefix in prefixes],
+        "[data] path": [fingerprint(dataset.prefix, dataset.stored) for dataset in datasets],
         "[data] tokenizer": tokenizer.fingerprint,
         **{f"[data] {key}": getattr(cfg.data, key) for key in keys},
         **shares,
@@ -307,20 +314,33 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
     }
 
 
-def fingerprint(prefix: str) -> str:
+def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
     """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
     In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.
-    The fingerprint distinguishes one data set from another, but does not detect damage.
+    The fingerprint distinguishes one data set from another, but does not detect damage. It is the same on a disk and in
+    an object store.
+
+    Args:
+        prefix: path of the two files without their suffixes.
+        stored: objects of a data set in an object store; None for files.
+
+    Raises:
+        ValueError: the object store does not answer, or an object has changed.
     """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):
-        size = os.path.getsize(prefix + suffix)
+        size = os.path.getsize(prefix + suffix) if stored is None else stored.object(suffix).size
         digest.update(f"{suffix} {size} ".encode())
         last_start = max(0, size - BLOCK_BYTES)
-        with open(prefix + suffix, "rb") as file:
-            for start in sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)}):
-                file.seek(start)
-                digest.update(file.read(BLOCK_BYTES))
+        starts = sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)})
+        if stored is None:
+            with open(prefix + suffix, "rb") as file:
+                for start in starts:
+                    file.seek(start)
+                    digest.update(file.read(BLOCK_BYTES))
+        else:
+            for block in stored.read(suffix, [(start, min(start + BLOCK_BYTES, size)) for start in starts]):
+                digest.update(block)
     return digest.hexdigest()

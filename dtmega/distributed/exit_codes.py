@@ -9,7 +9,7 @@
 | 4 | DOES_NOT_FIT | a plan or dry run needs more than `--memory`; nothing was started | turn the keys that it names |
 | 5 | DIFFERS | a replayed step has other bits than the run | look at the rank and host that the message names |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | run the command again |
-| 76 | STUCK | not saved: no step ended within grace_s of a signal, or the save failed | run the command again |
+| 76 | STUCK | not saved: no step ended within grace_s of a signal, no save, or no data came | run the command again |
 | 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; run the command again |
 
 Running the command again resumes the run, because `--checkpoint.resume` is `auto` by default.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dtmega.data.indexed_files.stored import DataLost
 from dtmega.distributed import exit_codes
 from dtmega.files import console
 from dtmega.training import out_of_memory
@@ -17,6 +18,8 @@ def exit_code(run: Run, error: Exception) -> int | None:
     exhausted = out_of_memory.find(error)
     if exhausted is not None:
         return _end_without_memory(run, exhausted)
+    if isinstance(error, DataLost):
+        return _end_without_data(run, error)
     # A RuntimeError may come from a collective after other ranks have exited. If a signal came first, the other ranks
     # exited at the end of their grace time, and the watch would soon end this rank too.
     of_collective = isinstance(error, RuntimeError)
@@ -45,3 +48,15 @@ def _end_without_memory(run: Run, error: BaseException) -> int:
     console.say(f"rank {run.world.rank}: {reason} (exit code {exit_codes.FAILED})")
     run.watch.record_exit(exit_codes.FAILED, reason)
     return exit_codes.FAILED
+
+
+def _end_without_data(run: Run, error: DataLost) -> int:
+    """Print and record that this rank cannot read its data. Of ranks that cannot, only the first prints it.
+
+    Returns:
+        The exit code: STUCK if the run can go on once the object store answers.
+    """
+    code = exit_codes.STUCK if error.is_temporary else exit_codes.FAILED
+    if run.watch.record_exit(code, str(error)):
+        console.say(f"rank {run.world.rank}: {error} (exit code {code})")
+    return code

@@ -1,12 +1,13 @@
 """Megatron's token files: PREFIX.bin holds the tokens, and PREFIX.idx holds the position of each sequence.
 
-The files are memory-mapped. Both layouts of the .idx can be read (`idx_file.py`). Only the MMIDIDX layout is written,
-byte for byte as Megatron writes it.
+The files are memory-mapped; `stored.py` reads those in an object store. Both layouts of the .idx can be read
+(`idx_file.py`). Only the MMIDIDX layout is written, byte for byte as Megatron writes it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from dtmega.config.reading import as_list
 from dtmega.data.indexed_files.idx_file import read_index
+from dtmega.data.indexed_files.stored import StoredPair, StoredTokens
+from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
 
 CHUNK = 1 << 20  # entries checked at a time, to bound the memory needed to open a file
@@ -32,9 +35,10 @@ class IndexedDataset:
     Pickling keeps only the arguments; a worker process maps the files itself.
 
     Args:
-        prefix: path of the two files without their suffixes.
+        prefix: path of the two files without their suffixes, or a URL such as s3://bucket/data/mine.
         by_sequence: whether the caller reads sequences and never documents. The document index is then not
             checked, because files that Megatron has merged have no usable document index.
+        stored: objects of this URL that another process has opened; None to open them.
 
     Attributes:
         dtype: dtype of the tokens.
@@ -42,16 +46,19 @@ class IndexedDataset:
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or in tokens (TNTIDX).
         document_index: first sequence of each document, then the number of sequences, int64 [documents + 1].
         n_tokens: number of tokens, which may be 0.
-        tokens: all tokens of .bin, [n_tokens] of `dtype`.
+        tokens: all tokens of .bin, [n_tokens] of `dtype`; its slices are arrays.
+        stored: objects of a data set in an object store; None for files.
 
     Raises:
         ValueError: a file is missing, damaged or in another format, or the two files do not belong together.
     """
 
-    def __init__(self, prefix: str | Path, *, by_sequence: bool = False) -> None:
+    def __init__(self, prefix: str | Path, *, by_sequence: bool = False, stored: StoredPair | None = None) -> None:
         self.prefix, self.by_sequence = str(prefix), by_sequence
+        self.stored = StoredPair.open(self.prefix) if stored is None and is_object_store(self.prefix) else stored
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
-        index, data = _map(self.prefix, ".idx"), _map(self.prefix, ".bin")
+        index = _map(self.prefix, ".idx") if self.stored is None else self.stored.map_index()
+        data = _map(self.prefix, ".bin") if self.stored is None else self.stored.bin
         arrays = read_index(idx_path, index)
         self.dtype = arrays.dtype
         self.sizes = arrays.sizes
@@ -62,12 +69,13 @@ class IndexedDataset:
         if not by_sequence:
             self._check_documents(idx_path)
         n_bytes = self.n_tokens * self.dtype.itemsize
-        if len(data) != n_bytes:
+        if data.size != n_bytes:
             raise ValueError(
                 f"{bin_path}: expected {n_bytes} bytes ({self.n_tokens} tokens of {self.dtype}, as {idx_path} says), "
-                f"got {len(data)}"
+                f"got {data.size}"
             )
-        self.tokens: NDArray[Any] = data.view(self.dtype)
+        is_file = isinstance(data, np.ndarray)
+        self.tokens: NDArray[Any] | StoredTokens = data.view(self.dtype) if is_file else StoredTokens(data, self.dtype)
 
     def _check_sequences(self, path: str) -> int:
         """Check that the sequences fill .bin from the first byte on, without gaps; return the total token count.
@@ -133,6 +141,12 @@ class IndexedDataset:
         start = int(self.pointers[i]) // self._per_token + offset
         return self.tokens[start : start + length]
 
+    def read(self, slices: Sequence[tuple[int, int]]) -> list[NDArray[Any]]:
+        """The tokens of slices (start, stop) of .bin, which an object store is asked for together."""
+        if isinstance(self.tokens, StoredTokens):
+            return self.tokens.read([slice(*where).indices(self.n_tokens)[:2] for where in slices])
+        return [self.tokens[start:stop] for start, stop in slices]
+
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
         """Position of each document's first token in .bin, in tokens, [d] -> [d].
 
@@ -155,7 +169,20 @@ class IndexedDataset:
         return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(IndexedDataset, self.prefix, by_sequence=self.by_sequence), ()
+        return partial(IndexedDataset, self.prefix, by_sequence=self.by_sequence, stored=self.stored), ()
+
+    @property
+    def index_path(self) -> str:
+        """Absolute path of the index, with links resolved, or its URL."""
+        return os.path.realpath(f"{self.prefix}.idx") if self.stored is None else self.stored.idx.url
+
+    @property
+    def index_state(self) -> str:
+        """Path, size and time or version of the index; any change means that the data set may have changed."""
+        if self.stored is not None:
+            return self.stored.index_state
+        stat = os.stat(self.index_path)
+        return f"{self.index_path} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.stored import MAX_RECORD_BYTES
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import Tokenizer
-from dtmega.files.untrusted_json import read_object
+from dtmega.files.untrusted_json import parse_object, read_object
 
-MAX_BYTES = 1 << 16
 # Entry of a run's identity, which its checkpoints hold: ids of the tokens that end the turns that it learns.
 END_IDS = "ids that end a turn"
 LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
@@ -251,11 +252,12 @@ def record_of(dataset: IndexedDataset) -> Record | None:
     Raises:
         ValueError: the record is damaged.
     """
-    path = Path(f"{dataset.prefix}.meta.json")
-    if not path.exists():
+    content = _content(dataset)
+    if content is None:
         return None
+    path = f"{dataset.prefix}.meta.json"
     try:
-        record = Record.model_validate(read_object(path, MAX_BYTES))
+        record = Record.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -263,6 +265,21 @@ def record_of(dataset: IndexedDataset) -> Record | None:
     # Somebody may have replaced the .bin and left the record of the old .bin in place.
     belongs = (record.documents, record.tokens) == (len(dataset.document_index) - 1, dataset.n_tokens)
     return record if belongs else None
+
+
+def _content(dataset: IndexedDataset) -> dict[str, Any] | None:
+    """The object in a data set's PREFIX.meta.json; None if there is no such file.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    path = Path(f"{dataset.prefix}.meta.json")
+    if dataset.stored is None:
+        return read_object(path, MAX_RECORD_BYTES) if path.exists() else None
+    raw = dataset.stored.record
+    if raw is not None and len(raw) > MAX_RECORD_BYTES:
+        raise ValueError(f"cannot read {dataset.prefix}.meta.json: expected at most {MAX_RECORD_BYTES:,} bytes of JSON")
+    return None if raw is None else parse_object(raw, f"{dataset.prefix}.meta.json")
 
 
 def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:

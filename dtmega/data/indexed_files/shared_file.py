@@ -1,6 +1,6 @@
 """A file of arrays in the cache directory. One process per node makes the file, and all processes map the file.
 
-    made = SharedFile(path, made_from=index_state(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
+    made = SharedFile(path, made_from=dataset.index_state, pieces=lambda: iter([array]), about="ordering 9 documents")
     made.read_or_make()
     np.memmap(path, ...)
 
@@ -21,22 +21,10 @@ from typing import Any
 import xxhash
 from numpy.typing import NDArray
 
-from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.files.lock import Lock
 
 DIGEST_BYTES = 16
-
-
-def index_state(dataset: IndexedDataset) -> str:
-    """Path, size and modification time of a data set's index; any change means that the data set may have changed."""
-    index = index_path(dataset)
-    stat = os.stat(index)
-    return f"{index} {stat.st_size} {stat.st_mtime_ns}"
-
-
-def index_path(dataset: IndexedDataset) -> str:
-    """Absolute path of a data set's index, with links resolved."""
-    return os.path.realpath(f"{dataset.prefix}.idx")
+PIECE_BYTES = 8 << 20  # read at a time
 
 
 class SharedFile:
@@ -85,7 +73,7 @@ class SharedFile:
             n_bytes = os.fstat(file.fileno()).st_size - DIGEST_BYTES
             digest = xxhash.xxh3_128(self._made_from)
             while n_bytes > 0:
-                piece = file.read(min(n_bytes, 8 * CHUNK))
+                piece = file.read(min(n_bytes, PIECE_BYTES))
                 digest.update(piece)
                 n_bytes -= len(piece)
                 if not piece:

@@ -14,12 +14,16 @@ import contextlib
 import hashlib
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.record import record_of
+from dtmega.files import console
+from dtmega.files.lock import Lock
+from dtmega.files.object_requests import PARALLEL, PART_BYTES
 from dtmega.files.untrusted_json import read_object
 
 BLOCK_TOKENS, N_BLOCKS = 2**15, 64  # size and number of the blocks whose ids are compared with the record
@@ -65,8 +69,9 @@ def _check_sample(dataset: IndexedDataset, low: int, high: int) -> None:
         ValueError: an id is outside [low, high].
     """
     last_start = max(0, dataset.n_tokens - BLOCK_TOKENS)
-    for start in sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)}):
-        ids = dataset.tokens[start : start + BLOCK_TOKENS]
+    starts = sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)})
+    blocks = dataset.read([(start, start + BLOCK_TOKENS) for start in starts])
+    for start, ids in zip(starts, blocks, strict=True):
         outside = (ids < low) | (ids > high)
         if outside.any():
             i = int(np.argmax(outside))
@@ -79,17 +84,41 @@ def _check_sample(dataset: IndexedDataset, low: int, high: int) -> None:
 
 def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
     """The smallest and the largest id of a data set, cached in a file. The data set must have at least one token."""
-    real, stat = os.path.realpath(path), os.stat(path)
-    state = {"path": real, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "dtype": dataset.dtype.str}
+    if dataset.stored is None:
+        real, stat = os.path.realpath(path), os.stat(path)
+        state = {"path": real, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "dtype": dataset.dtype.str}
+    else:
+        file = dataset.stored.bin
+        real, state = path, {"path": path, "size": file.size, "version": file.version, "dtype": dataset.dtype.str}
     cache = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
+    if dataset.stored is None:
+        return _cached(cache, state) or _scanned(dataset, cache, state, CHUNK)
+    with Lock(Path(f"{cache}.lock")):  # one process of a node reads a data set that is far away
+        found = _cached(cache, state)
+        if found is None:
+            console.say(
+                f"dtmega: reading all {dataset.n_tokens:,} tokens of {path} once, because its .meta.json does not say "
+                f"their smallest and largest id"
+            )
+            found = _scanned(dataset, cache, state, PARALLEL * PART_BYTES // dataset.dtype.itemsize)
+        return found
+
+
+def _cached(cache: Path, state: dict[str, object]) -> tuple[int, int] | None:
+    """The range in the cache; None if there is none of this state of the data set."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         cached = read_object(cache)
         if cached["state"] == state:
             return int(cached["low"]), int(cached["high"])
+    return None
+
+
+def _scanned(dataset: IndexedDataset, cache: Path, state: dict[str, object], n_at_once: int) -> tuple[int, int]:
+    """The range of all ids, read `n_at_once` ids at a time, and written into the cache."""
     lows: list[int] = []
     highs: list[int] = []
-    for start in range(0, dataset.n_tokens, CHUNK):
-        ids = dataset.tokens[start : start + CHUNK]
+    for start in range(0, dataset.n_tokens, n_at_once):
+        ids = dataset.tokens[start : start + n_at_once]
         lows.append(int(ids.min()))
         highs.append(int(ids.max()))
     low, high = min(lows), max(highs)

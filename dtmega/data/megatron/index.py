@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
-from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
+from dtmega.data.indexed_files.shared_file import SharedFile
 
 FORMAT = 1  # increase it when a change makes the same settings give different indices
 LONG = 1 << 20  # indices with at least this many entries are kept in a file; smaller indices take 0.1 s
@@ -152,10 +152,10 @@ def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indic
         OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     version = f"{settings[1:]} {FORMAT}"
-    name = hashlib.sha256(f"{index_path(settings.dataset)}/{version}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{settings.dataset.index_path}/{version}".encode()).hexdigest()[:16]
     path = cache_dir() / f"megatron-order-{name}.bin"
     about = f"ordering {epochs.samples} samples of {settings.dataset.prefix} as Megatron does"
-    made_from = f"{index_state(settings.dataset)} {version}"
+    made_from = f"{settings.dataset.index_state} {version}"
     SharedFile(path, made_from, lambda: _pieces(settings, epochs), about).read_or_make()
     sample_dtype = _sample_dtype(settings, n_entries)
     shuffle_dtype = _shuffle_dtype(epochs.samples)

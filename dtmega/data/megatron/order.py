@@ -155,10 +155,11 @@ class MegatronSamples:
         # Stream sample k runs from its first token to the first token of sample k + 1, inclusive.
         k = int(shuffle[g])
         (first, start), (last, end) = samples[k : k + 2].tolist()
-        pieces = [self.dataset.get(sequence) for sequence in documents[first : last + 1].tolist()]
-        pieces[-1] = pieces[-1][: end + 1]
-        pieces[0] = pieces[0][start:]
-        tokens = np.concatenate(pieces)
+        sequences = documents[first : last + 1]
+        bounds = self.dataset.tokens_before(np.stack([sequences, sequences + 1], 1).astype(np.int64))
+        bounds[-1, 1] = min(bounds[-1, 1], bounds[-1, 0] + end + 1)
+        bounds[0, 0] += start
+        tokens = np.concatenate([self.dataset.tokens[begin:stop] for begin, stop in bounds.tolist()])
         if len(tokens) != self.settings.seq_len + 1:
             raise ValueError(
                 f"expected sample {k} to have {self.settings.seq_len + 1} tokens, got {len(tokens)}: its index is "

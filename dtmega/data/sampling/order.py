@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
-from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
+from dtmega.data.indexed_files.shared_file import SharedFile
 
 LONG = 1 << 20  # orders of this many documents or more are kept in a file; shorter orders take at most 12 MB and 0.1 s
 
@@ -104,7 +104,7 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
         OSError, ValueError: no cache directory is writable, or the disk is full.
     """
     n = documents[1] - documents[0]
-    name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{stream}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{dataset.index_path}/{documents}/{stream}".encode()).hexdigest()[:16]
     path = cache_dir() / f"order-{name}-{epoch}.bin"
 
     def pieces() -> Iterator[NDArray[Any]]:
@@ -113,7 +113,7 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
         yield from _starts(dataset, documents[0], order)
         yield order
 
-    made_from = f"{index_state(dataset)} {documents} {stream}/{epoch}"
+    made_from = f"{dataset.index_state} {documents} {stream}/{epoch}"
     if SharedFile(path, made_from, pieces, f"ordering {n} documents for epoch {epoch}").read_or_make():
         _remove_old(name, epoch)
     starts = np.memmap(path, np.int64, "r", shape=(n + 1,))

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.record import LONGEST_SENTENCE
-from dtmega.data.indexed_files.shared_file import DIGEST_BYTES, SharedFile, index_path, index_state
+from dtmega.data.indexed_files.shared_file import DIGEST_BYTES, SharedFile
 from dtmega.ops import keyed
 
 FORMAT = 1  # increase it when a change makes the same documents and targets give a different table
@@ -96,10 +96,10 @@ def _from_file(
     Raises:
         OSError, ValueError: no cache directory is writable, or the disk is full.
     """
-    name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{targets}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{dataset.index_path}/{documents}/{targets}".encode()).hexdigest()[:16]
     path = cache_dir() / f"pairs-{name}.bin"
     about = f"cutting documents {documents[0]} to {documents[1]} of {dataset.prefix} into samples"
-    made_from = f"{index_state(dataset)} {documents} {targets} {FORMAT}"
+    made_from = f"{dataset.index_state} {documents} {targets} {FORMAT}"
     SharedFile(path, made_from, pieces, about).read_or_make()
     n = (path.stat().st_size - DIGEST_BYTES) // (3 * dtype.itemsize)
     return np.asarray(np.memmap(path, dtype, "r", shape=(n, 3))) if n else np.zeros((0, 3), dtype)

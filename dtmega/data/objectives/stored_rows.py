@@ -1,0 +1,34 @@
+"""Rows of samples whose tokens are in an object store: the tokens of a range of samples are read in one batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dtmega.data.indexed_files.stored import fetched, planned
+from dtmega.data.objectives.rows import Rows
+from dtmega.data.sampling.samples import AnySamples
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows whose samples are made twice: once to note which tokens they consist of, and once from these tokens.
+
+    A sample's place in the files must not depend on tokens, and in no objective does it.
+    """
+
+    rows: Rows
+    samples: AnySamples
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        """The rows of a range of samples.
+
+        Raises:
+            DataLost: a store does not answer, or an object has changed.
+        """
+        with planned() as plan:
+            for g in indices:
+                self.samples[g]
+        with fetched(plan):
+            return self.rows[indices]

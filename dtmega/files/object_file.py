@@ -1,0 +1,156 @@
+"""An object of an object store that is read by ranges. Each read checks that the object is the one that was opened.
+
+    file = ObjectFile.open("s3://bucket/data/mine.bin", "[data] path")
+    first, second = file.read([(0, 4096), (9_000_000, 9_004_096)])  # two requests, at the same time
+
+Ranges with small gaps between them are read by one request, because a request takes as long as some 100 KB do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from dtmega.files.object_requests import (
+    PARALLEL,
+    PART_BYTES,
+    Unreachable,
+    check_usable,
+    open_store,
+    reason,
+)
+
+GAP_BYTES = 2**16  # ranges with at most this gap between them are read by one request
+
+
+class Changed(OSError):
+    """An object is no longer the one that was opened: it has been replaced or deleted."""
+
+
+class ObjectFile:
+    """An object, as it was when it was opened. Pickling keeps what was known then, so that all processes read the same.
+
+    Args:
+        url: URL of the object.
+        size: number of its bytes.
+        version: its ETag, or the time of its last change if the store has no ETags.
+    """
+
+    def __init__(self, url: str, size: int, version: str) -> None:
+        self.url, self.size, self.version = url, size, version
+        self._folder, _, self._name = url.rpartition("/")
+        self._store: Any = None
+
+    @classmethod
+    def open(cls, url: str, key: str) -> ObjectFile | None:
+        """Ask the store for an object's size and version. Returns None if there is no such object.
+
+        Args:
+            url: URL of the object.
+            key: key or option that names the URL, for messages.
+
+        Raises:
+            ValueError: the URL holds credentials, or the store does not answer.
+        """
+        check_usable(url, key)
+        file = cls(url, 0, "")
+        try:
+            meta = file._request(lambda store: store.head(file._name))
+        except Changed:
+            return None
+        # obstore raises ValueErrors about URLs that it cannot parse, such as those without a bucket.
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot open {url}: {error} ({key})") from None
+        file.size, file.version = meta["size"], _version(meta)
+        return file
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Read ranges (start, stop) of bytes, by at most PARALLEL requests at the same time.
+
+        Raises:
+            Unreachable: the store does not answer.
+            Changed: the object is no longer the one that was opened.
+        """
+        whole = merged(ranges)
+        parts = [part for start, stop in whole for part in _parts(start, stop)]
+        if len(parts) == 1:
+            found = [self._range(*parts[0])]
+        else:
+            with ThreadPoolExecutor(max(1, min(PARALLEL, len(parts)))) as threads:
+                found = list(threads.map(self._range, *zip(*parts, strict=True))) if parts else []
+        by_part = dict(zip(parts, found, strict=True))
+        buffers = {start: _joined([by_part[part] for part in _parts(start, stop)]) for start, stop in whole}
+        firsts = list(buffers)
+        read: list[memoryview] = []
+        for start, stop in ranges:
+            if start >= stop:
+                read.append(memoryview(b""))
+                continue
+            first = firsts[bisect_right(firsts, start) - 1]
+            read.append(buffers[first][start - first : stop - first])
+        return read
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the whole object, PARALLEL parts at a time."""
+        step = PARALLEL * PART_BYTES
+        for start in range(0, self.size, step):
+            yield self.read([(start, min(start + step, self.size))])[0]
+
+    def __reduce__(self) -> tuple[type[ObjectFile], tuple[str, int, str]]:
+        return ObjectFile, (self.url, self.size, self.version)
+
+    def _range(self, start: int, stop: int) -> memoryview:
+        """The bytes of one range, by one request."""
+
+        def get(store: Any) -> tuple[dict[str, Any], Any]:
+            result = store.get(self._name, options={"range": (start, stop)})
+            return result.meta, result.bytes()
+
+        meta, data = self._request(get)
+        if (meta["size"], _version(meta)) != (self.size, self.version) or len(data) != stop - start:
+            raise Changed(f"{self.url} has been replaced since it was opened")
+        return memoryview(data)
+
+    def _request(self, send: Any) -> Any:
+        """The answer of a request; errors name the object, and nothing that its store's answers quote."""
+        from obstore.exceptions import BaseError
+
+        try:
+            if self._store is None:
+                self._store = open_store(self._folder)
+            return send(self._store)
+        except FileNotFoundError:
+            raise Changed(f"{self.url} is gone") from None
+        except BaseError as error:
+            # The name that S3, Google and Azure have for a range after the end of an object.
+            if "InvalidRange" in str(error):
+                raise Changed(f"{self.url} has been replaced since it was opened") from None
+            raise Unreachable(f"{self.url}: {reason(error)}") from None
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges in their order, without the empty ones; joined where gaps are at most GAP_BYTES."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if found and start <= found[-1][1] + GAP_BYTES:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _parts(start: int, stop: int) -> list[tuple[int, int]]:
+    """A range, cut into parts of at most PART_BYTES: a larger answer could take longer than REQUEST_S."""
+    return [(at, min(at + PART_BYTES, stop)) for at in range(start, stop, PART_BYTES)]
+
+
+def _joined(parts: list[memoryview]) -> memoryview:
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+def _version(meta: Any) -> str:
+    return meta["e_tag"] or meta["last_modified"].isoformat()
