@@ -96,7 +96,7 @@ def objectives(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         keys = {**(FAMILIES | FORMS)[name], **data[name]}
         found[name] = keys, str(keys["data.path"])
     found["prefix"] = found["bloom"][0] | {"data.objective": "prefix-lm"}, found["bloom"][1]
-    chat = {"data.tokenizer": "bytes", "data.objective": "conversations", "model.vocab_size": 257}
+    chat = {"train.steps": 5, "data.tokenizer": "bytes", "data.objective": "conversations", "model.vocab_size": 257}
     found["conversations"] = {"data.seq_len": S, **chat}, conversations(folder, 60)
     for order in ("megatron-core", "megatron-deepspeed"):
         keys, path = found["bloom"]
@@ -256,7 +256,7 @@ def test_the_fingerprint_of_a_large_set_is_that_of_the_disk(object_store, tmp_pa
     dataset = IndexedDataset(store(object_store, prefix, "large"))
     object_store.bytes_sent = 0
     assert fingerprint(dataset.prefix, dataset.stored) == fingerprint(prefix)
-    assert object_store.bytes_sent == 4 * data_text.BLOCK_BYTES
+    assert object_store.bytes_sent == 4 * data_text.BLOCK_BYTES + Path(f"{prefix}.idx").stat().st_size
 
 
 # Refusals and faults.
