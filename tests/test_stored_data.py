@@ -54,7 +54,8 @@ def reaching(environment: Mapping[str, str], cache: str, limits: Mapping[str, fl
     os.environ["XDG_CACHE_HOME"] = cache
     for name, value in limits.items():
         setattr(object_requests, name, value)
-    yield
+    with open(f"{cache}-stderr", "a") as file, contextlib.redirect_stderr(file):
+        yield
 
 
 HASTY = {"MAX_RETRIES": 3, "PAUSE_S": 0.01, "REQUEST_S": 1.0, "RETRY_S": 3.0}
@@ -119,7 +120,7 @@ def run_of_words(object_store, tmp_path) -> tuple[dict[str, Any], Path]:
     keys = keys_of("next tokens", tmp_path / "data") | {"eval.interval": 0}
     train_all([Training(1, keys, tmp_path / "disk")])
     object_store.seen.clear()
-    return keys | {"data.path": store(object_store, keys["data.path"], "data/text")}, tmp_path / "disk"
+    return keys | {"data.path": store(object_store, str(keys["data.path"]), "data/text")}, tmp_path / "disk"
 
 
 def at(number: int, kind: str) -> Callable[[Request], str]:
@@ -155,7 +156,7 @@ def test_a_run_goes_on_after_a_fault_of_any_request(object_store, tmp_path, run_
 
 
 @pytest.mark.parametrize("kind", ["503", "replaced"])
-def test_a_run_whose_data_is_lost_ends_with_one_line(object_store, tmp_path, run_of_words, kind, capfd):
+def test_a_run_whose_data_is_lost_ends_with_one_line(object_store, tmp_path, run_of_words, kind):
     keys, _ = run_of_words
     n_tokens = 0
 
@@ -174,7 +175,7 @@ def test_a_run_whose_data_is_lost_ends_with_one_line(object_store, tmp_path, run
     object_store.fault = fault
     code = exit_codes.FAILED if kind == "replaced" else exit_codes.STUCK
     train_all([Training(1, keys, tmp_path / "run", on(object_store, tmp_path), code)])
-    errors = capfd.readouterr().err
+    errors = (tmp_path / "cache-stderr").read_text()
     (line,) = [line for line in errors.splitlines() if "cannot read" in line]
     assert "Traceback" not in errors
     why = "has been replaced since it was opened" if kind == "replaced" else "Error performing GET a request"
@@ -190,8 +191,8 @@ def test_a_run_whose_data_is_lost_ends_with_one_line(object_store, tmp_path, run
     train_all([Training(1, keys, tmp_path / "run", on(object_store, tmp_path))])
 
 
-def test_a_store_that_is_silent_at_a_start_is_refused_in_one_line(object_store, tmp_path, run_of_words, capfd):
+def test_a_store_that_is_silent_at_a_start_is_refused_in_one_line(object_store, tmp_path, run_of_words):
     keys, _ = run_of_words
     object_store.fault = lambda request: "503"
     train_all([Training(1, keys, tmp_path / "run", on(object_store, tmp_path), exit_codes.REFUSED)])
-    assert capfd.readouterr().err.count("cannot open s3://bucket/data/text.idx: ") == 1
+    assert (tmp_path / "cache-stderr").read_text().count("cannot open s3://bucket/data/text.idx: ") == 1

@@ -60,9 +60,8 @@ class ObjectFile:
             meta = file._request(lambda store: store.head(file._name))
         except Changed:
             return None
-        # obstore raises ValueErrors about URLs that it cannot parse, such as those without a bucket.
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot open {url}: {error} ({key})") from None
+        except Unreachable as error:
+            raise ValueError(f"cannot open {error} ({key})") from None
         file.size, file.version = meta["size"], _version(meta)
         return file
 
@@ -123,7 +122,7 @@ class ObjectFile:
             return send(self._store)
         except FileNotFoundError:
             raise Changed(f"{self.url} is gone") from None
-        except BaseError as error:
+        except (BaseError, Unreachable) as error:
             # The name that S3, Google and Azure have for a range after the end of an object.
             if "InvalidRange" in str(error):
                 raise Changed(f"{self.url} has been replaced since it was opened") from None

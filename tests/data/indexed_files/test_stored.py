@@ -96,7 +96,13 @@ def objectives(folder: Path) -> dict[str, tuple[dict[str, object], str]]:
         keys = {**(FAMILIES | FORMS)[name], **data[name]}
         found[name] = keys, str(keys["data.path"])
     found["prefix"] = found["bloom"][0] | {"data.objective": "prefix-lm"}, found["bloom"][1]
-    chat = {"train.steps": 5, "data.tokenizer": "bytes", "data.objective": "conversations", "model.vocab_size": 257}
+    chat = {
+        "train.steps": 5,
+        "data.split": "8,1,1",
+        "data.tokenizer": "bytes",
+        "data.objective": "conversations",
+        "model.vocab_size": 257,
+    }
     found["conversations"] = {"data.seq_len": S, **chat}, conversations(folder, 60)
     for order in ("megatron-core", "megatron-deepspeed"):
         keys, path = found["bloom"]
