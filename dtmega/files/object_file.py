@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from typing import Any
 
 from dtmega.files.object_requests import (
@@ -20,6 +21,7 @@ from dtmega.files.object_requests import (
     check_usable,
     open_store,
     reason,
+    reported,
 )
 
 GAP_BYTES = 2**16  # ranges with at most this gap between them are read by one request
@@ -127,6 +129,27 @@ class ObjectFile:
             if "InvalidRange" in str(error):
                 raise Changed(f"{self.url} has been replaced since it was opened") from None
             raise Unreachable(f"{self.url}: {reason(error)}") from None
+
+
+def matching(pattern: str, key: str) -> list[str]:
+    """The URLs of the objects whose names match a pattern with `*`, `?` and `[...]`; its folder has none of these.
+
+    Args:
+        pattern: URL with a pattern as its last part.
+        key: key or option that names the URL, for messages.
+
+    Raises:
+        ValueError: the URL holds credentials, or the store does not answer.
+    """
+    folder, _, wanted = pattern.rpartition("/")
+    check_usable(folder, key)
+    try:
+        store = open_store(folder)
+        with reported():
+            names = [entry["path"] for entry in store.list_with_delimiter()["objects"]]
+    except Unreachable as error:
+        raise ValueError(f"cannot list {folder}: {error} ({key})") from None
+    return [f"{folder}/{name}" for name in names if fnmatchcase(name, wanted)]
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

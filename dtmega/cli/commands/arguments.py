@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from dtmega.data.preparing.parts import Part
 from dtmega.data.preparing.text_files import BLANK_LINES
+from dtmega.files.object_requests import check_usable, is_object_store
 
 
 class Parser(argparse.ArgumentParser):
@@ -105,8 +106,13 @@ def prefix(text: str) -> str:
     """Parse the prefix of a corpus's files, `PREFIX.bin` and `PREFIX.idx`. The name of either file is also accepted.
 
     Raises:
-        argparse.ArgumentTypeError: the text names a folder.
+        argparse.ArgumentTypeError: the text names a folder, or is a URL that holds credentials.
     """
+    if is_object_store(text):
+        try:
+            check_usable(text, "PREFIX")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     text = text.removesuffix(".idx").removesuffix(".bin")
     if os.path.basename(text) in ("", ".", ".."):
         raise argparse.ArgumentTypeError(

@@ -13,17 +13,6 @@ from numpy.typing import NDArray
 from dtmega.files.atomic import sync_folder
 
 
-def check_free(prefix: str, overwrite: bool) -> None:
-    """Check that no token files would be replaced, unless `overwrite` is True.
-
-    Raises:
-        ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False.
-    """
-    for path in (f"{prefix}.bin", f"{prefix}.idx"):
-        if os.path.lexists(path) and not overwrite:
-            raise ValueError(f"{path} is there: expected another --output, or --overwrite to replace it")
-
-
 class PairFiles:
     """New files PREFIX.bin, PREFIX.idx and PREFIX.meta.json. A PREFIX.idx exists only next to the complete other two.
 

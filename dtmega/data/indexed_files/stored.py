@@ -46,11 +46,11 @@ class DataLost(OSError):
     """
 
     def __init__(self, reason: str, is_temporary: bool) -> None:
-        super().__init__(reason, is_temporary)
-        self.reason, self.is_temporary = reason, is_temporary
+        super().__init__(reason)
+        self.is_temporary = is_temporary
 
-    def __str__(self) -> str:
-        return self.reason
+    def __reduce__(self) -> tuple[type[DataLost], tuple[str, bool]]:
+        return DataLost, (str(self), self.is_temporary)
 
 
 class StoredPair(NamedTuple):

@@ -49,8 +49,9 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     if low >= 0 and high < vocab_size:
         return
     # Find the first id outside the range, for the message.
-    for start in range(0, dataset.n_tokens, CHUNK):
-        ids = dataset.tokens[start : start + CHUNK].astype(np.int64)
+    n_at_once = _n_at_once(dataset)
+    for start in range(0, dataset.n_tokens, n_at_once):
+        ids = dataset.tokens[start : start + n_at_once].astype(np.int64)
         outside = (ids < 0) | (ids >= vocab_size)
         if outside.any():
             i = int(np.argmax(outside))
@@ -92,7 +93,7 @@ def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
         real, state = path, {"path": path, "size": file.size, "version": file.version, "dtype": dataset.dtype.str}
     cache = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
     if dataset.stored is None:
-        return _cached(cache, state) or _scanned(dataset, cache, state, CHUNK)
+        return _cached(cache, state) or _scanned(dataset, cache, state)
     with Lock(Path(f"{cache}.lock")):  # one process of a node reads a data set that is far away
         found = _cached(cache, state)
         if found is None:
@@ -100,7 +101,7 @@ def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
                 f"dtmega: reading all {dataset.n_tokens:,} tokens of {path} once, because its .meta.json does not say "
                 f"their smallest and largest id"
             )
-            found = _scanned(dataset, cache, state, PARALLEL * PART_BYTES // dataset.dtype.itemsize)
+            found = _scanned(dataset, cache, state)
         return found
 
 
@@ -113,8 +114,14 @@ def _cached(cache: Path, state: dict[str, object]) -> tuple[int, int] | None:
     return None
 
 
-def _scanned(dataset: IndexedDataset, cache: Path, state: dict[str, object], n_at_once: int) -> tuple[int, int]:
-    """The range of all ids, read `n_at_once` ids at a time, and written into the cache."""
+def _n_at_once(dataset: IndexedDataset) -> int:
+    """Number of ids that a scan holds in memory; from an object store, as many as all requests at one time bring."""
+    return CHUNK if dataset.stored is None else PARALLEL * PART_BYTES // dataset.dtype.itemsize
+
+
+def _scanned(dataset: IndexedDataset, cache: Path, state: dict[str, object]) -> tuple[int, int]:
+    """The range of all ids, which is then written into the cache."""
+    n_at_once = _n_at_once(dataset)
     lows: list[int] = []
     highs: list[int] = []
     for start in range(0, dataset.n_tokens, n_at_once):

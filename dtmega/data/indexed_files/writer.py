@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from dtmega.data.indexed_files.dataset import CHUNK
 from dtmega.data.indexed_files.idx_file import check_integer, index_pieces
-from dtmega.data.indexed_files.pair_files import PairFiles
 from dtmega.data.indexed_files.spilled_array import SpilledArray
+from dtmega.data.indexed_files.stored_output import local_folder, pair_files
 
 
 class IndexedWriter:
@@ -24,7 +24,7 @@ class IndexedWriter:
             writer.about = record.text_of(...)
 
     Args:
-        prefix: path of the files without their suffixes.
+        prefix: path of the files without their suffixes, or a URL such as s3://bucket/data/mine.
         dtype: integer dtype of the tokens, see `token_dtype`.
 
     Attributes:
@@ -40,7 +40,7 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         check_integer(self.prefix, self.dtype)
-        folder = Path(self.prefix).parent
+        folder = local_folder(self.prefix)
         self._sizes = SpilledArray("i", folder)
         # First sequence of each document but the first, then the number of sequences.
         self._ends = SpilledArray("q", folder)
@@ -50,7 +50,7 @@ class IndexedWriter:
         self.about = ""
 
     def __enter__(self) -> IndexedWriter:
-        self._files = PairFiles(self.prefix)
+        self._files = pair_files(self.prefix)
         self._bin = open(self._files.temporary("bin"), "xb", buffering=CHUNK)
         return self
 

@@ -1,4 +1,4 @@
-"""Copy files into one file, one behind the other, with several threads."""
+"""Copy files, or objects of an object store, into one file, one behind the other, with several threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from dtmega.files.object_file import ObjectFile
+
 N_THREADS = 4  # more than one disk or server answers at once
 SLICE_BYTES = 1 << 26  # the work of a thread
 BUFFER_BYTES = 1 << 22  # memory of a thread
@@ -16,17 +18,18 @@ BUFFER_BYTES = 1 << 22  # memory of a thread
 class _Slice(NamedTuple):
     """A range of one file, and its place in the joined file, all in bytes."""
 
-    source: str
+    source: str | ObjectFile
     start: int
     n_bytes: int
     place: int
 
 
-def join_files(sources: Sequence[str], target: Path) -> None:
+def join_files(sources: Sequence[str | ObjectFile], target: Path) -> None:
     """Write a new file that consists of other files in the given order, and sync it to disk.
 
     Raises:
-        OSError: a file cannot be read or written, or ends before the size that it had at first.
+        OSError: a file cannot be read or written, or ends before the size that it had at first; or an object cannot be
+            read, or has changed.
     """
     # Each slice is read and written at places of its own, so the order in which threads finish does not matter.
     # `copy_file_range` would save the copy through memory, but some file systems refuse it, each with an error of its
@@ -37,11 +40,11 @@ def join_files(sources: Sequence[str], target: Path) -> None:
         os.fsync(joined.fileno())
 
 
-def _slices(sources: Sequence[str]) -> Iterator[_Slice]:
+def _slices(sources: Sequence[str | ObjectFile]) -> Iterator[_Slice]:
     """Yield slices that cover all files."""
     place = 0
     for source in sources:
-        size_bytes = os.path.getsize(source)
+        size_bytes = source.size if isinstance(source, ObjectFile) else os.path.getsize(source)
         for start in range(0, size_bytes, SLICE_BYTES):
             yield _Slice(source, start, min(SLICE_BYTES, size_bytes - start), place + start)
         place += size_bytes
@@ -50,6 +53,11 @@ def _slices(sources: Sequence[str]) -> Iterator[_Slice]:
 def _copy(piece: _Slice, target: int) -> None:
     """Copy a slice into an open file."""
     done = 0
+    if isinstance(piece.source, ObjectFile):
+        (content,) = piece.source.read([(piece.start, piece.start + piece.n_bytes)])
+        while done < piece.n_bytes:
+            done += os.pwrite(target, content[done:], piece.place + done)
+        return
     with open(piece.source, "rb", buffering=0) as source:
         while done < piece.n_bytes:
             content = os.pread(source.fileno(), min(BUFFER_BYTES, piece.n_bytes - done), piece.start + done)

@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.idx_file import check_integer, index_pieces
-from dtmega.data.indexed_files.pair_files import PairFiles, check_free
 from dtmega.data.indexed_files.record import record_of
+from dtmega.data.indexed_files.stored_output import check_free, pair_files
 from dtmega.data.preparing.copying import join_files
 from dtmega.data.preparing.joined_records import Part, in_order, joined_record
 from dtmega.files.console import counted
+from dtmega.files.object_file import ObjectFile, matching
+from dtmega.files.object_requests import is_object_store
 
 
 def write(args: argparse.Namespace) -> str:
@@ -54,9 +56,9 @@ def write(args: argparse.Namespace) -> str:
     if n_documents == 0:
         raise ValueError(f"no documents in {counted(len(parts), 'part')}")
     n_sequences = sum(len(part.dataset) for part in parts)
-    files = PairFiles(args.output)
+    files = pair_files(args.output)
     try:
-        join_files([f"{part.dataset.prefix}.bin" for part in parts], files.temporary("bin"))
+        join_files([_bin(part) for part in parts], files.temporary("bin"))
         files.write("idx", index_pieces(dtype, n_sequences, n_documents, lambda: _sizes(parts), lambda: _ends(parts)))
         if merged:
             files.write("meta.json", [merged.text().encode()])
@@ -78,7 +80,8 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
     """
     prefixes: list[str] = []
     for pattern in patterns:
-        matches = sorted((path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx")), key=_by_numbers)
+        paths = matching(f"{pattern}.idx", "--input") if is_object_store(pattern) else glob.glob(f"{pattern}.idx")
+        matches = sorted((path.removesuffix(".idx") for path in paths), key=_by_numbers)
         # Pass on a plain prefix that has no files: `IndexedDataset` has a better message about missing files.
         if not matches and not glob.has_magic(pattern):
             matches = [pattern]
@@ -89,6 +92,12 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
     if twice:
         raise ValueError(f"--input names {twice} twice")
     return prefixes
+
+
+def _bin(part: Part) -> str | ObjectFile:
+    """The .bin of a part: a path, or an object."""
+    stored = part.dataset.stored
+    return f"{part.dataset.prefix}.bin" if stored is None else stored.bin
 
 
 def _by_numbers(name: str) -> list[str | int]:

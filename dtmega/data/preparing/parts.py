@@ -18,6 +18,7 @@ import xxhash
 
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.record import PartRecord, record_of
+from dtmega.data.indexed_files.stored_output import check_free, is_there
 from dtmega.data.preparing.input_files import STDIN, File
 from dtmega.files.console import counted
 
@@ -61,7 +62,7 @@ class Share(NamedTuple):
         """
         if overwrite or self.part is None:
             return False
-        if not os.path.lexists(f"{self.prefix}.idx"):  # a .bin without its .idx is what a killed task may leave
+        if not is_there(f"{self.prefix}.idx"):  # a .bin without its .idx is what a killed task may leave
             return False
         found = record_of(IndexedDataset(self.prefix))
         if found is None or found.part != self.part:

@@ -16,9 +16,11 @@ from dtmega import config, families
 from dtmega.config import Config
 from dtmega.data import cache_dir
 from dtmega.data import text as data_text
-from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files import token_ids
+from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.indexed_files.token_ids import check_token_ids
+from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.objectives.known import OBJECTIVES
 from dtmega.data.objectives.stored_rows import StoredRows
@@ -242,13 +244,15 @@ def test_a_data_set_without_a_record_of_its_ids_is_scanned_once(object_store, te
         check_token_ids(IndexedDataset(url), 200)
 
 
-def test_the_record_spares_the_scan(object_store, tmp_path):
-    chat = conversations(tmp_path, 20)
-    record = Path(f"{chat}.meta.json")
-    record.write_text(record.read_text().replace('"tokens":', '"min_id":48,"max_id":121,"tokens":'))
-    dataset = IndexedDataset(store(object_store, chat, "chat"))
+def test_a_record_spares_the_scan_but_for_some_blocks(object_store, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(token_ids, "N_BLOCKS", 3)
+    monkeypatch.setattr(token_ids, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(object_file, "GAP_BYTES", -1)
+    dataset = IndexedDataset(store(object_store, conversations(tmp_path, 200), "chat"))
+    object_store.bytes_sent = 0
     check_token_ids(dataset, 122)
-    assert reads(object_store) == 0
+    assert object_store.bytes_sent == 3 * 4 * 2
+    assert "reading all" not in capfd.readouterr().err
     with pytest.raises(ValueError, match="all ids: 48 to 121"):
         check_token_ids(dataset, 121)
 

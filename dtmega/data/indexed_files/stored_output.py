@@ -1,0 +1,196 @@
+"""A new data set in an object store: written to this machine's temp folder, then uploaded, its .idx last.
+
+An object store cannot lock or rename anything. So a writer first creates an object PREFIX.writing, on the condition
+that there is none, and deletes it after all others. Who finds one that has not been renewed for STALE takes it over,
+because its writer was killed. Nothing but an .idx makes objects a data set, so a killed writer leaves none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from socket import gethostname
+from typing import TypeVar
+from uuid import uuid4
+
+from dtmega.data.indexed_files.pair_files import PairFiles
+from dtmega.files.object_file import ObjectFile
+from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reported
+
+KEY = "--output"
+MAX_PARTS = 9000  # of an upload; S3 takes 10,000
+RENEW_S = 60.0
+STALE = timedelta(minutes=10)
+
+T = TypeVar("T")
+
+
+def pair_files(prefix: str) -> PairFiles:
+    """The files of a new data set, on a disk or in an object store."""
+    return StoredPairFiles(prefix) if is_object_store(prefix) else PairFiles(prefix)
+
+
+def local_folder(prefix: str) -> Path:
+    """The folder of this machine with room for a new data set."""
+    return Path(tempfile.gettempdir()) if is_object_store(prefix) else Path(prefix).parent
+
+
+def is_there(path: str) -> bool:
+    """True if there is a file or an object of this name; also for a broken link.
+
+    Raises:
+        ValueError: the URL holds credentials, or the store does not answer.
+    """
+    return ObjectFile.open(path, KEY) is not None if is_object_store(path) else os.path.lexists(path)
+
+
+def check_free(prefix: str, overwrite: bool) -> None:
+    """Check that no token files would be replaced, unless `overwrite` is True.
+
+    Raises:
+        ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False; or the object store cannot be used.
+    """
+    # A .bin without an .idx is what a killed upload leaves.
+    suffixes = (".idx",) if is_object_store(prefix) else (".bin", ".idx")
+    for path in (f"{prefix}{suffix}" for suffix in suffixes):
+        if is_there(path) and not overwrite:
+            raise ValueError(f"{path} is there: expected another --output, or --overwrite to replace it")
+
+
+class StoredPairFiles(PairFiles):
+    """New objects PREFIX.bin, PREFIX.idx and PREFIX.meta.json, with the methods of `PairFiles`.
+
+    Args:
+        prefix: URL of the objects without their suffixes.
+
+    Raises:
+        ValueError: the URL holds credentials, or the store does not answer.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._url = prefix
+        self._before = self._version()
+        url, _, self._name = prefix.rpartition("/")
+        self._store = open_store(url)
+        self._mine = f"process {os.getpid()} on {gethostname()}, attempt {uuid4().hex}".encode()
+        self._renewed_s = 0.0
+        self._local = tempfile.mkdtemp(prefix="dtmega-")
+        super().__init__(str(Path(self._local, self._name)))
+
+    def publish(self) -> None:
+        """Upload the finished files, the .idx last.
+
+        Raises:
+            FileExistsError: another process writes there, or has written there since this one began.
+            Unreachable: the store does not answer.
+        """
+        self._claim()
+        try:
+            if self._version() != self._before:
+                raise FileExistsError(f"another process has written {self._url}.idx since this one began: kept that")
+            self._delete("idx")
+            for suffix in ("bin", "meta.json", "idx"):
+                if self.temporary(suffix).exists():
+                    self._upload(suffix)
+                else:
+                    self._delete(suffix)
+        finally:
+            # An error of its own would hide the one that ends the upload.
+            with contextlib.suppress(OSError):
+                if self._found() == self._mine:
+                    self._delete("writing")
+
+    def discard(self) -> None:
+        """Delete the files in the temp folder."""
+        shutil.rmtree(self._local, ignore_errors=True)
+
+    def _key(self, suffix: str) -> str:
+        return f"{self._name}.{suffix}"
+
+    def _version(self) -> str | None:
+        """The version of the .idx; None if there is none."""
+        idx = ObjectFile.open(f"{self._url}.idx", KEY)
+        return None if idx is None else idx.version
+
+    def _sent(self, send: Callable[[], T]) -> T:
+        """The answer of a request; an error names the data set."""
+        try:
+            with reported():
+                return send()
+        except Unreachable as error:
+            raise Unreachable(f"{self._url}: {error} ({KEY})") from None
+
+    def _claim(self) -> None:
+        """Create PREFIX.writing, which other writers look for.
+
+        Raises:
+            FileExistsError: another process writes there.
+        """
+        key = self._key("writing")
+        for _ in range(2):
+            with contextlib.suppress(FileExistsError):
+                self._sent(lambda: put_new(self._store, key, self._mine))
+                self._renewed_s = time.monotonic()
+                return
+            with contextlib.suppress(FileNotFoundError):
+                meta = self._sent(lambda: self._store.head(key))
+                if datetime.now(timezone.utc) - meta["last_modified"] < STALE:
+                    break
+                self._delete("writing")
+        who = (self._found() or b"").decode(errors="replace")
+        raise FileExistsError(
+            f"another process writes {self._url}, as {self._url}.writing says ({who}): wait for its end; if it was "
+            f"killed, try again {STALE.total_seconds() / 60:g} minutes later"
+        )
+
+    def _found(self) -> bytes | None:
+        """The content of PREFIX.writing; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._sent(lambda: bytes(self._store.get(self._key("writing")).bytes()))
+        return None
+
+    def _renew(self) -> None:
+        """Check that PREFIX.writing is still this writer's, and renew its time.
+
+        Raises:
+            FileExistsError: another process has taken it over.
+        """
+        if self._found() != self._mine:
+            raise FileExistsError(f"another process has begun to write {self._url}, because this one was silent")
+        self._sent(lambda: self._store.put(self._key("writing"), self._mine, use_multipart=False))
+        self._renewed_s = time.monotonic()
+
+    def _delete(self, suffix: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._sent(lambda: self._store.delete(self._key(suffix)))
+
+    def _upload(self, suffix: str) -> None:
+        """Upload a file in parts; the object appears with its last one."""
+        path = self.temporary(suffix)
+        part_bytes = max(PART_BYTES, -(-path.stat().st_size // MAX_PARTS))
+
+        def send() -> None:
+            import obstore
+
+            # An exception leaves the upload without its end.
+            writer = obstore.open_writer(self._store, self._key(suffix), buffer_size=part_bytes, max_concurrency=4)
+            for piece in self._pieces(path):
+                writer.write(piece)
+            self._renew()
+            writer.close()
+
+        self._sent(send)
+
+    def _pieces(self, path: Path) -> Iterator[bytes]:
+        """Yield a file's content, and renew the claim from time to time."""
+        with path.open("rb") as file:
+            while piece := file.read(PART_BYTES):
+                if time.monotonic() - self._renewed_s > RENEW_S:
+                    self._renew()
+                yield piece
