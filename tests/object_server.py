@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {}, ended.encode()
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def tag(data: bytes) -> str:
     """The ETag of an object. Kept, as a client may ask for many ranges of a large object."""
     return f'"{hashlib.md5(data).hexdigest()}"'
