@@ -76,7 +76,9 @@ def check_equal(ours: Path, theirs: Path) -> None:
     assert all((ours_record.final[name] == tensor).all() for name, tensor in truth.final.items())
 
 
-@pytest.mark.parametrize("kind", ["next tokens", pytest.param("bert", marks=FULL), "conversations"])
+@pytest.mark.parametrize(
+    "kind", ["next tokens", pytest.param("bert", marks=FULL), pytest.param("conversations", marks=FULL)]
+)
 def test_losses_are_those_of_the_disk_and_a_run_goes_on_from_the_other_place(object_store, tmp_path, kind):
     keys = keys_of(kind, tmp_path / "data")
     url = store(object_store, keys["data.path"], "data/text")
@@ -155,7 +157,7 @@ def test_a_run_goes_on_after_a_fault_of_any_request(object_store, tmp_path, run_
         check_equal(training.folder, disk)
 
 
-@pytest.mark.parametrize("kind", ["503", "replaced"])
+@pytest.mark.parametrize("kind", ["503", pytest.param("replaced", marks=FULL)])
 def test_a_run_whose_data_is_lost_ends_with_one_line(object_store, tmp_path, run_of_words, kind):
     keys, _ = run_of_words
     n_tokens = 0

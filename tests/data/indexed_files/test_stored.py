@@ -14,7 +14,7 @@ import torch
 
 from dtmega import config, families
 from dtmega.config import Config
-from dtmega.data import cache_dir
+from dtmega.data import cache_dir, loader
 from dtmega.data import text as data_text
 from dtmega.data.indexed_files import token_ids
 from dtmega.data.indexed_files.dataset import IndexedDataset
@@ -175,6 +175,19 @@ def test_batches_are_those_of_the_disk_also_after_a_rewind(object_store, text):
     ours.close()
 
 
+def test_a_worker_sends_its_error_as_a_value(object_store, text):
+    cfg = words(store(object_store, text, "a/text"))
+    answers = loader._Answers(opened(cfg).rows("train"))
+    fail(object_store, "deleted")()
+    error = pickle.loads(pickle.dumps(answers[range(4)]))
+    assert isinstance(error, DataLost)
+    assert (str(error), error.is_temporary) == (
+        "cannot read tokens: s3://bucket/a/text.bin is gone ([data] path)",
+        False,
+    )
+
+
+@pytest.mark.full
 def test_a_workers_batches_are_those_of_the_disk_and_its_error_is_one_line(object_store, text, capfd):
     near, far = words(text), words(store(object_store, text, "a/text"), num_workers=1)
     ours, theirs = batches(opened(far), far), batches(opened(near), near)
