@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from dtmega.data.indexed_files.pair_files import PairFiles
 from dtmega.files.object_file import ObjectFile
-from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reported
+from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reason, reported
 
 KEY = "--output"
 MAX_PARTS = 9000  # of an upload; S3 takes 10,000
@@ -123,8 +123,11 @@ class StoredPairFiles(PairFiles):
         try:
             with reported():
                 return send()
-        except Unreachable as error:
-            raise Unreachable(f"{self._url}: {error} ({KEY})") from None
+        except (FileNotFoundError, FileExistsError):
+            raise
+        # obstore's writers raise an OSError that quotes the endpoint.
+        except OSError as error:
+            raise Unreachable(f"{self._url}: {reason(error)} ({KEY})") from None
 
     def _claim(self) -> None:
         """Create PREFIX.writing, which other writers look for.

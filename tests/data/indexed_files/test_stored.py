@@ -25,7 +25,7 @@ from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.objectives.known import OBJECTIVES
 from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.text import Text, fingerprint, open_text
-from dtmega.files import object_file
+from dtmega.files import object_file, object_requests
 from tests.layouts import FAMILIES, FORMS, write_data
 from tests.object_server import BUCKET, Object, Request, Server
 from tests.stored_data import reads, store
@@ -353,7 +353,8 @@ def lost(batches: TrainBatches) -> str:
     ],
 )
 @pytest.mark.usefixtures("hasty")
-def test_lost_tokens_are_told_in_one_line(object_store, text, kind, words_of_it):
+def test_lost_tokens_are_told_in_one_line(object_store, text, kind, words_of_it, monkeypatch):
+    monkeypatch.setattr(object_requests, "REQUEST_S", 2 if kind == "silence" else 30)
     cfg = words(store(object_store, text, "a/text"))
     ours = batches(opened(cfg), cfg)
     next(ours)
