@@ -1,0 +1,101 @@
+"""Claims about launch/ray_train.py. Here its ranks are small scripts, and Ray is no more than the calls that a rank makes.
+
+`test_ray.py` runs it on Ray itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.launch.pages import ROOT, resumable_codes
+
+RANK = "import os, signal, sys, time\n"
+
+
+@pytest.fixture
+def launcher(monkeypatch, tmp_path) -> Any:
+    """The module launch/ray_train.py, with modules in place of Ray's; a rank is the script `train.py` in `tmp_path`."""
+    context = SimpleNamespace(get_world_rank=lambda: 1, get_experiment_name=lambda: "one-run")
+    names = {
+        "ray": {"remote": lambda **options: lambda cls: cls, "get": lambda result: result},
+        "ray.train": {"get_context": lambda: context},
+        "ray.train.torch": {"TorchConfig": None, "TorchTrainer": None},
+    }
+    for name, members in names.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["ray"].train = sys.modules["ray.train"]  # type: ignore[attr-defined]
+    spec = importlib.util.spec_from_file_location("ray_train", ROOT / "launch" / "ray_train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    return module
+
+
+def run_rank(launcher: Any, script: str, folder: Path, stopped: Callable[[], bool] = lambda: False) -> int:
+    """The exit code of a rank that runs this script, unless Ray shall start it again."""
+    launcher.TRAIN.write_text(RANK + script, encoding="utf-8")
+    stop = SimpleNamespace(requested=SimpleNamespace(remote=stopped))
+    return launcher.run_rank({"arguments": ["--run.dir", "run"], "folder": str(folder), "stop": stop})
+
+
+def restarts(launcher: Any, script: str, folder: Path) -> bool:
+    try:
+        run_rank(launcher, script, folder)
+    except launcher.Ended:
+        return True
+    return False
+
+
+def test_ray_starts_ranks_again_after_the_codes_of_which_the_page_says_so_and_after_a_kill(launcher, tmp_path):
+    codes = resumable_codes()
+    assert len(codes) > 6
+    assert {code: restarts(launcher, f"sys.exit({code})", tmp_path) for code in codes} == codes
+    assert restarts(launcher, "os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 4])
+def test_the_exit_code_after_which_nothing_starts_again_is_that_of_the_rank(launcher, tmp_path, code):
+    assert run_rank(launcher, f"sys.exit({code})", tmp_path) == code
+
+
+def test_a_rank_that_the_driver_stops_gets_sigterm_and_is_not_started_again(launcher, tmp_path):
+    ready = tmp_path / "ready"
+    script = f"""
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
+open({str(ready)!r}, "w").close()
+time.sleep(60)
+"""
+    began = time.monotonic()
+    assert run_rank(launcher, script, tmp_path, stopped=ready.exists) == 75
+    assert time.monotonic() - began < 50
+
+
+def test_a_rank_has_rays_variables_the_store_of_an_agent_and_the_folder_of_the_driver(launcher, monkeypatch, tmp_path):
+    """With TORCHELASTIC_RUN_ID a rank dies with its parent (`process.die_with_parent`)."""
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    told = tmp_path / "told"
+    script = f"import json; json.dump([dict(os.environ), os.getcwd(), sys.argv[1:]], open({str(told)!r}, 'w'))"
+    assert run_rank(launcher, script, folder) == 0
+    environment, working_folder, arguments = json.loads(told.read_text())
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "one-run"}
+    assert {name: environment.get(name) for name in ranks | agent} == ranks | agent
+    assert (os.path.realpath(working_folder), arguments) == (os.path.realpath(folder), ["--run.dir", "run"])
