@@ -12,6 +12,9 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
     python3 -m venv /opt/dtmega && \
     /opt/dtmega/bin/pip install --no-cache-dir --no-index --find-links /wheels 'dtmega[data,hf]'
 
+# Starts torchrun on one node of a cluster: launch/kubeflow.yaml.
+COPY launch/node.sh /opt/dtmega/bin/
+
 # Any user, also one given by `docker run --user`, can write to the working directory, and has a home and a name.
 RUN mkdir -m 1777 /workspace
 ENV PATH=/opt/dtmega/bin:$PATH HOME=/workspace USER=dtmega

@@ -1,7 +1,7 @@
 # make train [ARGS="--section.key value ..."]   install on first use, train the default model, write its report
 # make test                                     install on first use, then linters, types, pages and tests
 # make test-extras                              tests that need a browser (Debian's chromium), trackers, lm-eval, a
-#                                               notebook or megatron-core; and check that every extra of
+#                                               notebook, Ray or megatron-core; and check that every extra of
 #                                               pyproject.toml installs
 # make docs                                     install on first use, then build the pages of docs/ as a site, in .site
 # make docs-serve [PORT=8000]                   serve the site at http://127.0.0.1:8000, with a search
@@ -60,7 +60,7 @@ tests:
 test-extras: .venv/installed-extras
 	.venv/bin/python tools/check_extras.py
 	.venv/bin/pytest tests/report/test_page.py tests/report/test_browser.py tests/training/test_trackers.py tests/inference/test_lm_eval_harness.py \
-		tests/test_notebook.py tests/test_lora.py tests/interop/hf/test_lora.py tests/interop/megatron/test_core_ranks.py
+		tests/launch tests/test_notebook.py tests/test_lora.py tests/interop/hf/test_lora.py tests/interop/megatron/test_core_ranks.py
 
 test-full: test
 	.venv/bin/pytest -n 2 --dist worksteal -m full
@@ -87,7 +87,7 @@ bench: .venv/installed-bench
 
 # Variables, because make would split the lists at their commas inside $(call ...).
 BENCH_EXTRAS = bench,report
-TEST_EXTRAS = bench,browser,eval,mlflow,notebook,peft,png,s3,test,trackio,wandb
+TEST_EXTRAS = bench,browser,eval,kubeflow,mlflow,notebook,peft,png,ray,s3,test,trackio,wandb
 
 # A stamp file that is newer than its sources makes the second call instant. A killed install leaves no stamp.
 .venv/installed: pyproject.toml constraints.txt

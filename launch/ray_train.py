@@ -1,6 +1,6 @@
 """Train on a Ray cluster: Ray Train places the ranks and restarts them; each starts train.py as its child process.
 
-    pip install 'ray[train]>=2.60'
+    pip install -c constraints.txt -e '.[ray]'
     python launch/ray_train.py --ranks 16 --gpus -- --config bloom-560m.toml --run.dir /shared/bloom-560m
 
 What stands after `--` is for train.py. A signal to this process (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) makes the
@@ -29,7 +29,7 @@ POLL_S = 1.0
 
 
 def resuming_helps(code: int) -> bool:
-    """Whether the same command, started again, goes on: it was stopped (75), stuck (76), hung (77) or killed (< 0)."""
+    """True if the same command resumes the run: it was stopped (75), stuck (76), hung (77) or killed (< 0)."""
     return code < 0 or code in (75, 76, 77)
 
 
@@ -92,7 +92,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, required=True, help="number of processes that train")
     parser.add_argument("--gpus", action="store_true", help="each rank on a GPU of its own (default: on a CPU)")
     parser.add_argument("--max-failures", type=int, default=10, help="restarts of all ranks (default %(default)s)")
-    parser.add_argument("--storage", default="ray", help="shared folder for Ray Train's own files (default %(default)s)")
+    parser.add_argument(
+        "--storage", default="ray", help="shared folder for Ray Train's own files (default %(default)s)"
+    )
     parser.add_argument("arguments", nargs="+", help="arguments of train.py, after --")
     args = parser.parse_args(argv)
     ray.init()

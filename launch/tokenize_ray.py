@@ -1,6 +1,6 @@
 """Tokenize on a Ray cluster: each part of the input is a plain task on one CPU, and `dtmega merge` joins the parts.
 
-    pip install 'ray>=2.60'
+    pip install -c constraints.txt -e '.[ray]'
     python launch/tokenize_ray.py --parts 64 --input big.jsonl --tokenizer gpt2 --output data/mine
 
 The options but --parts are those of `dtmega tokenize`, and paths must be the same on all nodes. Ray starts a task again

@@ -10,7 +10,7 @@ ROW = re.compile(r"^\| (\d+) \| (?:.+) \| (.+) \|$", re.MULTILINE)
 
 
 def resumable_codes() -> dict[int, bool]:
-    """Whether the same command resumes the run, for each code in the table "How a run has ended" of the documentation."""
+    """True for each code after which the same command resumes the run, by the table in docs/reliability.md."""
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     table = page.partition("## How a run has ended")[2].partition("\n## ")[0]
     return {int(code): "start the same command again" in advice for code, advice in ROW.findall(table)}

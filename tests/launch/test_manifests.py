@@ -34,7 +34,9 @@ def sky_run(folder: Path, node: int) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of launch/node.sh in SkyPilot's command on this node; a script stands in its place."""
     (folder / "launch").mkdir()
     script = folder / "launch" / "node.sh"
-    script.write_text("#!/usr/bin/env python3\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n")
+    script.write_text(
+        "#!/usr/bin/env python3\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+    )
     script.chmod(0o755)
     sky = {"NUM_NODES": "2", "NODE_RANK": str(node), "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1\n10.0.0.2"}
     environment = os.environ | {f"SKYPILOT_{name}": value for name, value in sky.items()}
@@ -76,7 +78,7 @@ def test_the_job_of_kubeflow_trains_on_all_its_gpus():
 
 
 def test_the_names_in_the_runtime_of_kubeflow_fit_each_other():
-    """The Trainer looks for the job and the container `node`; a policy on exit codes is refused on pods that restart."""
+    """The Trainer looks for the job and the container `node`; exit codes decide only about pods that never restart."""
     job = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]
     (container,) = NODE["template"]["spec"]["containers"]
     assert (job["name"], container["name"]) == ("node", "node")
@@ -118,7 +120,10 @@ def test_torchrun_reads_from_the_environment_what_skypilot_says_of_the_nodes(tmp
 def test_kubeflows_published_api_keeps_every_key_of_the_manifest():
     """Its models ignore unknown keys, so a key that they do not know would be missing from what they write."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    kinds: list[tuple[Any, Any]] = [(models.TrainerV1alpha1TrainingRuntime, RUNTIME), (models.TrainerV1alpha1TrainJob, JOB)]
+    kinds: list[tuple[Any, Any]] = [
+        (models.TrainerV1alpha1TrainingRuntime, RUNTIME),
+        (models.TrainerV1alpha1TrainJob, JOB),
+    ]
     for kind, manifest in kinds:
         assert kind.from_dict(manifest).to_dict() == manifest
 

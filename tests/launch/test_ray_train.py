@@ -1,6 +1,6 @@
-"""Claims about launch/ray_train.py. Here its ranks are small scripts, and Ray is no more than the calls that a rank makes.
+"""Claims about launch/ray_train.py. The ranks are small scripts here, and Ray is only what a rank asks it for.
 
-`test_ray.py` runs it on Ray itself.
+`test_ray.py` has Ray itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from tests.launch.pages import ROOT, resumable_codes
 
-RANK = "import os, signal, sys, time\n"
+IMPORTS = "import os, signal, sys, time\n"
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def launcher(monkeypatch, tmp_path) -> Any:
 
 def run_rank(launcher: Any, script: str, folder: Path, stopped: Callable[[], bool] = lambda: False) -> int:
     """The exit code of a rank that runs this script, unless Ray shall start it again."""
-    launcher.TRAIN.write_text(RANK + script, encoding="utf-8")
+    launcher.TRAIN.write_text(IMPORTS + script, encoding="utf-8")
     stop = SimpleNamespace(requested=SimpleNamespace(remote=stopped))
     return launcher.run_rank({"arguments": ["--run.dir", "run"], "folder": str(folder), "stop": stop})
 

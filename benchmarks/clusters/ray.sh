@@ -1,0 +1,73 @@
+# launch/ray_train.py and launch/tokenize_ray.py on a Ray of two nodes. Called by benchmarks/clusters.sh.
+# PYTHON needs the extra `ray`.
+. benchmarks/clusters/nodes.sh
+
+export RAY_ADDRESS=10.77.0.1:6379 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+RAY_AUTH_TOKEN=$(cat /proc/sys/kernel/random/uuid)
+
+start_ray() {
+    local node options=(--num-cpus 1 --num-gpus 0 --object-store-memory 100000000 --disable-usage-stats)
+    for node in 1 2; do
+        local place=(--address "$RAY_ADDRESS")
+        [ "$node" = 2 ] || place=(--head --port 6379 --include-dashboard false --temp-dir "$work/ray")
+        on_node "$node" "$PYTHON" -m ray.scripts.scripts start --node-ip-address "10.77.0.$node" "${place[@]}" \
+            "${options[@]}"
+    done >>"$work/ray.log" 2>&1
+}
+
+# process NODE PATTERN: the first process on a node with such a command line.
+process() {
+    local pid
+    for pid in $(ip netns pids "$nodes$1"); do
+        if tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "$2"; then
+            echo "$pid"
+            return
+        fi
+    done
+    return 1
+}
+
+parent_of() { sed 's/.*) . \([0-9]*\) .*/\1/' "/proc/$1/stat"; }
+
+RANK='^[^ ]*python[^ ]* [^ ]*/train.py '
+DRIVER='^[^ ]*python[^ ]* launch/ray_train.py '
+
+# train KEY ...: train on both nodes by launch/ray_train.py; $code is its exit code.
+train() {
+    code=0
+    on_node 1 "$PYTHON" launch/ray_train.py --ranks 2 --storage "$work/storage" -- "${MODEL[@]}" --run.dir "$work/run" \
+        "$@" >>"$work/ray.log" 2>&1 || code=$?
+    echo "   exit code $code, after $(wc -l <"$work/run/starts.jsonl") starts; $(cat "$work/run/exit.json")"
+}
+
+expect() { [ "$code" = "$1" ] || failed=1; }
+
+# harm: kill a rank in step 25 or later, a worker of Ray after step 45, and stop the run after step 65.
+harm() {
+    wait_for 1200 has_step "$work/run" 25
+    kill -KILL "$(process 2 "$RANK")"
+    wait_for 1200 has_step "$work/run" 45
+    kill -KILL "$(parent_of "$(process 1 "$RANK")")"
+    wait_for 1200 has_step "$work/run" 65
+    kill -TERM "$(process 1 "$DRIVER")"
+}
+
+make_nodes
+STEPS=(--train.steps 100 --checkpoint.interval 10)
+train_truth 2 "${STEPS[@]}"
+start_ray
+
+echo "one rank on each of two nodes: a rank is killed, then a worker of Ray, then the driver gets SIGTERM"
+harm &
+train "${STEPS[@]}"
+expect 75
+echo "the same command again"
+train "${STEPS[@]}"
+expect 0
+compare "$work/run" "$work/truth"
+
+echo "a refused configuration"
+train "${STEPS[@]}" --model.n_layers 3
+expect 2
+
+exit "$failed"
