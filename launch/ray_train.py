@@ -4,7 +4,7 @@
     python launch/ray_train.py --ranks 16 --gpus -- --config bloom-560m.toml --run.dir /shared/bloom-560m
 
 What stands after `--` is for train.py. A signal to this process (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) makes the
-run save and end. The exit code is that of rank 0. docs/clusters.md says what was tried.
+run save and end; the same signal again ends it at once. The exit code is that of rank 0. docs/clusters.md says more.
 """
 
 from __future__ import annotations
@@ -34,14 +34,7 @@ def resuming_helps(code: int) -> bool:
 
 
 class Ended(Exception):
-    """Raised to make Ray restart the ranks. The last argument is the exit code of the rank."""
-
-    def __init__(self, rank: int, code: int) -> None:
-        super().__init__(rank, code)
-        self.code = code
-
-    def __str__(self) -> str:
-        return f"rank {self.args[0]} has ended with {self.code}"
+    """Raised in a worker of Ray to make Ray start all ranks again."""
 
 
 @ray.remote(num_cpus=0)
@@ -59,17 +52,17 @@ class Stop:
 
 
 def run_rank(job: dict[str, Any]) -> int:
-    """Run one rank until it ends, and return its exit code. Ray Train calls this function in each of its workers.
+    """Run one rank until it ends, and return its exit code (128 + N if signal N has killed it).
 
-    Ray sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. At that port Ray's worker
-    of rank 0 serves a store, as torchrun's agent does, so the variables are those of torchrun: with them a rank waits
-    for late ranks as long as [run] timeout_s, and is killed when its Ray worker ends.
+    Ray Train calls this in each of its workers, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. At
+    that port the worker of rank 0 serves a store, as torchrun's agent does. So the variables added here are torchrun's:
+    a rank waits for late ranks as long as [run] timeout_s, and is killed when its worker ends.
 
     Args:
         job: `arguments` of train.py, its working `folder`, and the actor `stop`.
 
     Raises:
-        Ended: Ray shall start all ranks again.
+        Ended: the same command resumes the run, and nobody has asked it to end.
     """
     context = ray.train.get_context()
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": context.get_experiment_name()}
@@ -83,8 +76,8 @@ def run_rank(job: dict[str, Any]) -> int:
             child.send_signal(signal.SIGTERM)
     code = child.returncode
     if resuming_helps(code) and not ray.get(job["stop"].requested.remote()):
-        raise Ended(context.get_world_rank(), code)
-    return code
+        raise Ended(f"rank {context.get_world_rank()} has ended with {code}")
+    return code if code >= 0 else 128 - code
 
 
 def main(argv: list[str]) -> int:
@@ -109,8 +102,13 @@ def main(argv: list[str]) -> int:
             failure_config=ray.train.FailureConfig(max_failures=args.max_failures),
         ),
     )
+
+    def save_and_end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop.request.remote()
+
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: stop.request.remote())
+        signal.signal(number, save_and_end)
     # In a thread, because on the main thread Ray would take SIGINT for itself, and kill the ranks without saving.
     with ThreadPoolExecutor(1) as thread:
         try:

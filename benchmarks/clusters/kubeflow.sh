@@ -1,3 +1,4 @@
+#!/bin/bash
 # The command of launch/kubeflow.yaml's container on two nodes, with the variables that Kubeflow Trainer sets, and
 # without Kubernetes. Called by benchmarks/clusters.sh.
 . benchmarks/clusters/nodes.sh

@@ -1,3 +1,4 @@
+#!/bin/bash
 # launch/ray_train.py and launch/tokenize_ray.py on a Ray of two nodes. Called by benchmarks/clusters.sh.
 # PYTHON needs the extra `ray`.
 . benchmarks/clusters/nodes.sh
@@ -14,6 +15,9 @@ start_ray() {
             "${options[@]}"
     done >>"$work/ray.log" 2>&1
 }
+
+# is_writing PREFIX: whether a task has begun to write a part.
+is_writing() { compgen -G "$work/$1.part-*" >/dev/null; }
 
 # process NODE PATTERN: the first process on a node with such a command line.
 process() {
@@ -70,4 +74,31 @@ echo "a refused configuration"
 train "${STEPS[@]}" --model.n_layers 3
 expect 2
 
+# kill_task PREFIX: kill a process of Ray that writes a part.
+kill_task() {
+    wait_for 1200 is_writing "$1"
+    kill -KILL "$(process 1 ^ray::tokenize || process 2 ^ray::tokenize)"
+}
+
+echo "tokenising in parts; a process of Ray is killed while it writes one"
+"$PYTHON" - "$work/text.jsonl" <<'PYTHON'
+import json, pathlib, sys, sysconfig
+
+sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
+with open(sys.argv[1], "w") as file:
+    file.writelines(json.dumps({"text": text}) + "\n" for text in texts * 4)
+PYTHON
+TEXT=(--input "$work/text.jsonl" --tokenizer stdlib-8k --append-eod --output)
+"$PYTHON" -m dtmega tokenize "${TEXT[@]}" "$work/whole" >>"$work/ray.log" 2>&1
+for parts in 1 3 12; do
+    kill_task "by$parts" &
+    on_node 1 "$PYTHON" launch/tokenize_ray.py --parts "$parts" "${TEXT[@]}" "$work/by$parts" >>"$work/ray.log" 2>&1 ||
+        failed=1
+    wait
+    for suffix in bin idx meta.json; do
+        cmp "$work/by$parts.$suffix" "$work/whole.$suffix" || failed=1
+    done
+    echo "   in $parts: $(sha256sum <"$work/by$parts.bin"), in one go: $(sha256sum <"$work/whole.bin")"
+done
 exit "$failed"

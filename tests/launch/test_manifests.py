@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,8 @@ def sky_run(folder: Path, node: int) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of launch/node.sh in SkyPilot's command on this node; a script stands in its place."""
     (folder / "launch").mkdir()
     script = folder / "launch" / "node.sh"
-    script.write_text(
-        "#!/usr/bin/env python3\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
-    )
+    program = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+    script.write_text(f"#!{sys.executable}\n{program}")
     script.chmod(0o755)
     sky = {"NUM_NODES": "2", "NODE_RANK": str(node), "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1\n10.0.0.2"}
     environment = os.environ | {f"SKYPILOT_{name}": value for name, value in sky.items()}
