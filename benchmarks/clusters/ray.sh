@@ -4,16 +4,19 @@
 . benchmarks/clusters/nodes.sh
 
 export RAY_ADDRESS=10.77.0.1:6379 RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+export RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=600
 RAY_AUTH_TOKEN=$(cat /proc/sys/kernel/random/uuid)
 
+# start_ray NODE OPTION ...: `ray start` gives a node 30 s, which a busy machine may need three times.
 start_ray() {
-    local node options=(--num-cpus 1 --num-gpus 0 --object-store-memory 100000000 --disable-usage-stats)
-    for node in 1 2; do
-        local place=(--address "$RAY_ADDRESS")
-        [ "$node" = 2 ] || place=(--head --port 6379 --include-dashboard false --temp-dir "$work/ray")
-        on_node "$node" "$PYTHON" -m ray.scripts.scripts start --node-ip-address "10.77.0.$node" "${place[@]}" \
-            "${options[@]}"
-    done >>"$work/ray.log" 2>&1
+    local attempt options=(--num-cpus 1 --num-gpus 0 --object-store-memory 100000000 --disable-usage-stats)
+    for attempt in 1 2 3; do
+        on_node "$1" "$PYTHON" -m ray.scripts.scripts start --node-ip-address "10.77.0.$1" "${@:2}" "${options[@]}" \
+            >>"$work/ray.log" 2>&1 && return
+        echo "   Ray has not started on node$1 (attempt $attempt)"
+    done
+    tail -n 5 "$work/ray.log"
+    return 1
 }
 
 # is_writing PREFIX: whether a task has begun to write a part.
@@ -59,7 +62,8 @@ harm() {
 make_nodes
 STEPS=(--train.steps 100 --checkpoint.interval 10)
 train_truth 2 "${STEPS[@]}"
-start_ray
+start_ray 1 --head --port 6379 --include-dashboard false --temp-dir "$work/ray"
+start_ray 2 --address "$RAY_ADDRESS"
 
 echo "one rank on each of two nodes: a rank is killed, then a worker of Ray, then the driver gets SIGTERM"
 harm &
