@@ -19,9 +19,6 @@ start_ray() {
     return 1
 }
 
-# is_writing PREFIX: whether a task has begun to write a part.
-is_writing() { compgen -G "$work/$1.part-*" >/dev/null; }
-
 # process NODE PATTERN: the first process on a node with such a command line.
 process() {
     local pid
@@ -78,10 +75,15 @@ echo "a refused configuration"
 train "${STEPS[@]}" --model.n_layers 3
 expect 2
 
-# kill_task PREFIX: kill a process of Ray that writes a part.
-kill_task() {
+# is_writing PREFIX: whether a task writes a part; the names of its temporary files contain its number.
+is_writing() { compgen -G "$work/$1.part-*.bin.*.tmp" >/dev/null; }
+
+# kill_writer PREFIX: kill a process of Ray that writes a part.
+kill_writer() {
     wait_for 1200 is_writing "$1"
-    kill -KILL "$(process 1 ^ray::tokenize || process 2 ^ray::tokenize)"
+    local files=("$work/$1".part-*.bin.*.tmp)
+    local number=${files[0]##*.bin.}
+    kill -KILL "${number%%-*}" && echo "   killed: the writer of $(basename "${files[0]%%.bin*}")"
 }
 
 echo "tokenising in parts; a process of Ray is killed while it writes one"
@@ -96,10 +98,10 @@ PYTHON
 TEXT=(--input "$work/text.jsonl" --tokenizer stdlib-8k --append-eod --output)
 "$PYTHON" -m dtmega tokenize "${TEXT[@]}" "$work/whole" >>"$work/ray.log" 2>&1
 for parts in 1 3 12; do
-    kill_task "by$parts" &
+    kill_writer "by$parts" &
     on_node 1 "$PYTHON" launch/tokenize_ray.py --parts "$parts" "${TEXT[@]}" "$work/by$parts" >>"$work/ray.log" 2>&1 ||
         failed=1
-    wait
+    wait $! || failed=1
     for suffix in bin idx meta.json; do
         cmp "$work/by$parts.$suffix" "$work/whole.$suffix" || failed=1
     done
