@@ -75,7 +75,7 @@ class StoredPairFiles(PairFiles):
 
     def __init__(self, prefix: str) -> None:
         self._url = prefix
-        self._before = self._version()
+        self._before = self._etag()
         url, _, self._name = prefix.rpartition("/")
         self._store = open_store(url)
         self._mine = f"process {os.getpid()} on {gethostname()}, attempt {uuid4().hex}".encode()
@@ -92,7 +92,7 @@ class StoredPairFiles(PairFiles):
         """
         self._claim()
         try:
-            if self._version() != self._before:
+            if self._etag() != self._before:
                 raise FileExistsError(f"another process has written {self._url}.idx since this one began: kept that")
             self._delete("idx")
             for suffix in ("bin", "meta.json", "idx"):
@@ -113,7 +113,7 @@ class StoredPairFiles(PairFiles):
     def _key(self, suffix: str) -> str:
         return f"{self._name}.{suffix}"
 
-    def _version(self) -> str | None:
+    def _etag(self) -> str | None:
         """The version of the .idx; None if there is none."""
         idx = ObjectFile.open(f"{self._url}.idx", KEY)
         return None if idx is None else idx.version

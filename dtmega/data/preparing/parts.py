@@ -18,7 +18,7 @@ import xxhash
 
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.record import PartRecord, record_of
-from dtmega.data.indexed_files.stored_output import check_free, is_there
+from dtmega.data.indexed_files.stored_output import is_there
 from dtmega.data.preparing.input_files import STDIN, File
 from dtmega.files.console import counted
 
