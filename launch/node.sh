@@ -27,7 +27,7 @@ end=$((SECONDS + 60))
 [ "${PET_NODE_RANK:-0}" = 0 ] && end=$SECONDS
 while :; do
     after=$(cat "$run/exit.json" 2>/dev/null)
-    [ -n "$after" ] && [ "$after" != "$before" ] && exit "$(sed 's/.*"code": \([0-9]*\).*/\1/' <<<"$after")"
+    [ -n "$after" ] && [ "$after" != "$before" ] && exit "$(sed -n 's/^{"code": \([0-9]*\),.*/\1/p' "$run/exit.json")"
     [ "$SECONDS" -ge "$end" ] && break
     sleep 1
 done

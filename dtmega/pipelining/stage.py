@@ -87,12 +87,13 @@ class Stage(PipelineStage):
             The tensors that the stage hands on. The last stage returns the loss instead: the total of the sums that
             belong to the loss, each times its factor.
         """
-        outputs = self.submod(**rows, **dict(zip(self._input_names, carried, strict=True)))
+        inputs = dict(zip(self._input_names, carried, strict=True))
+        outputs = self.submod(**rows, **inputs)
         in_loss = self._take(outputs)
         if self.is_last:
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
             return sum((total * factor for total, factor in in_loss), zero)
-        handed_on = {name: outputs[name] for name in self._handed_on}
+        handed_on = {name: outputs.get(name, inputs.get(name)) for name in self._handed_on}
         # torch starts this stage's backward from the tensors that the stage hands on, so the sums are attached to one
         # of these tensors.
         if in_loss:
