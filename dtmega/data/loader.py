@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
-import os
-import signal
 import threading
 import time
 import warnings
@@ -20,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import resource_tracker, util
 
 import torch
 from torch import Tensor
@@ -30,12 +26,8 @@ from dtmega.config import Batch, Data
 from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.objectives.rows import IGNORED, Rows
 from dtmega.data.objectives.stored_rows import StoredRows
+from dtmega.data.worker_signals import hear_only_the_trainer, signals_blocked
 
-LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# Flag that is True if a process can find out which process sent a signal. macOS lacks this feature, so on macOS the
-# signals end our workers, just as they end torch's own workers.
-CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
 # The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
 # start and would occupy a core.
@@ -208,7 +200,7 @@ class TrainBatches:
                 # Without this generator, the loader would draw from the global generator, and all later draws from the
                 # global generator would change.
                 generator=torch.Generator(),
-                worker_init_fn=_hear_only_the_trainer,
+                worker_init_fn=hear_only_the_trainer,
                 # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn
                 # about the fork), and the child of a fork server would not notice the trainer's death. Spawning costs
                 # an import of torch, about a second.
@@ -252,7 +244,7 @@ class _WorkerStartup:
     def _open(self, loader: StatefulDataLoader[dict[str, Tensor] | DataLost]) -> None:
         before = set(threading.enumerate())
         try:
-            with _signals_blocked():
+            with signals_blocked():
                 self._iterator = iter(loader)
         except BaseException as error:  # `result` raises the error in its caller's thread
             self._error = error
@@ -358,47 +350,3 @@ def check_sizes(batch: Batch, world: int) -> None:
                 f"{batch.micro_batch_size} x {world} = {unit}: {size} % {unit} = {size % unit}, expected 0 "
                 f"([batch] global_batch_size, rampup, micro_batch_size; [mesh] dp_replicate, dp_shard)"
             )
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block signals for the processes that start inside this context.
-
-    The processes inherit the mask, so no signal can end them while they start.
-    """
-    blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
-    # The workers share a resource tracker, which ignores two of the signals by itself. Up to Python 3.11, starting
-    # the tracker unblocks these two signals in this process. So the tracker starts first, and the two signals are
-    # blocked afterwards.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked - IGNORED_BY_THE_TRACKER)
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _hear_only_the_trainer(worker: int) -> None:
-    """Make SIGTERM end a worker only if the trainer sent this signal. Runs when the worker starts.
-
-    When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
-    """
-    # The trainer may have died before this line runs. torch's watchdog would then take the new parent (init) for the
-    # trainer, and the worker would never end.
-    trainer = multiprocessing.parent_process()
-    if trainer is not None and os.getppid() != trainer.pid:
-        os._exit(0)
-
-    # `wait` has no timeout, because a thread that wakes up while Python shuts down aborts the process.
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
-        os._exit(0)
-
-    if CAN_TELL_SENDER:
-        threading.Thread(target=wait, daemon=True).start()
-    # While this thread or one of torch's threads is running, the interpreter's shutdown sometimes aborts ("terminate
-    # called ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers. These
-    # finalizers have priorities of -5 or higher, and a finalizer with a lower priority runs later.
-    util.Finalize(None, os._exit, args=(0,), exitpriority=-10)
