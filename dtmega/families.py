@@ -25,8 +25,8 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs
+from dtmega.interop.hf.files import config_json, ours
 from dtmega.interop.hf.files import export as hf_export
-from dtmega.interop.hf.files import ours
 from dtmega.interop.hf.files.peft import TheirLayers, layers_of
 from dtmega.interop.hf.names import bert as bert_names
 from dtmega.interop.hf.names import bloom as bloom_names
@@ -151,7 +151,8 @@ class BuiltInFamily:
         return open_checkpoint_weights(model, self.weights)
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        return ours.open_weights(path, self.form(model, "hf"), model, self.model)
+        kind = config_json.read_plain(path)["model_type"]
+        return ours.open_weights(path, self.form(model, "hf", kind), model, self.model)
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
         return self.vocabulary_of(tokenizer, data)
@@ -170,22 +171,28 @@ class BuiltInFamily:
         form = self.form(model, program)
         return form.to_config(model), as_theirs(source, form, model, self.model)
 
-    def form(self, model: config.Model, program: str) -> Format:
+    def form(self, model: config.Model, program: str, kind: str = "") -> Format:
         """The format in which another program stores a model with this [model] section.
+
+        Args:
+            model: the [model] section.
+            program: a key of `formats`.
+            kind: program's name for the family, in a stored configuration. If several formats fit the section, the
+                format of this kind is taken, otherwise the first one.
 
         Raises:
             ValueError: the program has no model with the values in this section.
         """
         forms = self.formats.get(program, ())
-        fitting = next((form for form in forms if form.fits(model)), None)
-        if fitting is None:
+        fitting = [form for form in forms if form.fits(model)]
+        if not fitting:
             wrong = forms[0].mismatches(model) if forms else {}
             expected = ", ".join(f"{key}={value!r}" for key, value in wrong.items()) or "another model"
             keys = ", ".join(f"[model] {key}" for key in ("name", *wrong))
             raise ValueError(
                 f"{program} has no model like this one of name = '{model.name}': expected {expected} ({keys})"
             )
-        return fitting
+        return next((form for form in fitting if form.kind == kind), fitting[0])
 
     def _plan(self, cfg: config.Config) -> Plan:
         return self.plan(cfg.model, cfg.mesh.sequence_parallel)
@@ -201,7 +208,7 @@ FAMILIES: dict[str, Family] = {
         exact=("eager", "tp with pp"),
     ),
     "llama": BuiltInFamily(
-        *(llama.Llama, llama_plan, {"hf": [llama_names.HF], **core.LLAMA_FORMS}),
+        *(llama.Llama, llama_plan, {"hf": llama_names.HF, **core.LLAMA_FORMS}),
         exact=("eager", "compiled", "tp with pp"),
     ),
     "bert": BuiltInFamily(

@@ -59,7 +59,7 @@ class NativeModel(Model):
 
     @model_validator(mode="after")
     def _check_heads(self) -> NativeModel:
-        # T5 may set the width of a head separately (kv_channels), so that D need not be a multiple of H.
+        # A family may set the width of a head separately (kv_channels), so that D need not be a multiple of H.
         if self.hidden_size % self.n_heads and not getattr(self, "kv_channels", 0):
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
@@ -74,7 +74,7 @@ class NativeModel(Model):
     @property
     def head_dim(self) -> int:
         """K: width of one head."""
-        return self.hidden_size // self.n_heads
+        return getattr(self, "kv_channels", 0) or self.hidden_size // self.n_heads
 
 
 class DropoutModel(NativeModel):
@@ -152,10 +152,16 @@ class Bert(DropoutModel):
 
 
 class Llama(NativeModel):
-    """Llama 2 and 3: rotary positions, RMSNorm, a gated feed-forward, grouped key/value heads."""
+    """Llama 2 and 3, Mistral and Qwen3: rotary positions, RMSNorm, a gated feed-forward, grouped key/value heads."""
 
     name: Literal["llama"] = key("llama", "the family of models")
     n_kv_heads: int = key(0, "heads of keys and values, each shared by a group of query heads; 0 = n_heads", ge=0)
+    kv_channels: int = key(0, "K: width of one attention head; 0 = D / H", ge=0)
+    qk_norm: bool = key(False, "an RMSNorm over the K channels of each query and key, before the rotation, as in Qwen3")
+    window: int = key(0, "a token attends only to its last `window` tokens, itself included; 0 = no limit", ge=0)
+    window_layers: list[int] = key(
+        [], "numbers of the layers whose attention has the window, from 0; empty = all layers"
+    )
     rms_norm_eps: float = key(1e-5, "epsilon of every RMSNorm", gt=0)
     tied: bool = key(False, "share the weights of the embedding and the head")
     max_position_embeddings: int = key(4096, "the longest sequence", ge=1)
@@ -178,15 +184,33 @@ class Llama(NativeModel):
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"rotary positions turn pairs of channels, and hidden_size / n_heads = {self.head_dim} is odd "
-                f"([model] hidden_size, [model] n_heads)"
+                f"rotary positions turn pairs of channels, and a head has an odd number of channels: {self.head_dim} "
+                f"([model] kv_channels, [model] hidden_size, [model] n_heads)"
             )
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
                 f"rope_low_freq_factor={self.rope_low_freq_factor} is not below rope_high_freq_factor="
                 f"{self.rope_high_freq_factor} ([model] rope_low_freq_factor, [model] rope_high_freq_factor)"
             )
+        self._check_window()
         return self
+
+    def _check_window(self) -> None:
+        """Check the layers that have a window.
+
+        Raises:
+            ValueError: there is no window, the numbers are not numbers of layers in rising order, or are all layers.
+        """
+        layers = self.window_layers
+        if layers and not self.window:
+            raise ValueError(f"window_layers={layers} without a window: expected window > 0, got 0 ([model] window)")
+        if len(layers) == self.n_layers:
+            raise ValueError(f"window_layers={layers} are all layers: expected [] ([model] window_layers)")
+        if layers != sorted(set(layers) & set(range(self.n_layers))):
+            raise ValueError(
+                f"window_layers={layers}: expected rising numbers from 0 to n_layers - 1 = {self.n_layers - 1} "
+                f"([model] window_layers, [model] n_layers)"
+            )
 
     @property
     def ffn(self) -> int:
@@ -201,6 +225,10 @@ class Llama(NativeModel):
     def kv_heads(self) -> int:
         """Number of key/value heads, with the default resolved."""
         return self.n_kv_heads or self.n_heads
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer, by its number from 0; 0 if its attention has no window."""
+        return self.window if not self.window_layers or layer in self.window_layers else 0
 
 
 class T5(NativeModel):
@@ -264,11 +292,6 @@ class T5(NativeModel):
                 f"init='{self.init}' ([model] positions, [model] init)"
             )
         return self
-
-    @property
-    def head_dim(self) -> int:
-        """K: width of one head."""
-        return self.kv_channels or self.hidden_size // self.n_heads
 
     @property
     def decoder_layers(self) -> int:

@@ -48,6 +48,7 @@ def pieces(whole: Model) -> list[Piece]:
             "decoder_flops": flops_of_products["decoder"],
             "decoder_attention_flops": of_decoder * passes // 3,
             "cross_attention_flops": across * passes // 3,
+            "window": whole.attention_window(name),
         }
         begins_decoder = name == whole.decoder_begins
         costed.append(Piece(name, elements, shared=shared, **flops, begins_decoder=begins_decoder))

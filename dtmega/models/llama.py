@@ -1,12 +1,16 @@
 """Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
+Mistral (arXiv:2310.06825) is a Llama whose attention has a window, and Qwen3 (arXiv:2505.09388) one with an RMSNorm on
+each query and key.
+
 bloom.py explains how a model written for one device also runs in pieces.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +22,21 @@ from dtmega.models.model import Model
 from dtmega.ops.attention import attention
 from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.key_value_cache import KeyValueCache
+
+Rules: TypeAlias = Mapping[int, AttentionRule]  # rule of a batch for each window; 0 means no window
+
+
+def rules_of(windows: Iterable[int], places: Tensor, **settings: Any) -> dict[int, AttentionRule]:
+    """The attention rules of a batch, by window; 0 means no window.
+
+    Args:
+        windows: windows of the layers.
+        places: argument of `attention_rule`.
+        **settings: further arguments of `attention_rule`.
+    """
+    first, *others = sorted(set(windows)) or [0]
+    rule = attention_rule(places, window=first, **settings)
+    return {first: rule} | {window: rule.with_window(window) for window in others}
 
 
 class Rotation(NamedTuple):
@@ -39,23 +58,34 @@ class Rotation(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245): each of the `n_kv_heads` KV heads serves a group of query heads."""
+    """Grouped-query attention (arXiv:2305.13245): each of the `n_kv_heads` KV heads serves a group of query heads.
 
-    def __init__(self, cfg: config.Llama) -> None:
+    Args:
+        cfg: the model's sizes.
+        layer: number of the layer, from 0.
+    """
+
+    def __init__(self, cfg: config.Llama, layer: int) -> None:
         super().__init__()
         self.head_dim = cfg.head_dim
+        self.window = cfg.window_of(layer)
         self.q = nn.Linear(cfg.hidden_size, cfg.n_heads * cfg.head_dim, bias=False)
         self.k = nn.Linear(cfg.hidden_size, cfg.kv_heads * cfg.head_dim, bias=False)
         self.v = nn.Linear(cfg.hidden_size, cfg.kv_heads * cfg.head_dim, bias=False)
         self.out = nn.Linear(cfg.n_heads * cfg.head_dim, cfg.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
+        self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
 
-    def forward(self, x: Tensor, rule: AttentionRule, rotation: Rotation) -> Tensor:
-        q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
-        k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
+    def forward(self, x: Tensor, rules: Rules, rotation: Rotation) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, K]
+        k = self.k(x).unflatten(-1, (-1, self.head_dim))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotation(q), rotation(k)
         # Transpose only after the rotation. The tensors then keep the memory order [B, S, H, K], in which the linear
         # layers write and read tensors in forward and backward, so nothing is copied.
-        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rules[self.window])  # [B, H, S, K]
         return self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -73,17 +103,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: h + attn(norm h), then h + mlp(norm h)."""
+    """One layer: h + attn(norm h), then h + mlp(norm h).
 
-    def __init__(self, cfg: config.Llama) -> None:
+    Args:
+        cfg: the model's sizes.
+        layer: number of the layer, from 0.
+    """
+
+    def __init__(self, cfg: config.Llama, layer: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.attn = Attention(cfg)
+        self.attn = Attention(cfg, layer)
         self.mlp_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(self, h: Tensor, rule: AttentionRule, rotation: Rotation) -> Tensor:
-        h = h + self.attn(self.attn_norm(h), rule, rotation)
+    def forward(self, h: Tensor, rules: Rules, rotation: Rotation) -> Tensor:
+        h = h + self.attn(self.attn_norm(h), rules, rotation)
         return h + self.mlp(self.mlp_norm(h))
 
 
@@ -106,7 +141,7 @@ class Llama(Model):
         self.longest = cfg.max_position_embeddings
         self.ties = (("embed.weight", "head.weight"),) if cfg.tied else ()
         self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.head: LMHead | None = LMHead(cfg)
         self.tie()
@@ -145,7 +180,8 @@ class Llama(Model):
             {"lm": fp32 sum of token losses} on the last stage, or the logits [B, S, V] if there are no labels.
             {"hidden": hidden state} on earlier stages.
         """
-        rule = attention_rule(
+        rules = rules_of(
+            (self.cfg.window_of(int(layer)) for layer in self.layers),
             places,
             causal=True,
             document_ids=document_ids,
@@ -160,8 +196,12 @@ class Llama(Model):
         if self.embed is not None:
             hidden = self.embed(tokens)
         assert hidden is not None
-        hidden = self.run_layers(self.blocks(), hidden, rule, rotation)
+        hidden = self.run_layers(self.blocks(), hidden, rules, rotation)
         return finish(hidden, self.norm, self.head, labels, label_weights)
+
+    def attention_window(self, piece: str) -> int:
+        kind, _, number = piece.partition(".")
+        return self.cfg.window_of(int(number)) if kind == "layers" else 0
 
     def init_buffers(self, seed: int) -> None:
         self.frequencies.copy_(rotary_frequencies(self.cfg))

@@ -152,8 +152,12 @@ class Model(nn.Module):
         return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece, for a causal decoder whose number of heads x head size is D."""
-        return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
+        """`Piece.attention_flops` of the named piece, for a causal decoder."""
+        return 6 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("layers.") else 0
+
+    def attention_window(self, piece: str) -> int:
+        """`Piece.window` of the named piece. By default, no layer has a window."""
+        return 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
         """`Piece.decoder_attention_flops` and `cross_attention_flops` of the named piece. By default, both are 0."""

@@ -115,6 +115,14 @@ class AttentionRule(NamedTuple):
         rule = self._replace(table=table, strip=None, shared=shared)
         return rule if self.strip is None else rule._replace(strip=_strip(rule))
 
+    def with_window(self, window: int) -> AttentionRule:
+        """The same rule with another window, for the layers that have this window."""
+        shared = None if self.shared is None else self.shared.with_window(window)
+        rule = self._replace(window=window, strip=None, block_mask=None, shared=shared)
+        if self.block_mask is not None:
+            return rule._replace(block_mask=block_mask(rule))
+        return rule if self.strip is None else rule._replace(strip=_strip(rule))
+
     @property
     def adds(self) -> bool:
         return self.slopes is not None or self.table is not None
@@ -244,7 +252,7 @@ def attention_rule(
     fused: bool = True,
     context: ContextParallel | None = None,
 ) -> AttentionRule:
-    """Build a batch's attention rule, which all layers share.
+    """Build a batch's attention rule, which all layers with the same window share.
 
     A query sees a key if all given conditions hold (causal, window, documents). `prefix` is an exception to causality
     only. A query that sees no key gets the output 0.
@@ -265,7 +273,7 @@ def attention_rule(
         key_places, key_document_ids: places and documents of the keys, [B, T]; only for keys that belong to different
             tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
-            so a rule with a cache serves one forward pass only.
+            so a rule with a cache serves one forward pass only, also if layers have other windows (`with_window`).
         fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
             once. If False, the host waits for the device once, to check whether places are consecutive.
         context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None: this process

@@ -54,6 +54,7 @@ class Piece(NamedTuple):
         decoder_attention_flops: FLOPs of the decoder's self-attention, per decoder token and decoder key.
         cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
         begins_decoder: whether this is the first piece of a decoder that follows an encoder.
+        window: largest number of keys that a query sees; 0: there is no limit.
     """
 
     name: str
@@ -67,11 +68,23 @@ class Piece(NamedTuple):
     decoder_attention_flops: int = 0
     cross_attention_flops: int = 0
     begins_decoder: bool = False
+    window: int = 0
 
     @property
     def is_layer(self) -> bool:
         """True for a layer, False for the pieces at the ends of a stack (embedding, head)."""
         return self.name.rpartition(".")[2].isdigit()
+
+    def attention_per_token(self, seq_len: int) -> int:
+        """FLOPs of QK^T and PV for one token in a sequence of `seq_len` tokens.
+
+        A causal query sees S / 2 keys of S on average, but with a window of W < S only W - W^2 / (2 S): the first W
+        queries see W / 2 on average, and all others W.
+        """
+        twice_seen = seq_len
+        if 0 < self.window < seq_len:
+            twice_seen = 2 * self.window - self.window**2 / seq_len
+        return round(twice_seen * self.attention_flops)
 
     def flops_per_token(self, seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
         """The piece's model FLOPs for one token. The function `flops_per_token` describes the arguments.
@@ -79,7 +92,7 @@ class Piece(NamedTuple):
         FLOPs needed once per sequence, and all FLOPs for the `decoder_seq_len` tokens of a decoder, are spread evenly
         over the `seq_len` tokens.
         """
-        every_token = self.matmul_flops + seq_len * self.attention_flops
+        every_token = self.matmul_flops + self.attention_per_token(seq_len)
         decoder_token = self.decoder_flops + decoder_seq_len * self.decoder_attention_flops
         decoder_token += seq_len * self.cross_attention_flops
         whole_sequence = self.sequence_flops + decoder_seq_len * decoder_token

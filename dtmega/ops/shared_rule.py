@@ -50,6 +50,10 @@ class SharedRule(NamedTuple):
         runs = [run._replace(rule=run.rule.with_table(mine)) for run in self.runs]
         return self._replace(runs=tuple(runs))
 
+    def with_window(self, window: int) -> SharedRule:
+        """The same rule with another window (`AttentionRule.with_window`)."""
+        return self._replace(runs=tuple(run._replace(rule=run.rule.with_window(window)) for run in self.runs))
+
 
 def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Callable[[Any, bool], Any]) -> Any:
     """Complete the rule for sequences that several ranks share.

@@ -14,6 +14,8 @@ def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
     as in `plans/bloom.py`.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
+    # The norms see only this rank's heads, also where the sequence is whole.
+    norms = {f"layers.*.attn.{name}": Norm(sp, of_heads=True) for name in ("q_norm", "k_norm")}
     return {
         "embed": VocabEmbedding(sp),
         "layers.*.attn_norm": Norm(sp),
@@ -21,6 +23,7 @@ def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
         "layers.*.attn.q": Column(sp, **heads),
         "layers.*.attn.k": KVColumn(model.kv_heads, sp),
         "layers.*.attn.v": KVColumn(model.kv_heads, sp),
+        **(norms if model.qk_norm else {}),
         "layers.*.attn.out": Row(sp, **heads),
         "layers.*.mlp_norm": Norm(sp),
         "layers.*.mlp": Enter(sp),

@@ -1,4 +1,4 @@
-"""models/llama.py against transformers' LlamaForCausalLM: numbers, weights both ways, and what is refused."""
+"""models/llama.py against transformers' Llama, Mistral and Qwen3: numbers, weights both ways, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.cli.convert import recognise
 from dtmega.distributed import exit_codes
-from dtmega.formats.whole import as_theirs
-from dtmega.interop.hf.names.llama import HF
+from dtmega.formats.format import Format
+from dtmega.interop.hf.names.llama import LLAMA, MISTRAL, QWEN3
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
 from dtmega.models.llama import Llama, Rotation, rotary_frequencies
@@ -43,9 +50,17 @@ THEIR_SCALED = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "original_max_position_embeddings": 300},
     **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Llama 2": ({"max_position_embeddings": 512}, {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}),
+FEW: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_key_value_heads": 2}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+# Kind -> class of its config in transformers, keys of [model], and of config.json. Windows are shorter than a sequence.
+KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
+    "Llama 2": (
+        LlamaConfig,
+        {"max_position_embeddings": 512},
+        {"max_position_embeddings": 512, "rms_norm_eps": 1e-5},
+    ),
     "Llama 3.1": (
+        LlamaConfig,
         {"n_kv_heads": 2, "rope_theta": 500.0, "rms_norm_eps": 1e-2, **SCALED},
         {
             **{"num_key_value_heads": 2, "rms_norm_eps": 1e-2, "max_position_embeddings": 4096},
@@ -53,17 +68,41 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "Llama 3.2": (
+        LlamaConfig,
         {"n_kv_heads": 1, "rope_theta": 500.0, "tied": True},
         {
             **{"num_key_value_heads": 1, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-            **{"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "max_position_embeddings": 4096},
+            **{"max_position_embeddings": 4096, **ROPE},
         },
+    ),
+    "Mistral": (
+        MistralConfig,
+        {"n_kv_heads": 2, "rope_theta": 500.0, "window": 20},
+        FEW | ROPE | {"sliding_window": 20},
+    ),
+    "Qwen3": (
+        Qwen3Config,
+        {"n_kv_heads": 2, "rope_theta": 500.0, "qk_norm": True, "kv_channels": 16, "tied": True},
+        FEW | ROPE | {"head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "Qwen3 with windows": (
+        Qwen3Config,
+        {"n_kv_heads": 2, "rope_theta": 500.0, "qk_norm": True, "window": 20, "window_layers": [0, 2], "n_layers": 3},
+        FEW
+        | ROPE
+        | {"head_dim": 8, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 20}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
 }
 
 
 def section(kind: str) -> config.Llama:
-    return config.Llama(**SIZES, **KINDS[kind][0])
+    return config.Llama(**SIZES | KINDS[kind][1])
+
+
+def their_config(kind: str) -> Any:
+    of_transformers, _, theirs = KINDS[kind]
+    return of_transformers(**THEIRS | theirs)
 
 
 def small(cfg: config.Llama) -> Llama:
@@ -79,14 +118,14 @@ def small(cfg: config.Llama) -> Llama:
 
 
 def by_their_names(cfg: config.Llama, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    source = as_theirs(Memory(tensors), HF, cfg, families.of(cfg).build)
+    _, source = families.of(cfg).as_stored("hf", Memory(tensors), cfg)
     return {name: source.read(name) for name in source.tensors}
 
 
 def pair(kind: str) -> tuple[Llama, Any]:
     """The same weights in both."""
     ours = small(section(kind))
-    theirs = LlamaForCausalLM(LlamaConfig(**THEIRS, **KINDS[kind][1]))
+    theirs: Any = AutoModelForCausalLM.from_config(their_config(kind))
     weights = by_their_names(ours.cfg, {name: p.detach() for name, p in ours.named_parameters()})
     missing, unknown = theirs.load_state_dict(weights, strict=False)
     assert (missing, unknown) == (["lm_head.weight"] if ours.cfg.tied else [], [])
@@ -217,8 +256,9 @@ def test_a_block_compiles_as_one_graph_to_the_same_numbers():
     assert torch.equal(compiled(tokens, labels)["lm"], model(tokens, labels)["lm"])
 
 
-def test_a_sample_is_what_transformers_generates():
-    ours, theirs = pair("Llama 3.2")
+@pytest.mark.parametrize("kind", ["Llama 3.2", "Qwen3 with windows"])
+def test_a_sample_is_what_transformers_generates(kind: str):
+    ours, theirs = pair(kind)
     new = generate(ours, [1, 2, 3], 20, Sampling(V, frozenset([V - 1]), temperature=0))
     theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = V - 1
     truth = theirs.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False)
@@ -243,7 +283,8 @@ def test_what_is_exported_is_the_model_in_transformers_and_again_here(tmp_path, 
     tokens, _ = batch()
     assert error(model(tokens), theirs(tokens).logits) < 1e-5
     source, described = recognise.open_folder(tmp_path, None)
-    assert described.model_dump() == model.cfg.model_dump() | {"n_kv_heads": model.cfg.kv_heads}
+    resolved = {"n_kv_heads": model.cfg.kv_heads, "kv_channels": model.cfg.head_dim}
+    assert described.model_dump() == model.cfg.model_dump() | resolved
     for name, parameter in model.named_parameters():
         assert torch.equal(source.read(name), parameter), name
 
@@ -274,11 +315,16 @@ def test_what_transformers_saves_is_the_same_model_here(tmp_path, kind):
         assert torch.equal(source.read(name), parameter), name
 
 
-def test_what_config_json_leaves_out_is_what_transformers_takes():
-    theirs = LlamaConfig(**THEIRS)
-    described = HF.section({"model_type": "llama", **THEIRS}, "config.json")
-    model = config.Llama(**described)
+@pytest.mark.parametrize("form", [LLAMA, MISTRAL, QWEN3], ids=lambda form: form.kind)
+def test_what_config_json_leaves_out_is_what_transformers_takes(form: Format):
+    plain = {"model_type": form.kind, **THEIRS, "num_hidden_layers": 30}
+    if form is not LLAMA:
+        plain["num_key_value_heads"] = 2
+    theirs: Any = AutoConfig.for_model(**plain)
+    model = config.Llama(**form.section(plain, "config.json"))
     assert model.kv_heads == theirs.num_key_value_heads
+    assert model.head_dim == theirs.head_dim
+    assert (model.window or None) == getattr(theirs, "sliding_window", None)
     assert model.tied == theirs.tie_word_embeddings
     assert model.init_std == theirs.initializer_range
     assert model.rms_norm_eps == theirs.rms_norm_eps
@@ -292,7 +338,7 @@ def test_rotary_positions_are_read_as_either_version_of_transformers_writes_them
     plain = {"model_type": "llama", **THEIRS, key: said}
     if key == "rope_scaling":
         plain["rope_theta"] = said.pop("rope_theta")
-    assert HF.section(plain, "config.json").items() >= (SCALED | {"rope_theta": 500.0}).items()
+    assert LLAMA.section(plain, "config.json").items() >= (SCALED | {"rope_theta": 500.0}).items()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +346,7 @@ def test_rotary_positions_are_read_as_either_version_of_transformers_writes_them
     [
         ({"hidden_act": "gelu"}, "config.json has hidden_act='gelu', expected 'silu'"),
         ({"attention_bias": True}, "config.json has attention_bias=True, expected False"),
-        ({"head_dim": 16}, "config.json has head_dim=16, expected hidden_size / num_attention_heads = 8"),
+        ({"head_dim": 16}, r"kv_channels=16, not 8 \(\[model\] kv_channels\)"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "scales rotary positions by {'rope_type': 'yarn'}, expected"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "with factor, low_freq_factor"),
         ({"rope_parameters": {**THEIR_SCALED, "factor": 4.0}}, r"rope_factor=4.0, not 8.0 \(\[model\] rope_factor\)"),
@@ -312,7 +358,7 @@ def test_rotary_positions_are_read_as_either_version_of_transformers_writes_them
 )
 def test_a_directory_of_another_llama_is_refused_with_what_differs(tmp_path, changed, message):
     cfg = section("Llama 3.1")
-    LlamaConfig(**THEIRS, **KINDS["Llama 3.1"][1]).save_pretrained(tmp_path)
+    their_config("Llama 3.1").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -327,7 +373,14 @@ def test_a_directory_of_another_llama_is_refused_with_what_differs(tmp_path, cha
     ("keys", "message"),
     [
         ({"n_kv_heads": 3}, "n_kv_heads=3 does not divide n_heads=8"),
-        ({"hidden_size": 24}, "hidden_size / n_heads = 3 is odd"),
+        ({"hidden_size": 24}, "a head has an odd number of channels: 3"),
+        ({"window_layers": [1]}, r"window_layers=\[1\] without a window: expected window > 0"),
+        (
+            {"window": 4, "window_layers": [4]},
+            r"window_layers=\[4\]: expected rising numbers from 0 to n_layers - 1 = 3",
+        ),
+        ({"window": 4, "window_layers": [2, 1]}, r"window_layers=\[2, 1\]: expected rising numbers"),
+        ({"window": 4, "window_layers": [0, 1, 2, 3]}, r"are all layers: expected \[\]"),
         ({"rope_low_freq_factor": 4.0}, "rope_low_freq_factor=4.0 is not below rope_high_freq_factor=4.0"),
         ({"hidden_dropout": 0.1}, "hidden_dropout"),
         ({"layer_norm_eps": 1e-4}, "layer_norm_eps"),

@@ -91,7 +91,7 @@ class Places:
         for piece in mine:
             elements += piece.elements + (0 if has_first else piece.shared)
             every = piece.flops_per_token(data.seq_len, data.mask_prob, data.decoder_length)
-            attention = data.seq_len * piece.attention_flops
+            attention = piece.attention_per_token(data.seq_len)
             attention += decoder_share * data.decoder_length * piece.decoder_attention_flops
             attention += decoder_share * data.seq_len * piece.cross_attention_flops
             attention_flops += attention

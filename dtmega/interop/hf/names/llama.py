@@ -1,8 +1,13 @@
-"""Names of Llama's weights and config keys in transformers' LlamaForCausalLM."""
+"""Names of Llama's weights and config keys in transformers' LlamaForCausalLM, MistralForCausalLM and Qwen3ForCausalLM.
+
+The three classes have the same names. Mistral's attention may have a window, and Qwen3 has norms on queries and keys,
+and a window in some layers. A model without both is written as a Llama, also if it was read from a Mistral directory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dtmega import config
@@ -22,14 +27,8 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] keys for rotary positions, read from a config.json.
 
     Raises:
-        ValueError: config.json describes a Llama that dtmega would compute differently.
+        ValueError: config.json scales the positions in a way that dtmega does not have.
     """
-    head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
-    if theirs.get("head_dim") not in (None, head_dim):
-        raise ValueError(
-            f"config.json has head_dim={theirs['head_dim']!r:.80}, expected hidden_size / num_attention_heads = "
-            f"{head_dim} ([model] name)"
-        )
     # transformers 5 stores all these values in one object; earlier versions store theta outside the object.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     theta = {"rope_theta": rope.get("rope_theta", theirs.get("rope_theta", 10_000.0))}
@@ -54,24 +53,103 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
     }
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # entries of `layer_types` in config.json
+
+
+def _check_layer_types(layer_types: Any, n_layers: int, allowed: tuple[str, ...]) -> None:
+    """Check the kinds of the layers in a config.json, if it has them.
+
+    Raises:
+        ValueError: they are not a list with one of the allowed words for each layer.
+    """
+    if layer_types is None:
+        return
+    if type(layer_types) is not list or len(layer_types) != n_layers or any(k not in allowed for k in layer_types):
+        raise ValueError(
+            f"config.json has layer_types={layer_types!r:.120}, expected {n_layers} entries, each "
+            f"{' or '.join(allowed)} by sliding_window and use_sliding_window ([model] window, [model] window_layers)"
+        )
+
+
+def _mistral(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] keys for positions and window, read from the config.json of a Mistral.
+
+    Raises:
+        ValueError: config.json gives some layers a window and others none, which transformers' Mistral ignores.
+    """
+    window = theirs.get("sliding_window", 4096) or 0
+    _check_layer_types(theirs.get("layer_types"), theirs["num_hidden_layers"], (SLIDING if window else FULL,))
+    return _positions(theirs) | {"window": window}
+
+
+def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] keys for positions and windows, read from the config.json of a Qwen3.
+
+    Raises:
+        ValueError: the kinds of the layers are not known, or do not fit the other entries.
+    """
+    n_layers, layer_types = theirs["num_hidden_layers"], theirs.get("layer_types")
+    window = theirs.get("sliding_window", 4096) or 0
+    if not theirs.get("use_sliding_window", False):
+        window = 0
+    _check_layer_types(layer_types, n_layers, (SLIDING, FULL) if window else (FULL,))
+    first = theirs.get("max_window_layers", 28)
+    if type(first) is not int:
+        raise ValueError(f"config.json has max_window_layers={first!r:.80}, expected a number ([model] window_layers)")
+    layers: list[int] = []
+    for layer in range(n_layers if window else 0):
+        if layer >= first if layer_types is None else layer_types[layer] == SLIDING:
+            layers.append(layer)
+    return _positions(theirs) | {
+        "window": window if layers else 0,
+        "window_layers": [] if len(layers) == n_layers else layers,
+    }
+
+
+def _mistral_entries(model: config.Model) -> dict[str, Any]:
+    """The config.json entries for positions and window, for an export."""
+    assert isinstance(model, config.Llama)
+    return _config_entries(model) | {"sliding_window": model.window or None}
+
+
+def _qwen3_entries(model: config.Model) -> dict[str, Any]:
+    """The config.json entries for positions and windows, for an export."""
+    assert isinstance(model, config.Llama)
+    has_window = [model.window_of(layer) > 0 for layer in range(model.n_layers)]
+    # Versions of transformers without `layer_types` give the window to all layers from this number on.
+    first = has_window.index(True) if True in has_window else model.n_layers
+    return _config_entries(model) | {
+        "use_sliding_window": model.window > 0,
+        "sliding_window": model.window or None,
+        "max_window_layers": first,
+        "layer_types": [SLIDING if has else FULL for has in has_window],
+    }
+
+
+RULES = (
+    Rule("embed.", "model.embed_tokens."),
+    Rule("layers.{}.attn_norm.", "model.layers.{}.input_layernorm."),
+    Rule("layers.{}.attn.q.", "model.layers.{}.self_attn.q_proj."),
+    Rule("layers.{}.attn.k.", "model.layers.{}.self_attn.k_proj."),
+    Rule("layers.{}.attn.v.", "model.layers.{}.self_attn.v_proj."),
+    Rule("layers.{}.attn.out.", "model.layers.{}.self_attn.o_proj."),
+    Rule("layers.{}.mlp_norm.", "model.layers.{}.post_attention_layernorm."),
+    Rule("layers.{}.mlp.gate.", "model.layers.{}.mlp.gate_proj."),
+    Rule("layers.{}.mlp.up.", "model.layers.{}.mlp.up_proj."),
+    Rule("layers.{}.mlp.down.", "model.layers.{}.mlp.down_proj."),
+    Rule("norm.", "model.norm."),
+    Rule("head.", "lm_head."),
+)
+QK_NORMS = (
+    Rule("layers.{}.attn.q_norm.", "model.layers.{}.self_attn.q_norm."),
+    Rule("layers.{}.attn.k_norm.", "model.layers.{}.self_attn.k_norm."),
+)
 # Format for transformers' LlamaForCausalLM.
-HF = Format(
-    rules=(
-        Rule("embed.", "model.embed_tokens."),
-        Rule("layers.{}.attn_norm.", "model.layers.{}.input_layernorm."),
-        Rule("layers.{}.attn.q.", "model.layers.{}.self_attn.q_proj."),
-        Rule("layers.{}.attn.k.", "model.layers.{}.self_attn.k_proj."),
-        Rule("layers.{}.attn.v.", "model.layers.{}.self_attn.v_proj."),
-        Rule("layers.{}.attn.out.", "model.layers.{}.self_attn.o_proj."),
-        Rule("layers.{}.mlp_norm.", "model.layers.{}.post_attention_layernorm."),
-        Rule("layers.{}.mlp.gate.", "model.layers.{}.mlp.gate_proj."),
-        Rule("layers.{}.mlp.up.", "model.layers.{}.mlp.up_proj."),
-        Rule("layers.{}.mlp.down.", "model.layers.{}.mlp.down_proj."),
-        Rule("norm.", "model.norm."),
-        Rule("head.", "lm_head."),
-    ),
+LLAMA = Format(
+    rules=RULES,
     base="model.",
     ignored=r"rotary_emb\.inv_freq",  # a buffer that old versions of transformers stored
+    implied={"qk_norm": False, "window": 0},
     fixed={
         **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
         **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -82,6 +160,7 @@ HF = Format(
         Key("n_layers", ("num_hidden_layers",)),
         Key("n_heads", ("num_attention_heads",)),
         Key("n_kv_heads", ("num_key_value_heads",), 0, resolved="kv_heads"),
+        Key("kv_channels", ("head_dim",), 0, resolved="head_dim"),
         Key("ffn_hidden_size", ("intermediate_size",), resolved="ffn"),
         Key("rms_norm_eps", ("rms_norm_eps",), 1e-6),
         Key("tied", ("tie_word_embeddings",), False),
@@ -91,3 +170,35 @@ HF = Format(
     to_section=_positions,
     from_section=_config_entries,
 )
+
+
+def _with_defaults(**defaults: Any) -> tuple[Key, ...]:
+    """Llama's keys with the defaults of another class; None if a configuration must have the key."""
+    return tuple(key._replace(default=defaults.get(key.ours, key.default)) for key in LLAMA.keys)
+
+
+# Format for transformers' MistralForCausalLM. If the number of key/value heads is missing, transformers takes 8, but if
+# it is null, as many as query heads; a directory without the number is refused.
+MISTRAL = replace(
+    LLAMA,
+    implied={"qk_norm": False, "window_layers": []},
+    fixed={"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"},
+    keys=_with_defaults(n_kv_heads=None, max_position_embeddings=131_072),
+    to_section=_mistral,
+    from_section=_mistral_entries,
+)
+# Format for transformers' Qwen3ForCausalLM.
+QWEN3 = replace(
+    LLAMA,
+    rules=(*RULES, *QK_NORMS),
+    implied={"qk_norm": True},
+    fixed={
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+        **{"hidden_act": "silu", "attention_bias": False},
+    },
+    keys=_with_defaults(n_kv_heads=None, kv_channels=128, max_position_embeddings=32_768),
+    to_section=_qwen3,
+    from_section=_qwen3_entries,
+)
+# All of transformers' formats for Llamas. The first one that fits is written.
+HF = (LLAMA, MISTRAL, QWEN3)
