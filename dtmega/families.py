@@ -192,7 +192,7 @@ class BuiltInFamily:
             raise ValueError(
                 f"{program} has no model like this one of name = '{model.name}': expected {expected} ({keys})"
             )
-        return next((form for form in fitting if form.kind == kind), fitting[0])
+        return next((form for form in fitting if kind and form.kind == kind), fitting[0])
 
     def _plan(self, cfg: config.Config) -> Plan:
         return self.plan(cfg.model, cfg.mesh.sequence_parallel)

@@ -78,7 +78,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], list[str], dict[str, Any]]:
 
 
 def of_llama(state: Mapping[str, Tensor], heads: int, groups: int, tied: bool) -> dict[str, Tensor]:
-    """The weights of transformers' LlamaForCausalLM.
+    """The weights of transformers' LlamaForCausalLM or Qwen3ForCausalLM.
 
     Args:
         heads: heads of queries.
@@ -101,7 +101,11 @@ def _llama_layer(state: Mapping[str, Tensor], at: str, heads: int, groups: int) 
         share = heads // groups
         rows += [q[head * width : (head + 1) * width] for head in range(group * share, (group + 1) * share)]
         rows += [tensor[group * width : (group + 1) * width] for tensor in (k, v)]
-    return {
+    norms = {}
+    for name in "qk":
+        if f"{at}self_attn.{name}_norm.weight" in state:
+            norms[f"self_attention.{name}_layernorm.weight"] = state[f"{at}self_attn.{name}_norm.weight"]
+    return norms | {
         "self_attention.linear_qkv.layer_norm_weight": state[f"{at}input_layernorm.weight"],
         "self_attention.linear_qkv.weight": torch.cat(rows),
         "self_attention.linear_proj.weight": state[f"{at}self_attn.o_proj.weight"],

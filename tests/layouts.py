@@ -100,6 +100,9 @@ GATED = {"model.glu": "swiglu"}
 SGD = {"optim.name": "sgd", "optim.eps": 1e-8, "optim.lr": 0.1, "optim.lr_factors": ["layers.*.mlp.*=0.5"]}
 MUON = {"optim.name": "muon", "optim.adamw_lr": 3e-3, "optim.lr_factors": ["*.mlp.*=0.5"]}
 PREFIX = {"data.objective": "prefix-lm", "data.reweight_positions": True, "data.reset_attention_mask": True}
+# What Llama can have beside: norms of queries and keys, heads of another width, and windows in some layers.
+QWEN = {"model.name": "llama", "model.qk_norm": True, "model.kv_channels": 8}
+QWEN |= {"model.window": 6, "model.window_layers": [1]}
 # The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
@@ -110,7 +113,7 @@ TENSORBOARD = {"log.tensorboard": True}
 AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
-TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *MUON, *GATED, *PREFIX}
+TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *MUON, *GATED, *PREFIX, *QWEN}
 TRUTH_KEYS |= {"data.decoder_seq_len"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
@@ -244,6 +247,18 @@ LAYOUTS |= {
     "compile, cp 2, heads": (2, {"compile.enable": True} | WITH_CP["cp 2, heads"][1]),
     "bf16, cp 2": (2, BF16 | {"mesh.cp": 2} | FOURS),
     "fp16, cp 2": (2, FP16 | {"mesh.cp": 2} | FOURS),
+}
+OF_QWEN = {
+    **{name: LAYOUTS[name] for name in ("tp 2", "tp 2, no sequence parallel", "tp 4", "dp_shard 2", "pp 2, 1F1B")},
+    **{name: LAYOUTS[name] for name in ("pp 2, ZBVZeroBubble", "recompute full, tp 2", "compile", "bf16, dp_shard 2")},
+    **{name: LAYOUTS[name] for name in ("prefix, tp 2", "pp 2 x dp_shard 2 x tp 2")},
+}
+for _form in ("gather", "heads"):
+    OF_QWEN |= {f"{name}, {_form}": WITH_CP[f"{name}, {_form}"] for name in ("cp 2", "cp 2 x pp 2, 1F1B")}
+    OF_QWEN[f"prefix, cp 2, {_form}"] = LAYOUTS[f"prefix, cp 2, {_form}"]
+OF_QWEN["cp 2 x tp 2, gather"] = WITH_CP["cp 2 x tp 2, gather"]
+LAYOUTS |= {
+    f"qwen, {name}": (n, QWEN | (SLOWER if "mesh.cp" in keys else {}) | keys) for name, (n, keys) in OF_QWEN.items()
 }
 # Gradients that add up in shards, with what their sums could get wrong.
 SHARDED = {"fsdp.accumulate": "sharded"}

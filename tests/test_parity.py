@@ -92,8 +92,10 @@ FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x 
 FULL |= {"compile", "compile, tp 2", "bf16, tp 2", "V 131, tp 2", "fp16, dp_shard 2", "prefix, tp 2"}
 FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x tp 2
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
-# tp 4 has all of Llama's plan: it copies heads of keys.
-FULL |= {"llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
+# tp 4 has all of Llama's plan, with norms of heads and windows: it copies heads of keys.
+FULL |= {"llama, tp 4", "llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
+LIGHT_OF_QWEN = {"qwen, tp 2, no sequence parallel", "qwen, tp 4", "qwen, cp 2, gather"}
+FULL |= {name for name in LAYOUTS if name.startswith("qwen, ")}
 FULL |= {"dp_shard 2 x tp 2", "HSDP 2 x 2"}  # with pp 2, and for GPT and BERT, these stay
 FULL |= {"gpt, pp 2, 1F1B", "gpt, tp 2, no sequence parallel"}  # BERT's stages and embeddings are as these
 FULL |= {"llama, pp 2, 1F1B"}  # test_lora.py has its stages
@@ -114,7 +116,7 @@ FULL |= {f"pp 2, {name}" for name in ("GPipe", "Interleaved1F1B", "LoopedBFS", "
 LIGHT_OF_CP = {"cp 2, gather", "cp 2 x pp 2, ZBV, heads", "bert, cp 3, heads"}
 LIGHT_OF_CP |= {"gpt, cp 2 x dp_shard 2, gather", "t5, cp 2, gather"}
 FULL |= {name for name in LAYOUTS if "mesh.cp" in LAYOUTS[name][1]}
-FULL -= LIGHT_OF_CP
+FULL -= LIGHT_OF_CP | LIGHT_OF_QWEN
 FULL |= {name for name in LAYOUTS if "sharded gradients" in name}  # fsdp/test_shard_sums.py has every gradient
 # fsdp/test_exact.py has Muon to the bit where matrices are cut.
 FULL |= {name for name in LAYOUTS if name.startswith("muon, ")} - {"muon, pp 2 x dp_replicate 2, ZBV"}

@@ -34,9 +34,9 @@ the text is not bash, has no command, or depends on a condition that only a runn
 - **Several commands:** if they differ, `--command N` chooses one.
 - **Query-key layer scaling**, which changes float16 only, was Megatron-LM's default until November 2023. If no flag
   tells the version, `--original megatron-lm`, `megatron-deepspeed` or `megatron-core` does.
-- **Llama:** a GPT with rotary positions, SwiGLU, RMSNorm, no biases and no dropout is our `llama`, with grouped queries
-  and tied or untied weights. What differs from it is refused by name: partial or interleaved rotary positions,
-  `--qk-layernorm`, `--apply-layernorm-1p`, `--squared-relu`, experts.
+- **Llama:** a GPT with rotary positions, SwiGLU, RMSNorm, no biases and no dropout is our `llama`, with grouped
+  queries, `--qk-layernorm`, `--window-size`, and tied or untied weights. What differs from it is refused by name:
+  partial or interleaved rotary positions, `--apply-layernorm-1p`, `--squared-relu`, experts.
 - **DeepSpeed's JSON** is read if the script writes it, or if it lies in the script's folder. It sets the loss scale and
   the limit of the gradient's norm, as DeepSpeed reads them.
 
@@ -53,9 +53,9 @@ These commands read checkpoints from any number of tensor ranks, stages and virt
   without `checkpoint_version`, in torch's older format too;
 - the layer files of BLOOM by Megatron-DeepSpeed;
 - the distributed checkpoints of megatron-core, saved by any number of ranks (`torch_dist`; `zarr` is refused), of a GPT
-  and of Llama: grouped queries, rotary positions, SwiGLU, RMSNorm, and the scaling of Llama 3.1. Variants such as
-  `--qk-layernorm`, `--apply-layernorm-1p`, `--squared-relu`, `--rotary-percent 0.5`, `--num-experts` and
-  `--multi-latent-attention` are refused by name.
+  and of Llama: grouped queries, rotary positions, SwiGLU, RMSNorm, the scaling of Llama 3.1, `--qk-layernorm` and
+  `--window-size`. Variants such as `--apply-layernorm-1p`, `--squared-relu`, `--rotary-percent 0.5`, `--num-experts`
+  and `--multi-latent-attention` are refused by name.
 
 Nothing in the pickles runs: they are decoded as data, and other contents are refused. Shards that are missing,
 duplicated or contradictory are refused by name, and a refusal leaves no output.
@@ -109,7 +109,8 @@ What to know about both:
   (`--pipeline-model-parallel-split-rank`), in the middle if both stacks have the same depth.
 - **Flags of a Llama:** `--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear`,
   `--untie-embeddings-and-output-weights` unless its head is tied, `--group-query-attention --num-query-groups N`,
-  `--rotary-base`, `--norm-epsilon`, and for Llama 3.1 `--use-rope-scaling --rope-scaling-factor`. With
+  `--rotary-base`, `--norm-epsilon`, for Llama 3.1 `--use-rope-scaling --rope-scaling-factor`, for Qwen3
+  `--qk-layernorm --kv-channels`, and for a window of W tokens `--window-size W-1,0`. With
   `--use-checkpoint-args` the loader takes most of them from the files.
 
 ## The same samples in the same order

@@ -39,6 +39,13 @@ LLAMAS = [
     ("3-70b", 70_553_706_496, 128_256, 8192, 80, 64, 8, 28_672, 8192, 5e5, 1.5e-4),
     ("3.2-1b", 1_235_814_400, 128_256, 2048, 16, 32, 8, 8192, 131_072, 5e5, 2e-5),
 ]
+# name, parameters, V, D, L, H, heads of keys, F, K, window, theta, eps. Sizes and parameters from config.json and the
+# safetensors on huggingface.co/mistralai and huggingface.co/Qwen; the recipes are ours.
+FURTHER_LLAMAS = [
+    ("mistral-7b", 7_241_732_096, 32_000, 4096, 32, 32, 8, 14_336, 128, 4096, 1e4, 1e-5),
+    ("qwen3-0.6b", 596_049_920, 151_936, 1024, 28, 16, 8, 3072, 128, 0, 1e6, 1e-6),
+    ("qwen3-8b", 8_190_735_360, 151_936, 4096, 36, 32, 8, 12_288, 128, 0, 1e6, 1e-6),
+]
 # name, parameters, L, D, H, LayerNorms, global batch, steps. The first two from arXiv 1810.04805, section 3 and
 # appendix A.2, their parameters from huggingface.co/google-bert; Megatron's from arXiv 1909.08053, table 4 and section
 # 4.2, with parameters by its shapes: V D + (512 + 2) D, 12 D^2 + 13 D a layer, 2 D^2 + 8 D + V + 2 of norms and heads.
@@ -229,6 +236,18 @@ def test_a_published_llama_has_its_published_sizes_and_recipe(row):
         assert cfg.train.tokens == {"2": 2e12, "3": 15e12}[name[0]]
 
 
+@pytest.mark.parametrize("row", FURTHER_LLAMAS, ids=[row[0] for row in FURTHER_LLAMAS])
+def test_mistral_and_qwen3_are_llamas_of_their_published_sizes(row):
+    name, parameters, vocab_size, hidden_size, n_layers, n_heads, kv_heads, ffn, head_dim, window, theta, eps = row
+    model = config.load(["--config", f"{name}.toml"]).model
+    assert isinstance(model, config.Llama)
+    assert cost.n_parameters(families.pieces(model)) == parameters
+    assert (model.vocab_size, model.hidden_size, model.n_layers) == (vocab_size, hidden_size, n_layers)
+    assert (model.n_heads, model.kv_heads, model.ffn, model.head_dim) == (n_heads, kv_heads, ffn, head_dim)
+    assert (model.rope_theta, model.rms_norm_eps, model.qk_norm) == (theta, eps, name.startswith("qwen3"))
+    assert (model.window, model.window_layers) == (window, [])
+
+
 def test_the_configuration_for_models_of_transformers_fine_tunes():
     """Small steps without decay, in bf16; the sizes are the directory's."""
     assert tomli.loads((config.CONFIGS_DIR / "hf.toml").read_text()) == {
@@ -247,7 +266,7 @@ def test_the_configuration_for_models_of_transformers_fine_tunes():
     ("name", "steps"),
     [
         *(("bloom", 40), ("gpt", 30), ("llama", 30), ("prefix-lm", 30), ("bert", 30), ("t5", 30)),
-        *(("hf", 20), ("llama-3.2-1b", 50)),
+        *(("hf", 20), ("llama-3.2-1b", 50), ("mistral-7b", 50), ("qwen3-0.6b", 50), ("qwen3-8b", 50)),
     ],
 )
 def test_a_recipe_of_our_own_warms_up_for_its_steps_or_for_two_of_twenty(name: str, steps: int):

@@ -39,6 +39,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"name": "bloom", **DROPOUT},
     "gpt": {"name": "gpt", "max_position_embeddings": S, **DROPOUT},
     "llama": {"name": "llama", "n_kv_heads": 2, "ffn_hidden_size": 24},
+    "qwen": {
+        **{"name": "llama", "n_kv_heads": 2, "ffn_hidden_size": 24, "kv_channels": 6},
+        **{"qk_norm": True, "window": 3, "window_layers": [1]},
+    },
     "bert": {"name": "bert", "max_position_embeddings": S, **DROPOUT},
     "hf": {"name": "hf"},
     "hf, tied": {"name": "hf"},
@@ -133,7 +137,7 @@ LIGHT = [
     ("gpt", "muon, tp 2 x dp_shard 2"),
     ("t5", "pp 2 x dp_shard 2, LoopedBFS"),
 ]
-COMPILED = ("bloom", "llama")
+COMPILED = ("bloom", "llama", "qwen")
 # What a T5 refuses: schedules that split backward, and tp with pp.
 NOT_T5 = ("InterleavedZeroBubble", "DualPipeV", "ZBV", "tp 2 x pp 2")
 

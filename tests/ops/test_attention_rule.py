@@ -106,6 +106,29 @@ def test_a_block_is_called_full_or_empty_only_if_it_is(rule, places):
         assert torch.equal(partial, some & ~every)
 
 
+def pairs_by_chunks(rule: R.AttentionRule) -> Tensor:
+    """The pairs that a kernel on a CPU computes, [B, S, S]."""
+    found = torch.zeros(3, 600, 600, dtype=torch.bool)
+    for chunk in rule.chunks():
+        bias = rule.bias(chunk)
+        found[:, chunk.start : chunk.stop, chunk.first : chunk.last] = True if bias is None else bias[:, 0] == 0
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_with_another_window_is_the_rule_that_is_made_with_it(rule: str, window: int):
+    before = R.attention_rule(in_order(600), **RULES[rule])
+    truth = R.attention_rule(in_order(600), **RULES[rule] | {"window": window})
+    found = before.with_window(window)
+    allowed = truth.allowed(torch.arange(3)[:, None, None], torch.arange(600)[:, None], torch.arange(600))
+    assert torch.equal(pairs_by_chunks(found), allowed.expand(3, 600, 600))
+    on_gpu = before._replace(block_mask=block_mask(before)).with_window(window)
+    assert on_gpu.block_mask is not None
+    for ours, theirs in zip(kinds(on_gpu.block_mask), kinds(block_mask(truth)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 class Largest(TorchDispatchMode):
     """Remembers how many elements the largest result of an operation had."""
 

@@ -43,7 +43,7 @@ def a_gpt() -> GPT:
 DECODERS: dict[str, Callable[[], Model]] = {
     "bloom": lambda: model_of(ffn_hidden_size=192),
     "gpt": a_gpt,
-    "llama": lambda: test_llama.small(test_llama.section("Llama 3.1")),
+    "llama": lambda: test_llama.small(test_llama.section("Qwen3 with windows")),
 }
 T5S: dict[str, dict[str, Any]] = {"relative": {}, "learned": test_t5.MEGATRON}
 

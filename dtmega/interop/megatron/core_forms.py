@@ -18,7 +18,7 @@ from typing import Any
 from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Heads, Rule
-from dtmega.interop.megatron.forms import EPS, GPT_FORM, INIT_STD, LENGTH, PLAIN, SIZES, refuse_head_width
+from dtmega.interop.megatron.forms import EPS, GPT_FORM, INIT_STD, LENGTH, PLAIN, SIZES
 
 LAYERS = "decoder.layers."
 _LAYER = f"{LAYERS}{{}}."
@@ -31,6 +31,7 @@ STATEFUL_IN_LAYER = (
     *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
+NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # stateful, too, in a model with them
 STATEFUL_AT_END = "decoder.final_layernorm"
 
 # Further arguments that change the model, in addition to PLAIN. Only these values are supported.
@@ -45,9 +46,9 @@ ROTARY: Mapping[str, Any] = {
     **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_interleaved": False},
     **{"rotary_seq_len_interpolation_factor": None, "no_rope_freq": None},
 }
-# Arguments in PLAIN that may have any value in a Llama: `_llama` reads `group_query_attention`, and
+# Arguments in PLAIN and FURTHER_PLAIN that may have other values in a Llama: some are read, and
 # `use_rotary_position_embeddings` only repeats `position_embedding_type`.
-READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings")
+READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "window_size")
 # megatron-core scales rotary frequencies as Llama 3.1 does, with these values; only the factor can be set.
 SCALING: Mapping[str, Any] = {
     "rope_low_freq_factor": 1.0,
@@ -81,12 +82,16 @@ LLAMA_RULES = (
     Rule(tuple(f"layers.{{}}.attn.{name}." for name in "qkv"), f"{_LAYER}self_attention.linear_qkv.", "heads"),
     Rule(("layers.{}.mlp.gate.", "layers.{}.mlp.up."), f"{_LAYER}mlp.linear_fc1.", "concat"),
 )
+QK_NORMS = (
+    Rule("layers.{}.attn.q_norm.", f"{_LAYER}{NORMS_OF_HEADS[0]}."),
+    Rule("layers.{}.attn.k_norm.", f"{_LAYER}{NORMS_OF_HEADS[1]}."),
+)
 
 
 def _tensors_in_layer() -> frozenset[str]:
     """The names of all tensors in a layer, without the layer prefix."""
     names: set[str] = set()
-    for rule in (*GPT_RULES, *LLAMA_RULES):
+    for rule in (*GPT_RULES, *LLAMA_RULES, *QK_NORMS):
         assert isinstance(rule.theirs, str)
         if rule.theirs.startswith(_LAYER):
             ends = ("weight", "bias") if rule.theirs.endswith(".") else ("",)
@@ -105,9 +110,40 @@ def _args_of_gpt(model: config.Model) -> dict[str, Any]:
     }
 
 
+def windows(size: Any, frequency: Any, n_layers: int) -> dict[str, Any]:
+    """The keys of [model] for the windows of attention.
+
+    Source: `is_layer_window_attention` in megatron-core's `transformer/utils.py`.
+
+    Args:
+        size: value of `window_size`: how many tokens a query sees before and after its own, -1 for all of them; None
+            for no window. A causal query sees none after its own.
+        frequency: value of `window_attn_skip_freq`: None if all layers have the window; N if every N-th layer has none;
+            or a list with 1 for each layer that has the window, and 0 for the others.
+        n_layers: number of layers.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+    if size is not None and (type(size) not in (tuple, list) or len(size) != 2 or {*map(type, size)} != {int}):
+        raise ValueError(f"window_size={size!r:.80}, expected two numbers ([model] window)")
+    is_list = type(frequency) is list and len(frequency) == n_layers
+    if not is_list and frequency is not None and (type(frequency) is not int or frequency < 1):
+        raise ValueError(
+            f"window_attn_skip_freq={frequency!r:.80}, expected a number above 0 or a list of {n_layers} numbers "
+            f"([model] window_layers)"
+        )
+    if is_list:
+        layers = [layer for layer in range(n_layers) if frequency[layer]]
+    else:
+        layers = [layer for layer in range(n_layers) if frequency is None or (layer + 1) % frequency]
+    if size is None or size[0] < 0 or not layers:
+        return {"window": 0, "window_layers": []}
+    return {"window": size[0] + 1, "window_layers": [] if len(layers) == n_layers else layers}
+
+
 def _llama(args: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] keys of a Llama that are computed from arguments."""
-    refuse_head_width(args)
     n_heads = args["num_attention_heads"]
     is_scaled = bool(args.get("use_rope_scaling"))
     scaling = {"rope_factor": args.get("rope_scaling_factor", DEFAULT_FACTOR), **SCALING}
@@ -116,6 +152,7 @@ def _llama(args: Mapping[str, Any]) -> dict[str, Any]:
         "n_kv_heads": args.get("num_query_groups", n_heads) if args.get("group_query_attention") else n_heads,
         "rope_theta": args.get("rotary_base", 10_000),
         **(scaling if is_scaled else {"rope_factor": 1.0}),
+        **windows(args.get("window_size"), args.get("window_attn_skip_freq"), args["num_layers"]),
     }
 
 
@@ -123,11 +160,13 @@ def _args_of_llama(model: config.Model) -> dict[str, Any]:
     assert isinstance(model, config.Llama)
     is_whole = model.rope_theta == int(model.rope_theta)
     is_scaled = model.rope_factor != 1
+    layers = model.window_layers
     return {
         "untie_embeddings_and_output_weights": not model.tied,
         "group_query_attention": model.kv_heads != model.n_heads,
         "num_query_groups": model.kv_heads,
-        "kv_channels": model.head_dim,
+        "window_size": (model.window - 1, 0) if model.window else None,
+        "window_attn_skip_freq": [int(layer in layers) for layer in range(model.n_layers)] if layers else None,
         "rotary_base": int(model.rope_theta) if is_whole else model.rope_theta,  # the flag takes a whole number
         "use_rope_scaling": is_scaled,
         "rope_scaling_factor": model.rope_factor if is_scaled else DEFAULT_FACTOR,
@@ -164,14 +203,22 @@ GPT_CORE = replace(
 )
 LLAMA_CORE = Format(
     rules=LLAMA_RULES,
+    # Not in `rules`, by which a Llama and a GPT are told apart.
+    rules_of=lambda model: QK_NORMS if getattr(model, "qk_norm", False) else (),
     heads=lambda model: Heads(model.n_heads, getattr(model, "kv_heads", model.n_heads)),
     fixed={
-        **{key: value for key, value in PLAIN.items() if key not in READ_FOR_LLAMA},
-        **FURTHER_PLAIN,
+        **{key: value for key, value in {**PLAIN, **FURTHER_PLAIN}.items() if key not in READ_FOR_LLAMA},
         **ROTARY,
         **{"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False},
     },
-    keys=(*SIZES, LENGTH._replace(free=True), Key("rms_norm_eps", EPS[::-1], 1e-5), INIT_STD),
+    keys=(
+        *SIZES,
+        LENGTH._replace(free=True),
+        Key("rms_norm_eps", EPS[::-1], 1e-5),
+        Key("kv_channels", ("kv_channels",), 0, resolved="head_dim"),
+        Key("qk_norm", ("qk_layernorm",), False),
+        INIT_STD,
+    ),
     refuse=_refuse_scaling,
     to_section=_llama,
     from_section=_args_of_llama,

@@ -84,7 +84,7 @@ def _refuse_other_positions(args: Mapping[str, Any], known: tuple[Any, ...]) -> 
         )
 
 
-def refuse_head_width(args: Mapping[str, Any]) -> None:
+def _refuse_head_width(args: Mapping[str, Any]) -> None:
     """Refuse heads whose width is not D / H.
 
     Raises:
@@ -113,7 +113,7 @@ def _refuse_erf(args: Mapping[str, Any]) -> None:
 
 def _decoder(args: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of [model] that GPT and BLOOM share."""
-    refuse_head_width(args)
+    _refuse_head_width(args)
     _refuse_erf(args)
     return _scaling(args)
 
@@ -130,7 +130,7 @@ def _bloom(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bert(args: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_other_positions(args, ABSOLUTE)
-    refuse_head_width(args)
+    _refuse_head_width(args)
     return {**_scaling(args), "gelu": feed_forward_gelu(args), "head_gelu": head_gelu(args)}
 
 

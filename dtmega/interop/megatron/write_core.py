@@ -32,7 +32,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from dtmega.files import atomic
 from dtmega.formats.sources import Source
 from dtmega.interop.megatron.core import BACKEND, COMMON, LAYER, METADATA
-from dtmega.interop.megatron.core_forms import BY_TOKEN, LAYERS, STATEFUL_AT_END, STATEFUL_IN_LAYER, WORDS
+from dtmega.interop.megatron.core_forms import (
+    BY_TOKEN,
+    LAYERS,
+    NORMS_OF_HEADS,
+    STATEFUL_AT_END,
+    STATEFUL_IN_LAYER,
+    WORDS,
+)
 from dtmega.interop.megatron.write import MULTIPLE, RELEASE, Layout, args_of_files, check_new, new_release, os_errors
 
 BACKENDS = {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch"}
@@ -118,8 +125,10 @@ def _entries(source: Source, padded: int, work: Callable[[], object]) -> list[li
             layers.setdefault(number, []).append(_layer_entry(stack, dtype, shape, number, n_layers, read))
         else:
             others += _whole_entries(name, dtype, shape, padded if name in BY_TOKEN else shape[0], read)
+    stateful = [*STATEFUL_IN_LAYER]
+    stateful += [norm for norm in NORMS_OF_HEADS if f"{LAYERS}0.{norm}.weight" in source.tensors]
     for number, entries in layers.items():
-        entries += [_state(f"{LAYERS}{module}", number, n_layers) for module in STATEFUL_IN_LAYER]
+        entries += [_state(f"{LAYERS}{module}", number, n_layers) for module in stateful]
     others.append(_state(STATEFUL_AT_END, 0, 1))
     return [others, *layers.values()]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dtmega import config, families
 from dtmega.distributed import exit_codes
@@ -246,10 +246,26 @@ def test_a_llama_has_the_logits_of_transformers(tmp_path: Path, of_theirs: dict[
         assert torch.equal(again(SAMPLE).logits, theirs(SAMPLE).logits)
 
 
+def test_a_qwen3_has_the_logits_of_transformers(tmp_path: Path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": HEADS}
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    small = Qwen3Config(**sizes, **windows, head_dim=32, num_key_value_heads=KV_HEADS, vocab_size=70)
+    theirs = Qwen3ForCausalLM(small).eval()
+    with torch.no_grad():
+        for layer in theirs.model.layers:
+            layer.self_attn.q_norm.weight.normal_()
+            layer.self_attn.k_norm.weight.normal_()
+    args = {"kv_channels": 32, "qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": [0, 1, 1]}
+    assert convert(written_llama(tmp_path / "in", theirs, **args), tmp_path / "out") == exit_codes.DONE
+    assert_has_logits_of(tmp_path / "out", theirs)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"qk_layernorm": True}, "has qk_layernorm=True, expected False"),
+        ({"window_size": 8}, "window_size=8, expected two numbers"),
+        ({"window_size": (7, 0), "window_attn_skip_freq": [1, 0]}, "expected a number above 0 or a list of 3 numbers"),
         ({"apply_layernorm_1p": True}, "has apply_layernorm_1p=True, expected False"),
         ({"squared_relu": True}, "has squared_relu=True, expected False"),
         ({"num_experts": 8}, "has num_experts=8, expected None"),
@@ -261,7 +277,7 @@ def test_a_llama_has_the_logits_of_transformers(tmp_path: Path, of_theirs: dict[
         ({"normalization": "LayerNorm"}, "has normalization='LayerNorm', expected 'RMSNorm'"),
         ({"swiglu": False}, "has swiglu=False, expected True"),
         ({"add_bias_linear": True}, "has add_bias_linear=True, expected False"),
-        ({"kv_channels": 32}, "kv_channels=32 of 4 heads"),
+        ({"kv_channels": 32}, "is [128, 64], expected [256, 64]"),
         ({"num_query_groups": 3}, "n_kv_heads=3 does not divide n_heads=4"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dtmega import config
 from dtmega.__main__ import main as command
@@ -260,9 +260,16 @@ def to_core(folder: Path, model: Any, *options: str) -> int:
     return command(["convert", *where, *options])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "tied llama"])
+def a_qwen3() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **windows, head_dim=32, num_key_value_heads=2, vocab_size=131))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "tied llama", "qwen3"])
 def test_core_has_megatron_cores_names_with_all_layers_in_one_stack(tmp_path: Path, kind: str):
-    model = a_gpt2() if kind == "gpt2" else a_llama(tie_word_embeddings=kind == "tied llama")
+    model = {"gpt2": a_gpt2, "qwen3": a_qwen3}.get(kind, lambda: a_llama(tie_word_embeddings=kind == "tied llama"))()
     assert to_core(tmp_path, model) == exit_codes.DONE
     found, others, common = core_files.read(tmp_path / "out" / "release")
     if kind == "gpt2":
@@ -275,15 +282,19 @@ def test_core_has_megatron_cores_names_with_all_layers_in_one_stack(tmp_path: Pa
         padding = tensor.new_zeros(n_padding, *tensor.shape[1:])
         assert torch.equal(found[name], torch.cat([tensor, padding])), name
     n_layers = model.config.num_hidden_layers
-    # Each linear layer and attention of Transformer Engine asks for a state of each layer, and the last norm for one.
-    assert len(others) == 5 * n_layers + 1
+    # Each linear layer, attention and norm of heads of Transformer Engine asks for a state of each layer, and the last
+    # norm for one.
+    assert len(others) == (7 if kind == "qwen3" else 5) * n_layers + 1
     assert f"decoder.layers.mlp.linear_fc1._extra_state/shard_{n_layers - 1}_{n_layers}" in others
     assert (common["checkpoint_version"], common["iteration"]) == (3.0, 0)
     said = common["args"]
     assert (said.num_layers, said.hidden_size, said.padded_vocab_size) == (n_layers, 64, 256)
     positions, eps = ("learned_absolute", 1e-5) if kind == "gpt2" else ("rope", 1e-6)
     assert (said.position_embedding_type, said.norm_epsilon) == (positions, eps)
-    assert said.untie_embeddings_and_output_weights == (kind == "llama")
+    assert said.untie_embeddings_and_output_weights == (kind in ("llama", "qwen3"))
+    if kind == "qwen3":
+        assert (said.qk_layernorm, said.kv_channels, said.window_size) == (True, 32, (4, 0))
+        assert said.window_attn_skip_freq == [0, 1, 1]
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     metadata = json.loads((tmp_path / "out" / "release" / "metadata.json").read_text())
     assert metadata == {

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from dtmega.interop.megatron.core_forms import windows
 from dtmega.interop.megatron.launch.command import Command
-from dtmega.interop.megatron.launch.draft import Draft
+from dtmega.interop.megatron.launch.draft import Draft, as_number
 
 # Script -> family of the trained model, unless the flags select another family.
 FAMILY_OF_SCRIPT = {
@@ -44,6 +45,10 @@ SINCE_2023 = (
     *("--mock-data", "--log-throughput", "--deterministic-mode", "--calculate-per-token-loss", "--decoupled-lr"),
     *("--no-mmap-bin-files", "--no-create-attention-mask-in-dataloader", "--cross-entropy-loss-fusion"),
     *("--use-dist-ckpt", "--dist-ckpt-format", "--log-progress"),
+)
+OF_LLAMA = (
+    *("--group-query-attention", "--num-query-groups", "--rotary-base", "--use-rope-scaling", "--window-size"),
+    "--window-attn-skip-freq",
 )
 FOR_DEEPSPEED = (
     *("--deepspeed", "--deepspeed_config", "--zero-stage", "--no-pipeline-parallel", "--ds-sequence-parallel-size"),
@@ -148,13 +153,14 @@ def _check_parts(draft: Draft) -> None:
         else:
             draft.refuse("--disable-bias-linear", f"a {family} has biases")
     if family != "llama":
-        for flag in ("--group-query-attention", "--num-query-groups", "--rotary-base", "--use-rope-scaling"):
+        for flag in OF_LLAMA:
             if flag in draft.command.values:
                 draft.refuse(flag, f"a {family} has none")
     width = draft.number("kv-channels") if draft.has("kv-channels") else None
     size, heads = draft.number("hidden-size"), draft.number("num-attention-heads")
     if family != "t5" and width and size and heads and width * heads == size:
-        # The given width equals the default, D / H, which families without the key always use.
+        # The given width equals the default, D / H.
+        draft.keys.pop("model.kv_channels", None)
         draft.open.pop("--kv-channels", None)
         draft.read.add("--kv-channels")
 
@@ -221,6 +227,7 @@ def _set_llama(draft: Draft) -> None:
     if draft.has("use-rope-scaling"):
         draft.keys |= {f"model.{key}": value for key, value in ROPE_SCALING.items()}
         draft.keys["model.rope_factor"] = draft.number("rope-scaling-factor")
+    _set_windows(draft)
     for name in ("attention-dropout", "hidden-dropout"):
         flag = f"--{name}"
         if draft.number(name) == 0:
@@ -229,6 +236,26 @@ def _set_llama(draft: Draft) -> None:
         else:
             written = "" if draft.has(name) else f", Megatron's default, is {draft.value(name)}"
             draft.refuse(flag, f"a llama has no dropout{written}")
+
+
+def _set_windows(draft: Draft) -> None:
+    """Set the window of a llama's attention, and the layers that have it."""
+    if not draft.has("window-size"):
+        return
+    size, frequency = (draft.value(name) for name in ("window-size", "window-attn-skip-freq"))
+    n_layers = draft.number("num-layers")
+    for flag, key in (("--window-size", "window"), ("--window-attn-skip-freq", "window_layers")):
+        if draft.unknown(flag):
+            draft.lack(f"model.{key}", draft.unknown(flag), flag)
+            return
+    numbers = [as_number(text) for text in (size or "").strip("()").split(",")]
+    every = None if frequency is None else as_number(frequency)
+    try:
+        keys = windows(numbers, frequency if every is None else every, int(n_layers or 0))
+    except ValueError:
+        draft.refuse("--window-size", "expected two numbers, and as --window-attn-skip-freq one, not a list")
+        return
+    draft.keys |= {f"model.{key}": value for key, value in keys.items() if value}
 
 
 def _set_scaling(draft: Draft) -> None:

@@ -208,18 +208,33 @@ def test_other_spellings_of_a_llama() -> None:
         ("--hidden-dropout 0", "", "Megatron's default, is 0.1"),
         ("--attention-dropout 0.0", "--attention-dropout 0.1", "a llama has no dropout"),
         ("--rotary-percent 1.0", "--rotary-percent 0.5", "every channel of a head"),
-        ("--swiglu", "--swiglu --qk-layernorm", "--qk-layernorm"),
+        ("--swiglu", "--swiglu --window-size 7", "expected two numbers, and as"),
+        ("--swiglu", "--swiglu --window-size 7,0 --window-attn-skip-freq [1,0]*2", "expected two numbers, and as"),
         ("--swiglu", "--swiglu --apply-layernorm-1p", "--apply-layernorm-1p"),
         ("--swiglu", "--squared-relu", "--squared-relu"),
         ("--swiglu", "--swiglu --rotary-interleaved", "--rotary-interleaved"),
         ("--swiglu", "--swiglu --add-qkv-bias", "--add-qkv-bias"),
-        ("--kv-channels 16", "--kv-channels 32", "a llama has no kv_channels"),
         ("--swiglu", "--swiglu --fp32-residual-connection", "a llama has no fp32_residual"),
     ],
 )
 def test_a_model_beside_our_llama_is_refused_by_name(old: str, new: str, reason: str) -> None:
     lines = opened(LLAMA.replace(old, new))
     assert any(reason in line for line in lines), lines
+
+
+def test_norms_of_heads_their_width_and_windows_are_those_of_our_llama() -> None:
+    keys = keys_of(f"{LLAMA.replace('--kv-channels 16', '--kv-channels 32')} --qk-layernorm --window-size 7,0")
+    assert (keys["model.kv_channels"], keys["model.qk_norm"], keys["model.window"]) == (32, True, 8)
+    assert "model.window_layers" not in keys
+    # Every second layer, counted from 1, attends to all tokens.
+    keys = keys_of(f"{LLAMA} --window-size (7,0) --window-attn-skip-freq 2")
+    assert (keys["model.window"], keys["model.window_layers"]) == (8, [0, 2])
+    assert opened(f"{LLAMA} --qk-layernorm --window-size 7,0 --window-attn-skip-freq 2") == []
+
+
+@pytest.mark.parametrize("flags", ["--qk-layernorm", "--window-size 7,0", "--kv-channels 32"])
+def test_a_gpt_has_none_of_them(flags: str) -> None:
+    assert any(flags in line and "a gpt has no" in line for line in opened(f"{GPT} {flags}"))
 
 
 def test_a_gpt_has_gates_and_two_weights_where_flags_say_so() -> None:
