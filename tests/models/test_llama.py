@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MistralForCausalLM,
     PreTrainedConfig,
     Qwen3Config,
 )
@@ -330,6 +331,65 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(form: Format):
     assert model.rms_norm_eps == theirs.rms_norm_eps
     assert model.max_position_embeddings == theirs.max_position_embeddings
     assert {"rope_theta": model.rope_theta, "rope_type": "default"} == theirs.rope_parameters
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"use_sliding_window": False, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+        {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
+    ],
+)
+def test_the_layers_with_a_window_are_those_of_transformers(entries: dict[str, Any]):
+    sizes = THEIRS | FEW | {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 20}
+    plain = {"model_type": "qwen3", **sizes, **entries}
+    theirs: Any = AutoConfig.for_model(**plain)
+    model = config.Llama(**QWEN3.section(plain, "config.json"))
+    expected = [theirs.sliding_window if kind == "sliding_attention" else 0 for kind in theirs.layer_types]
+    assert [model.window_of(layer) for layer in range(3)] == expected
+    assert model == config.Llama(**QWEN3.section({**theirs.to_dict(), **sizes, **entries}, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        (
+            "Mistral",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "expected 2 entries, each sliding_attention",
+        ),
+        ("Mistral", {"sliding_window": None, "layer_types": 1}, "expected 2 entries, each full_attention by"),
+        ("Mistral", {"num_key_value_heads": None}, "has no 'num_key_value_heads'"),
+        ("Qwen3", {"layer_types": ["sliding_attention"] * 2}, "expected 2 entries, each full_attention by"),
+        ("Qwen3", {"use_sliding_window": True, "layer_types": [["a"], 1]}, "each sliding_attention or full_attention"),
+        ("Qwen3", {"max_window_layers": "2"}, "has max_window_layers='2', expected a number"),
+        ("Qwen3", {"attention_bias": True}, "has attention_bias=True, expected False"),
+        ("Qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "scales rotary positions by"),
+    ],
+)
+def test_what_no_class_of_ours_computes_is_refused(kind: str, changed: dict[str, Any], message: str):
+    form = {"Mistral": MISTRAL, "Qwen3": QWEN3}[kind]
+    plain = {"model_type": form.kind, **THEIRS, **FEW, "sliding_window": 20, **changed}
+    with pytest.raises(ValueError, match=message):
+        form.section(plain, "config.json")
+
+
+def test_a_mistral_without_a_window_is_read_and_written_as_a_llama(tmp_path: Path):
+    MistralForCausalLM(MistralConfig(**THEIRS | FEW, sliding_window=None)).save_pretrained(tmp_path / "in")
+    source, model = recognise.open_folder(tmp_path / "in", None)
+    written, tensors = families.of(model).as_stored("hf", source, model)
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert tensors.tensors.keys() == load_file(tmp_path / "in" / "model.safetensors").keys()
+
+
+def test_windows_in_some_layers_without_norms_of_heads_have_no_class():
+    model = config.Llama(**SIZES, window=8, window_layers=[1])
+    with pytest.raises(ValueError, match="hf has no model like this one of name = 'llama': expected window=0"):
+        families.of(model).as_stored("hf", Memory({}), model)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])

@@ -227,7 +227,7 @@ def test_norms_of_heads_their_width_and_windows_are_those_of_our_llama() -> None
     assert (keys["model.kv_channels"], keys["model.qk_norm"], keys["model.window"]) == (32, True, 8)
     assert "model.window_layers" not in keys
     # Every second layer, counted from 1, attends to all tokens.
-    keys = keys_of(f"{LLAMA} --window-size (7,0) --window-attn-skip-freq 2")
+    keys = keys_of(f"{LLAMA} --window-size '(7,0)' --window-attn-skip-freq 2")
     assert (keys["model.window"], keys["model.window_layers"]) == (8, [0, 2])
     assert opened(f"{LLAMA} --qk-layernorm --window-size 7,0 --window-attn-skip-freq 2") == []
 
