@@ -77,7 +77,7 @@ def bits(families: list[str]) -> None:
 def _has(family: str, name: str, precision: str) -> bool:
     """False for a case that is refused when a run starts, and for tp and cp of most families and precisions."""
     if {"tp", "cp"} & LAYOUTS[name].sizes.keys():
-        return precision == "float32" and family in ("bloom", "llama")
+        return precision == "float32" and family in ("bloom", "llama", "qwen")
     return (family, name) in CASES and not (precision == "float16" and family.startswith("hf"))
 
 

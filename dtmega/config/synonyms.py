@@ -90,7 +90,9 @@ MODEL = (
     Synonym("model.n_decoder_layers", "num_decoder_layers decoder_num_layers decoder_layers"),
     Synonym("model.n_heads", "num_attention_heads num_heads n_head attention_heads num_q_heads"),
     Synonym("model.n_kv_heads", "num_key_value_heads num_query_groups n_kv_head num_kv_heads kv_heads"),
-    Synonym("model.kv_channels", "head_dim d_kv d_head", "t5 only; other families have hidden_size / n_heads"),
+    Synonym(
+        "model.kv_channels", "head_dim d_kv d_head", "llama and t5 only; other families have hidden_size / n_heads"
+    ),
     Synonym("model.ffn_hidden_size", "intermediate_size n_inner ffn_dim d_ff mlp_dim ffn_size"),
     Synonym("model.ffn_hidden_size", "ffn_dim_multiplier mlp_ratio multiple_of", "a size, not a ratio"),
     Synonym("model.max_position_embeddings", "n_positions n_ctx max_positions"),
@@ -105,6 +107,10 @@ MODEL = (
     Synonym("model.attention_dropout", "attn_pdrop attn_dropout attention_probs_dropout_prob"),
     Synonym("model.label_smoothing", "label_smoothing_factor"),
     Synonym("model.z_loss", "z_loss_weight z_loss_coef z_loss_alpha softmax_auxiliary_loss"),
+    Synonym("model.qk_norm", "qk_layernorm use_qk_norm", "llama only, as in Qwen3"),
+    Synonym("model.window", "sliding_window attention_window", "llama only; 0 = none"),
+    Synonym("model.window", "window_size", "llama only; the token itself counts, in Megatron it does not"),
+    Synonym("model.window_layers", "layer_types max_window_layers window_attn_skip_freq", "a list of layer numbers"),
     Synonym("model.rope_theta", "rotary_base rope_base rotary_emb_base"),
     Synonym("model.rope_factor", "rope_scaling rope_scaling_factor", "llama only, as in Llama 3.1"),
     Synonym("model.rope_original_length", "original_max_position_embeddings"),

@@ -14,7 +14,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtmega import families
-from dtmega.config import Bert, Bloom, Transformers, validate
+from dtmega.config import Bert, Bloom, Llama, Transformers, validate
 from dtmega.ops import cost
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
@@ -125,6 +125,17 @@ def test_llama_3_8b_has_its_published_number_of_parameters(tmp_path: Path):
     # GQA: queries and outputs D^2, keys and values D^2 / 4; gated MLP 3 DF; the head VD.
     matrices = 32 * (2.5 * 4096**2 + 3 * 4096 * 14336) + 128256 * 4096
     assert cost.flops_per_token(found, 8192) == 6 * matrices + 32 * 6 * 8192 * 4096
+
+
+@pytest.mark.parametrize("window", [1, 5, 12, 100])
+def test_attention_in_a_window_costs_the_keys_that_a_token_sees_on_average(window: int):
+    sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 48, "n_heads": 6, "n_kv_heads": 2, "kv_channels": 16}
+    found = families.pieces(Llama(**sizes, n_layers=2, window=window, window_layers=[1]))
+    for layer, most in ((found[1], SEQ_LEN), (found[2], window)):
+        # The mean of the keys before a token and those with it, as the S / 2 of a causal query is.
+        keys = sum((min(i, most) + min(i + 1, most)) / 2 for i in range(SEQ_LEN))
+        attention = layer.flops_per_token(SEQ_LEN) - layer.matmul_flops
+        assert attention == pytest.approx(12 * 6 * 16 * keys / SEQ_LEN, abs=1)
 
 
 def test_of_experts_those_that_a_token_visits_are_counted(tmp_path: Path):
