@@ -137,7 +137,7 @@ LIGHT = [
     ("gpt", "muon, tp 2 x dp_shard 2"),
     ("t5", "pp 2 x dp_shard 2, LoopedBFS"),
 ]
-COMPILED = ("bloom", "llama", "qwen")
+COMPILED = ("bloom", "llama")
 # What a T5 refuses: schedules that split backward, and tp with pp.
 NOT_T5 = ("InterleavedZeroBubble", "DualPipeV", "ZBV", "tp 2 x pp 2")
 

@@ -248,9 +248,10 @@ def test_attention_is_given_queries_keys_and_values_in_the_order_of_their_produc
     assert all(x.shape == (2, 6, S, 8) and x.transpose(1, 2).is_contiguous() for x in found)
 
 
-def test_a_block_compiles_as_one_graph_to_the_same_numbers():
+@pytest.mark.parametrize("kind", ["Llama 3.1", "Qwen3 with windows"])
+def test_a_block_compiles_as_one_graph_to_the_same_numbers(kind: str):
     tokens, labels = batch()
-    model = small(section("Llama 3.1"))
+    model = small(section(kind))
     compiled = copy.deepcopy(model)
     for block in compiled.blocks():
         block.compile(fullgraph=True, backend="aot_eager")

@@ -39,6 +39,14 @@ REFUSED = {
         {"model": {"name": "gpt"}, "compile": {"enable": True}},
         "[compile] enable in (False, 'auto'), got True: proved for bloom, llama only",
     ),
+    "compiled norms of heads": (
+        {"model": {"name": "llama", "qk_norm": True}, "compile": {"enable": True}},
+        "[compile] enable in (False, 'auto'), got True: not proved with norms of heads or with windows",
+    ),
+    "a compiled window": (
+        {"model": {"name": "llama", "window": 8}, "compile": {"enable": True}},
+        "[compile] enable in (False, 'auto'), got True: not proved with norms of heads or with windows",
+    ),
     "prefixes": (
         {"data": {"objective": "prefix-lm"}},
         "[data] objective in ('auto', 'conversations'), got 'prefix-lm'",

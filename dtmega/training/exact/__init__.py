@@ -65,6 +65,9 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     compiled = proved("compiled")
     if cfg.model.name not in compiled:
         rows.append((cfg.compile.enable, (False, "auto"), "[compile] enable", f"proved for {', '.join(compiled)} only"))
+    if getattr(cfg.model, "qk_norm", False) or getattr(cfg.model, "window", 0):
+        why = "not proved with norms of heads or with windows"
+        rows.append((cfg.compile.enable, (False, "auto"), "[compile] enable", why))
     for asked, allowed, key, why in rows:
         if asked not in allowed:
             expected = ", ".join(map(repr, allowed))
