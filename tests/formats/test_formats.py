@@ -324,7 +324,7 @@ FORMS_OF_OWN = [pytest.param(name, form, id=form.kind) for name, family in OWN.i
 @pytest.mark.parametrize(("name", "form"), FORMS_OF_OWN)
 def test_a_configuration_of_theirs_describes_the_model_that_it_was_written_of(name: str, form: Format):
     model = small(name, **form.implied)
-    assert OWN[name].form(model, "hf") is form
+    assert OWN[name].form(model, "hf", form.kind) is form
     section = form.section(form.to_config(model), "config.json")
     form.check(form.to_config(model), "config.json", model)
     again = config.model_section({"name": name, **section}, "test")
