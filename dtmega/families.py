@@ -19,6 +19,7 @@ from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.data.objectives.known import CONVERSATIONS, MASKED, PREFIX, SEPARATE_SPANS, SPANS
 from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
+from dtmega.data.objectives.routed import with_router_losses
 from dtmega.data.tokenizers import exported
 from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
@@ -32,12 +33,13 @@ from dtmega.interop.hf.names import bert as bert_names
 from dtmega.interop.hf.names import bloom as bloom_names
 from dtmega.interop.hf.names import gpt as gpt_names
 from dtmega.interop.hf.names import llama as llama_names
+from dtmega.interop.hf.names import moe as moe_names
 from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, llama, lora, lora_proof, t5, trainable
+from dtmega.models import bert, bloom, count, gpt, llama, lora, lora_proof, moe, t5, trainable
 from dtmega.models.family import Family, check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
 from dtmega.models.model import Model
@@ -49,6 +51,7 @@ from dtmega.plans.bert import plan as bert_plan
 from dtmega.plans.bloom import plan as bloom_plan
 from dtmega.plans.gpt import plan as gpt_plan
 from dtmega.plans.llama import plan as llama_plan
+from dtmega.plans.moe import plan as moe_plan
 from dtmega.plans.styles import Plan
 from dtmega.plans.t5 import plan as t5_plan
 
@@ -65,6 +68,7 @@ class BuiltInFamily:
         model: class of the model, called with the [model] section.
         plan: function that makes the plan, called with the [model] section and [mesh] sequence_parallel.
         vocabulary_of: function that implements the method `vocabulary`.
+        completed: function that implements the method `complete`.
     """
 
     model: Callable[[Any], Model]
@@ -77,6 +81,7 @@ class BuiltInFamily:
     exact: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     vocabulary_of: Callable[[Tokenizer, config.Data], ExportedTokenizer] = exported.of_documents
+    completed: Callable[[Any, Objective], Objective] = lambda model, objective: objective
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return cfg
@@ -96,6 +101,9 @@ class BuiltInFamily:
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
         model = lora_proof.small_section(cfg.model, tp)  # pyright: ignore[reportArgumentType]
         return cfg.model_copy(update={"model": model}), self.build(model)
+
+    def complete(self, model: config.Model, objective: Objective) -> Objective:
+        return self.completed(model, objective)
 
     def pieces(self, whole: Model) -> list[Piece]:
         return count.pieces(whole)
@@ -211,6 +219,7 @@ FAMILIES: dict[str, Family] = {
         *(llama.Llama, llama_plan, {"hf": llama_names.HF, **core.LLAMA_FORMS}),
         exact=("eager", "compiled", "tp with pp"),
     ),
+    "moe": BuiltInFamily(moe.MoE, moe_plan, {"hf": moe_names.HF}, completed=with_router_losses),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},
@@ -254,7 +263,7 @@ def objective(cfg: config.Config) -> Objective:
             f"a model of name = '{cfg.model.name}' is not trained with objective = '{cfg.data.objective}': expected "
             f"{' or '.join(known)} ([data] objective, [model] name)"
         )
-    return known[cfg.data.objective]
+    return of(cfg.model).complete(cfg.model, known[cfg.data.objective])
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:

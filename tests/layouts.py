@@ -70,6 +70,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {k: v for k, v in DEBUG.items() if k not in DROPOUT}
     | RESTARTING
     | {"model.name": "llama", "model.n_kv_heads": 2, "model.ffn_hidden_size": 64},
+    # A dense layer, shared experts, and all that balances a router. A near-tie of two experts' scores, at a rate of 1e-2,
+    # would make other layouts other models (docs/mixtures-of-experts.md).
+    "moe": {k: v for k, v in DEBUG.items() if k not in DROPOUT}
+    | RESTARTING
+    | {"model.name": "moe", "model.n_kv_heads": 4, "model.ffn_hidden_size": 64, "model.dense_layers": 1}
+    | {"model.n_experts": 6, "model.expert_ffn_hidden_size": 32, "model.shared_experts": 1, "optim.lr": 3e-3}
+    | {"model.router_bias": True, "model.balance_loss": 0.01, "model.router_z_loss": 0.001},
     # At a rate of 1e-2 rounding grows a hundredfold in 20 steps, on one process with other microbatches too.
     "bert": {k: v for k, v in DEBUG.items() if k != "data.eod_mask_loss"}
     | {"model.name": "bert", "model.max_position_embeddings": 32, "optim.lr": 3e-3},

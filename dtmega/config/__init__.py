@@ -45,7 +45,7 @@ from dtmega.config.keys import (
     Run,
     Train,
 )
-from dtmega.config.model_keys import GPT, T5, Bert, Bloom, Llama, Transformers
+from dtmega.config.model_keys import GPT, T5, Bert, Bloom, Llama, MoE, Transformers
 from dtmega.config.model_keys import DropoutModel as DropoutModel
 from dtmega.config.model_keys import Model as Model
 from dtmega.config.model_keys import NativeModel as NativeModel
@@ -83,7 +83,7 @@ class Config(Section):
     """The configuration of a run, with one field per section. `model_copy(update=...)` makes a changed copy."""
 
     run: Run = Run()
-    model: Annotated[Bloom | GPT | Bert | Llama | T5 | Transformers, Field(discriminator="name")] = Bloom()
+    model: Annotated[Bloom | GPT | Bert | Llama | MoE | T5 | Transformers, Field(discriminator="name")] = Bloom()
     data: Data = Data()
     batch: Batch = Batch()
     optim: Optim = Optim()

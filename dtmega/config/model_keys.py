@@ -24,7 +24,7 @@ class Model(Section):
     n_layers: int = key(4, "L: layers", ge=1)
     n_heads: int = key(8, "H: attention heads; must divide hidden_size", ge=1)
     ffn_hidden_size: int = key(
-        0, "F: width inside the feed-forward; 0 = 4 D, or for llama 8/3 D rounded up to a multiple of 256", ge=0
+        0, "F: width inside the feed-forward; 0 = 4 D, or for llama and moe 8/3 D rounded up to a multiple of 256", ge=0
     )
     label_smoothing: float = key(0.0, "label smoothing in the training loss", ge=0, lt=1)
 
@@ -229,6 +229,74 @@ class Llama(NativeModel):
     def window_of(self, layer: int) -> int:
         """The window of a layer, by its number from 0; 0 if its attention has no window."""
         return self.window if not self.window_layers or layer in self.window_layers else 0
+
+
+class MoE(Llama):
+    """Mixtures of experts: Llama's attention, and in each layer a router with experts instead of one feed-forward."""
+
+    name: Literal["moe"] = key("moe", "the family of models")  # pyright: ignore[reportIncompatibleVariableOverride]
+    n_experts: int = key(8, "E: routed experts in each layer", ge=1)
+    experts_per_token: int = key(2, "k: routed experts that each token uses", ge=1)
+    expert_ffn_hidden_size: int = key(0, "width inside one expert; 0 = the same as ffn_hidden_size", ge=0)
+    shared_experts: int = key(
+        0, "experts that every token uses besides its routed ones: one feed-forward, as wide as these together", ge=0
+    )
+    dense_layers: int = key(0, "first layers that have a feed-forward of width ffn_hidden_size, and no experts", ge=0)
+    router_scores: Literal["softmax", "sigmoid"] = key(
+        "softmax", "scores of the experts: softmax over all experts, or sigmoid of each, as in DeepSeek-V3"
+    )
+    normalize_weights: bool = key(True, "divide the weights of a token's experts by their sum")
+    routed_scale: float = key(1.0, "factor of the weights of a token's experts", gt=0)
+    expert_groups: int = key(1, "groups of consecutive experts; a token uses only experts of its best groups", ge=1)
+    groups_per_token: int = key(1, "groups whose experts a token may use", ge=1)
+    router_bias: bool = key(
+        False,
+        "balance by a number for each expert that is added to its score for the choice, and that each step moves by "
+        "router_bias_rate towards an even load of the global batch, as in DeepSeek-V3",
+    )
+    router_bias_rate: float = key(0.001, "step of router_bias", ge=0)
+    balance_loss: float = key(
+        0.0, "weight of each layer's balance loss, counted per document over tokens with a label (DeepSeek-V3: 1e-4)", ge=0
+    )
+    router_z_loss: float = key(
+        0.0, "weight of each layer's mean of log(Z)^2, where Z is the router's softmax's sum (ST-MoE: 1e-3)", ge=0
+    )
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> MoE:
+        if self.dense_layers >= self.n_layers:
+            raise ValueError(
+                f"dense_layers={self.dense_layers} of n_layers={self.n_layers} leave no layer for experts: expected "
+                f"fewer ([model] dense_layers, [model] n_layers)"
+            )
+        if self.n_experts % self.expert_groups or self.groups_per_token > self.expert_groups:
+            raise ValueError(
+                f"expert_groups={self.expert_groups} and groups_per_token={self.groups_per_token}: expected a divisor "
+                f"of n_experts={self.n_experts}, and no more groups per token than groups "
+                f"([model] expert_groups, [model] groups_per_token, [model] n_experts)"
+            )
+        eligible = self.n_experts // self.expert_groups * self.groups_per_token
+        if self.experts_per_token > eligible:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than the {eligible} experts that a token may use "
+                f"([model] experts_per_token, [model] n_experts, [model] groups_per_token)"
+            )
+        if self.router_bias_rate != 0.001 and not self.router_bias:
+            raise ValueError(
+                f"router_bias_rate={self.router_bias_rate} without a bias: expected router_bias=true, got false "
+                f"([model] router_bias, [model] router_bias_rate)"
+            )
+        return self
+
+    @property
+    def expert_ffn(self) -> int:
+        """F: width inside one expert, with the default resolved."""
+        return self.expert_ffn_hidden_size or self.ffn
+
+    @property
+    def n_mixtures(self) -> int:
+        """Number of layers with experts."""
+        return self.n_layers - self.dense_layers
 
 
 class T5(NativeModel):

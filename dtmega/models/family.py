@@ -98,6 +98,10 @@ class Family(Protocol):
         """Build a small model on the default device that tp cuts like the configured one. Also return its config."""
         ...
 
+    def complete(self, model: config.Model, objective: Objective) -> Objective:
+        """An objective of this family, with the sums that this model returns beside those of the objective."""
+        ...
+
     def pieces(self, whole: Model) -> list[Piece]:
         """The pieces of a whole model in the pipeline's order, each with its costs."""
         ...

@@ -90,13 +90,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The SwiGLU gated feed-forward layer (arXiv:2002.05202): down(silu(gate x) * up x)."""
+    """The SwiGLU gated feed-forward layer (arXiv:2002.05202): down(silu(gate x) * up x).
 
-    def __init__(self, cfg: config.Llama) -> None:
+    Args:
+        hidden_size: D, the width of the hidden state.
+        ffn: F, the width inside the layer.
+    """
+
+    def __init__(self, hidden_size: int, ffn: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(cfg.hidden_size, cfg.ffn, bias=False)
-        self.up = nn.Linear(cfg.hidden_size, cfg.ffn, bias=False)
-        self.down = nn.Linear(cfg.ffn, cfg.hidden_size, bias=False)
+        self.gate = nn.Linear(hidden_size, ffn, bias=False)
+        self.up = nn.Linear(hidden_size, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -115,7 +120,7 @@ class Block(nn.Module):
         self.attn_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.attn = Attention(cfg, layer)
         self.mlp_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = MLP(cfg)
+        self.mlp = MLP(cfg.hidden_size, cfg.ffn)
 
     def forward(self, h: Tensor, rules: Rules, rotation: Rotation) -> Tensor:
         h = h + self.attn(self.attn_norm(h), rules, rotation)

@@ -275,6 +275,21 @@ class Model(nn.Module):
                 matrices[self.full_name(name)] = fused.get(name, Cut())
         return matrices
 
+    def counts_of_step(self) -> Tensor | None:
+        """Counts of this rank's tokens since the last `after_step`, in the shape of the whole model; None: no counts.
+
+        The counts of all ranks and stages add up to those of the global batch.
+        """
+        return None
+
+    def after_step(self, counts: Tensor, skipped: bool) -> None:
+        """Take note of a step's counts over the global batch, and begin to count anew.
+
+        Args:
+            counts: sum of all ranks' `counts_of_step`.
+            skipped: whether the step has changed no weight.
+        """
+
     def init_buffers(self, seed: int) -> None:
         """Set the values of all buffers; needed after `to_empty`, which leaves buffers undefined."""
 

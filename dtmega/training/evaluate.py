@@ -38,7 +38,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
     means = mean_losses(run, split)
     if means is None:
         return False
-    loss = loss_of(run.model.objective.sums, means)
+    loss = loss_of(run.model.objective.sums, means, evaluates=True)
     if step > 0 and split == run.text.compared:
         run.health.after_validation(step, loss)
     if split == "test":

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -265,6 +266,21 @@ class ShardedModel:
             release(model)
             model.train()
         return tally.totals
+
+    @torch.no_grad()
+    def settle_counts(self, skipped: bool) -> None:
+        """Add up what the model has counted in a step, such as the loads of experts, and let it take note of the sum.
+
+        Args:
+            skipped: whether the step has changed no weight.
+        """
+        mine = [counts for stage in self.stages.values() if (counts := stage.counts_of_step()) is not None]
+        if not mine:
+            return
+        total = torch.stack(mine).sum(0)
+        dist.all_reduce(total, group=self.world.groups["loss"])
+        for stage in self.stages.values():
+            stage.after_step(total, skipped)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the whole model.

@@ -176,6 +176,7 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()
+    model.settle_counts(skip)
     # On a GPU the update has only been launched. Wait for the update, so that the step time includes it.
     mesh.synchronize(world.device)
     digests = None

@@ -26,11 +26,14 @@ class Sum(NamedTuple):
         per: name of the count that divides the sum.
         weight: factor of the mean in the loss; 0 for a number that is only reported and has no gradient, such as an
             accuracy.
+        trains_only: whether the mean is only in the loss of training, so that evaluations of runs with different
+            weights can be compared.
     """
 
     name: str
     per: str
     weight: float = 1.0
+    trains_only: bool = False
 
 
 class Tally:
@@ -111,7 +114,7 @@ def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -
     return {term.name: total / counts[term.per] for term, total in zip(sums, totals.tolist(), strict=True)}
 
 
-def loss_of(sums: Sequence[Sum], means: Mapping[str, float]) -> float:
+def loss_of(sums: Sequence[Sum], means: Mapping[str, float], evaluates: bool = False) -> float:
     """The loss: the weighted sum of the means.
 
     Means of weight 0 are left out, not multiplied by 0, because 0 times a NaN accuracy would make the loss NaN.
@@ -119,5 +122,10 @@ def loss_of(sums: Sequence[Sum], means: Mapping[str, float]) -> float:
     Args:
         sums: the numbers that the objective reports.
         means: means by name, from `means_of`.
+        evaluates: whether this is the loss of an evaluation.
     """
-    return sum(term.weight * means[term.name] for term in sums if term.weight)
+    loss = 0.0
+    for term in sums:
+        if term.weight and not (evaluates and term.trains_only):
+            loss += term.weight * means[term.name]
+    return loss

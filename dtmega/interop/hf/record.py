@@ -70,6 +70,9 @@ class Transformers:
     def build(self, model: config.Model) -> Model:
         return HF(model)
 
+    def complete(self, model: config.Model, objective: Objective) -> Objective:
+        return objective
+
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
         small = HF(cfg.model, tiny_config(read_config(cfg.model.directory), tp))
         model = cfg.model.model_copy(update={"vocab_size": VOCAB})

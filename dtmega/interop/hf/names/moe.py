@@ -1,0 +1,133 @@
+"""Names of the mixtures' weights and config keys in transformers' MixtralForCausalLM and Qwen3MoeForCausalLM.
+
+Their directories store the experts one by one, and a rank reads only the rows that it holds. The losses and the bias
+that balance a router are keys of training, not of these formats; a model whose router has a bias has no such format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtmega import config
+from dtmega.formats.format import Key
+from dtmega.formats.rules import Rule
+from dtmega.interop.hf.names.llama import LLAMA, QK_NORMS, RULES, _config_entries, _positions
+
+# A softmax over all experts, and nothing else of what only DeepSeek-V3 has.
+PLAIN_ROUTER = {
+    **{"router_scores": "softmax", "router_bias": False, "routed_scale": 1.0},
+    **{"expert_groups": 1, "groups_per_token": 1, "shared_experts": 0},
+}
+OF_EXPERTS = (Key("experts_per_token", ("num_experts_per_tok",)),)
+
+
+def _keys(without: tuple[str, ...] = (), **defaults: Any) -> tuple[Key, ...]:
+    """Llama's keys, with the defaults of another class; None if a configuration must have the key."""
+    kept = [key for key in LLAMA.keys if key.ours not in without]
+    return tuple(key._replace(default=defaults.get(key.ours, key.default)) for key in kept)
+
+
+def _mixtral(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] keys for positions and window, read from the config.json of a Mixtral."""
+    return _positions({"rope_theta": 1e6, **theirs}) | {"window": theirs.get("sliding_window") or 0}
+
+
+def _mixtral_entries(model: config.Model) -> dict[str, Any]:
+    """The config.json entries for positions and window, for an export."""
+    assert isinstance(model, config.MoE)
+    return _config_entries(model) | {"sliding_window": model.window or None}
+
+
+def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] keys for positions, window and dense layers, read from the config.json of a Qwen3-MoE.
+
+    Raises:
+        ValueError: layers without experts are not the first layers.
+    """
+    dense, step = theirs.get("mlp_only_layers") or [], theirs.get("decoder_sparse_step", 1)
+    if step != 1 or type(dense) is not list or dense != [*range(len(dense))]:
+        raise ValueError(
+            f"config.json has mlp_only_layers={dense!r:.120} and decoder_sparse_step={step!r:.40}, expected the numbers "
+            f"of the first layers, from 0, and 1 ([model] dense_layers)"
+        )
+    window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else 0
+    return _positions(theirs) | {"window": window or 0, "dense_layers": len(dense)}
+
+
+def _qwen3_entries(model: config.Model) -> dict[str, Any]:
+    """The config.json entries for positions, window and dense layers, for an export."""
+    assert isinstance(model, config.MoE)
+    return _config_entries(model) | {
+        "use_sliding_window": model.window > 0,
+        "sliding_window": model.window or None,
+        "mlp_only_layers": [*range(model.dense_layers)],
+        "decoder_sparse_step": 1,
+    }
+
+
+def _experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The rules of a router and its experts, by their names within a layer."""
+    theirs = "model.layers.{}."
+    return (
+        Rule("layers.{}.mixture.router.weight", f"{theirs}{router}.weight"),
+        Rule("layers.{}.mixture.experts.gate", f"{theirs}{gate}.weight", "stack"),
+        Rule("layers.{}.mixture.experts.up", f"{theirs}{up}.weight", "stack"),
+        Rule("layers.{}.mixture.experts.down", f"{theirs}{down}.weight", "stack"),
+    )
+
+
+# Format for transformers' MixtralForCausalLM.
+MIXTRAL = replace(
+    LLAMA,
+    rules=(
+        *RULES,
+        *_experts(
+            "block_sparse_moe.gate",
+            "block_sparse_moe.experts.{}.w1",
+            "block_sparse_moe.experts.{}.w3",
+            "block_sparse_moe.experts.{}.w2",
+        ),
+    ),
+    implied={**PLAIN_ROUTER, "qk_norm": False, "window_layers": [], "dense_layers": 0, "normalize_weights": True},
+    fixed={
+        **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        **{"hidden_act": "silu", "router_jitter_noise": 0.0},
+    },
+    keys=(
+        *_keys(without=("ffn_hidden_size",), n_kv_heads=None, rms_norm_eps=1e-5, max_position_embeddings=131_072),
+        *OF_EXPERTS,
+        Key("n_experts", ("num_local_experts",)),
+        Key("expert_ffn_hidden_size", ("intermediate_size",), resolved="expert_ffn"),
+    ),
+    to_section=_mixtral,
+    from_section=_mixtral_entries,
+)
+# Format for transformers' Qwen3MoeForCausalLM.
+QWEN3 = replace(
+    LLAMA,
+    rules=(
+        *RULES,
+        *QK_NORMS,
+        *_experts(
+            "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
+        ),
+    ),
+    implied={**PLAIN_ROUTER, "qk_norm": True, "window_layers": []},
+    fixed={
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+        **{"hidden_act": "silu", "attention_bias": False},
+    },
+    keys=(
+        *_keys(n_kv_heads=None, max_position_embeddings=32_768),
+        *OF_EXPERTS,
+        Key("n_experts", ("num_local_experts", "num_experts")),
+        Key("expert_ffn_hidden_size", ("moe_intermediate_size",), resolved="expert_ffn"),
+        Key("normalize_weights", ("norm_topk_prob",), False),
+    ),
+    to_section=_qwen3,
+    from_section=_qwen3_entries,
+)
+# All of transformers' formats for mixtures.
+HF = (MIXTRAL, QWEN3)

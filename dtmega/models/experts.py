@@ -1,0 +1,190 @@
+"""Routed experts as stacked weights: tokens are sorted by their experts, multiplied in groups, and put back in order.
+
+A *pair* is a token together with one of the k experts that it uses. The pairs of N tokens are numbered token by token,
+0 to N k - 1. Their order by expert is a stable sort, so within an expert the tokens keep their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+
+class Order(NamedTuple):
+    """The order of pairs by expert.
+
+    Attributes:
+        pairs: number of the pair at each place of the order, [N k].
+        place: place of each pair in the order, [N k]; the inverse of `pairs`.
+        ends: place after the last pair of each expert, [E] int32.
+    """
+
+    pairs: Tensor
+    place: Tensor
+    ends: Tensor
+
+
+def order_by_expert(experts: Tensor, n_experts: int) -> Order:
+    """Sort the pairs by expert.
+
+    Args:
+        experts: experts of each token, [N, k] int64.
+        n_experts: E, the number of experts.
+    """
+    flat = experts.flatten()
+    in_order, pairs = flat.sort(stable=True)
+    place = torch.empty_like(pairs)
+    place[pairs] = torch.arange(len(pairs), device=pairs.device)
+    numbers = torch.arange(n_experts, device=flat.device)
+    ends = torch.searchsorted(in_order, numbers, right=True, out_int32=True)
+    return Order(pairs, place, ends)
+
+
+class Experts(nn.Module):
+    """E gated feed-forwards, silu(gate x) * up x and then down, whose weights are stacked along the first dim.
+
+    tp cuts the width F of each expert, and FSDP2 cuts the stack. A pair whose expert has no other token costs as much
+    as a row of any other product. No token is dropped.
+
+    Args:
+        n_experts: E, the number of experts.
+        hidden_size: D, the width of the hidden state.
+        ffn: F, the width inside an expert.
+    """
+
+    def __init__(self, n_experts: int, hidden_size: int, ffn: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(n_experts, ffn, hidden_size))
+        self.up = nn.Parameter(torch.empty(n_experts, ffn, hidden_size))
+        self.down = nn.Parameter(torch.empty(n_experts, hidden_size, ffn))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Apply to each token its experts, and add up their results with the token's weights.
+
+        Args:
+            x: activations, [B, S, D].
+            experts: experts of each token, [B S, k] int64.
+            weights: weights of these experts, [B S, k] fp32.
+        """
+        return self.compute(x, experts, weights, self.gate, self.up, self.down)
+
+    def compute(self, x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """Compute `forward` with the given weights, which may be a rank's part of F."""
+        n_tokens, k = experts.shape
+        order = order_by_expert(experts, gate.shape[0])
+        rows = cast(Tensor, _Dispatch.apply(x.flatten(0, 1), order.pairs, order.place, k))  # [N k, D]
+        inner = F.silu(grouped_product(rows, gate, order.ends)) * grouped_product(rows, up, order.ends)
+        results = grouped_product(inner, down, order.ends)
+        by_token = cast(Tensor, _Permute.apply(results, order.place, order.pairs)).view(n_tokens, k, -1)
+        # The sum over a token's experts has a fixed order, and is rounded once.
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
+
+
+class _Dispatch(torch.autograd.Function):
+    """The token of each pair, in the order by expert: [N, D] -> [N k, D].
+
+    Backward adds up the gradients of a token's pairs in a fixed order, whereas the backward of an index would add them
+    with atomic operations on a GPU, in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pairs: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return x[pairs // k]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors
+        return grad_outputs[0][place].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order. Backward is the inverse order, an index without sums."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad_outputs[0][inverse], None, None
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The product of each group of rows with its matrix, x W^T: [n, in] -> [n, out].
+
+    Args:
+        rows: rows of all groups, one group after another, [n, in].
+        weight: one matrix for each group, [E, out, in].
+        ends: index after the last row of each group, [E] int32.
+    """
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    return _grouped(rows, weight, ends)
+
+
+@torch.library.custom_op("dtmega::grouped_product", mutates_args=())
+def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_product`, group by group. As an operator of its own, it may read `ends` in compiled blocks too."""
+    out = rows.new_empty(rows.shape[0], weight.shape[1])
+    first = 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        torch.mm(rows[first:end], matrix.t(), out=out[first:end])
+        first = end
+    return out
+
+
+@_grouped.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("dtmega::grouped_gradient", mutates_args=())
+def _grouped_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of the matrices, [E, out, in]: for each group, gradient^T rows, or zeros for an empty group."""
+    out = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+    first = 0
+    for matrix, end in zip(out, ends.tolist(), strict=True):
+        torch.mm(gradient[first:end].t(), rows[first:end], out=matrix)
+        first = end
+    return out
+
+
+@_grouped_gradient.register_fake
+def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weight, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    needs_rows, needs_weight, _ = ctx.needs_input_grad
+    d_rows = grouped_product(gradient, weight.transpose(-2, -1), ends) if needs_rows else None
+    d_weight = _grouped_gradient(gradient, rows, ends) if needs_weight else None
+    return d_rows, d_weight, None
+
+
+_grouped.register_autograd(_backward, setup_context=_keep)
+GROUPED_PRODUCT = torch.ops.dtmega.grouped_product.default
+
+
+@register_flop_formula(torch.ops.dtmega.grouped_product)
+def _flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of all groups; arguments are shapes."""
+    return 2 * rows[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.dtmega.grouped_gradient)
+def _flops_of_gradient(gradient: Any, rows: Any, *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * gradient[1] * rows[1]

@@ -1,0 +1,230 @@
+"""Mixtures of experts: Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3's feed-forward.
+
+Attention is Llama's. A layer has a router and E experts instead of one feed-forward. Each token uses the k experts with
+the largest scores, and its result is the weighted sum of theirs (`routing.py`, `experts.py`). Mixtral and Qwen3-MoE
+take the softmax of all experts' scores, and divide the k weights by their sum. DeepSeek-V3 (arXiv:2412.19437) takes
+sigmoids, adds a bias for the choice alone, chooses among the experts of a token's best groups, multiplies the weights
+by a factor, and has experts that every token uses; its first layers are dense. Its latent attention is not here.
+
+The design:
+- An expert's weights are rows of stacked parameters, gate and up [E, F, D] and down [E, D, F]. tp cuts F, as in any
+  feed-forward, so each rank has a part of all experts, and all ranks of a layer have the same load. FSDP2 cuts E.
+- Each token goes to its experts, whatever other tokens do: there is no capacity, and no token is dropped. So the
+  numbers do not depend on how tokens are distributed over ranks and microbatches.
+- The router computes in fp32, and breaks ties by the expert's number. Under tp every rank routes all tokens, with the
+  same numbers. Gradients of the router are partial sums, because each rank has only its part of F.
+- A layer returns its report (losses and loads) beside the hidden state, and the model adds the reports up outside of
+  the layers. So a recomputed layer, whose report is thrown away, counts no token twice.
+- The loads of a step are added up over the global batch, and then each router's bias takes one step. A skipped step or
+  an evaluation moves no bias.
+
+bloom.py explains how a model written for one device also runs in pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.models.experts import Experts
+from dtmega.models.layers import LMHead, finish
+from dtmega.models.llama import MLP, Attention, Rotation, Rules, rotary_frequencies, rules_of
+from dtmega.models.model import Model
+from dtmega.models.routing import Report, Router, Texts, report, texts_of
+from dtmega.ops.key_value_cache import KeyValueCache
+
+
+class Mixture(nn.Module):
+    """A router, its experts, and perhaps experts that all tokens share."""
+
+    def __init__(self, cfg: config.MoE) -> None:
+        super().__init__()
+        self.has_losses = bool(cfg.balance_loss or cfg.router_z_loss)
+        self.router = Router(cfg)
+        self.experts = Experts(cfg.n_experts, cfg.hidden_size, cfg.expert_ffn)
+        n_shared = cfg.shared_experts
+        self.shared = MLP(cfg.hidden_size, n_shared * cfg.expert_ffn) if n_shared else None
+
+    def forward(self, x: Tensor, texts: Texts | None) -> tuple[Tensor, Report | None]:
+        """Apply to each token of x, [B, S, D], its experts.
+
+        Args:
+            x: activations.
+            texts: which tokens count for the balance; None: there is no report.
+        """
+        routing = self.router(x)
+        out = self.experts(x, routing.experts, routing.weights)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out, None if texts is None else report(routing, texts, self.has_losses)
+
+
+class Block(nn.Module):
+    """One layer: h + attn(norm h), then h + mlp(norm h), where a mixture may stand for the mlp.
+
+    Args:
+        cfg: the model's sizes.
+        layer: number of the layer, from 0.
+    """
+
+    def __init__(self, cfg: config.MoE, layer: int) -> None:
+        super().__init__()
+        is_dense = layer < cfg.dense_layers
+        self.attn_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.attn = Attention(cfg, layer)
+        self.mlp_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.mlp = MLP(cfg.hidden_size, cfg.ffn) if is_dense else None
+        self.mixture = None if is_dense else Mixture(cfg)
+
+    def forward(
+        self, h: Tensor, rules: Rules, rotation: Rotation, texts: Texts | None
+    ) -> tuple[Tensor, Report | None]:
+        h = h + self.attn(self.attn_norm(h), rules, rotation)
+        if self.mlp is not None:
+            return h + self.mlp(self.mlp_norm(h)), None
+        assert self.mixture is not None
+        out, found = self.mixture(self.mlp_norm(h), texts)
+        return h + out, found
+
+
+class MoE(Model):
+    """The whole model, or one pipeline stage of the model.
+
+    Attributes:
+        frequencies: rotation angle per position, for each pair of channels, as in Llama.
+        loads: number of pairs of each layer's experts since the last `after_step`, [L, E] fp64, counted over this
+            rank's tokens with a label. Dense layers, and layers of other stages, have zeros.
+    """
+
+    cfg: config.MoE
+    runs_layers = True
+    has_cache = True
+    frequencies: Tensor  # [K / 2] fp32
+    loads: Tensor
+
+    def __init__(self, cfg: config.MoE) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.longest = cfg.max_position_embeddings
+        self.experts_per_token = cfg.experts_per_token
+        self.ties = (("embed.weight", "head.weight"),) if cfg.tied else ()
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
+        self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.head: LMHead | None = LMHead(cfg)
+        self.tie()
+        self.register_buffer("frequencies", torch.empty(cfg.head_dim // 2), persistent=False)
+        loads = torch.zeros(cfg.n_layers, cfg.n_experts, dtype=torch.float64)
+        self.register_buffer("loads", loads, persistent=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        prefix: Tensor | None = None,
+        label_weights: Tensor | None = None,
+        hidden: Tensor | None = None,
+        *,
+        places: Tensor,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Run one microbatch through the layers that this stage holds.
+
+        Args:
+            tokens, labels, sample_ids, position_ids, document_ids, prefix, label_weights, hidden, places, cache: as in
+                `Llama.forward`.
+
+        Returns:
+            The result of `Llama.forward`. Given labels, every stage also returns the sums of its layers' losses that
+            have a weight: {"balance": ..., "router_z": ...}, fp32 scalars.
+        """
+        rules = rules_of(
+            (self.cfg.window_of(int(layer)) for layer in self.layers),
+            places,
+            causal=True,
+            document_ids=document_ids,
+            prefix=prefix,
+            cache=cache,
+            context=self.context,
+            fused=self.may_fuse(labels),
+        )
+        positions = places if position_ids is None else position_ids
+        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)
+        rotation = Rotation(angles.cos(), angles.sin())
+        texts = None if labels is None else texts_of(labels, document_ids, self.context)
+        if self.embed is not None:
+            hidden = self.embed(tokens)
+        assert hidden is not None
+        hidden, reports = self.run_layers(self.blocks(), (hidden, ()), rules, rotation, texts)
+        result = finish(hidden, self.norm, self.head, labels, label_weights)
+        if labels is not None:
+            self._count(reports)
+            result |= self._sums(reports, hidden.device)
+        return result
+
+    def run_layers(self, layers: Sequence[nn.Module], hidden: Any, *shared: Any) -> Any:
+        """Apply the layers to (hidden state, reports), and append their reports."""
+        state, reports = hidden
+        for layer in layers:
+            state, found = layer(state, *shared)
+            if found is not None:
+                reports = (*reports, found)
+        return state, reports
+
+    def _count(self, reports: Sequence[Report]) -> None:
+        """Add the loads of a microbatch to those of the step, in training only."""
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        mixtures = [int(layer) for layer, block in self.layers.items() if block.mixture is not None]
+        for layer, found in zip(mixtures, reports, strict=True):
+            self.loads[layer] += found.load.detach()
+
+    def _sums(self, reports: Sequence[Report], device: torch.device) -> dict[str, Tensor]:
+        """The sums of the layers' losses that have a weight, by name."""
+        zero = torch.zeros((), device=device)
+        sums = {}
+        if self.cfg.balance_loss:
+            sums["balance"] = sum((found.balance for found in reports), zero)
+        if self.cfg.router_z_loss:
+            sums["router_z"] = sum((found.z for found in reports), zero)
+        return sums
+
+    def counts_of_step(self) -> Tensor:
+        return self.loads
+
+    def after_step(self, counts: Tensor, skipped: bool) -> None:
+        self.loads.zero_()
+        if skipped:
+            return
+        for layer, block in self.layers.items():
+            if block.mixture is None or block.mixture.router.bias is None:
+                continue
+            load = counts[int(layer)]
+            # Compare with the mean load, without a division that would round.
+            lacks = torch.sign(load.sum() - len(load) * load)
+            block.mixture.router.bias += self.cfg.router_bias_rate * lacks.float()
+
+    def attention_window(self, piece: str) -> int:
+        kind, _, number = piece.partition(".")
+        return self.cfg.window_of(int(number)) if kind == "layers" else 0
+
+    def init_std(self, name: str) -> float | None:
+        # These weights write to the residual stream, as `mlp.down` does.
+        if name.endswith(("experts.down", "shared.down.weight")):
+            return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
+        return super().init_std(name)
+
+    def init_buffers(self, seed: int) -> None:
+        self.frequencies.copy_(rotary_frequencies(self.cfg))
+        self.loads.zero_()
+        for block in self.layers.values():
+            if block.mixture is not None and block.mixture.router.bias is not None:
+                block.mixture.router.bias.zero_()

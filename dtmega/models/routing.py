@@ -1,0 +1,182 @@
+"""The router of a mixture of experts: which experts a token uses, with which weights, and how evenly experts are used.
+
+A token's routing depends on the token alone, and ties are broken by the expert's number. So it is a function of the
+data and the weights, and of nothing else. How even the routing is, is counted for each document, over the tokens that
+have a label; padding has none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.data.objectives.rows import IGNORED
+from dtmega.ops.context_parallel import ContextParallel
+
+
+class Routing(NamedTuple):
+    """The routing of N tokens.
+
+    Attributes:
+        experts: experts of each token, [N, k] int64.
+        weights: weights of these experts, [N, k] fp32.
+        probabilities: scores of all experts, divided by their sum, [N, E] fp32; for the balance loss only.
+        log_z: logarithm of the sum of all exponentiated logits, [N] fp32; for the z-loss only.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    probabilities: Tensor
+    log_z: Tensor
+
+
+class Texts(NamedTuple):
+    """The tokens of a microbatch that count for the balance, and the documents in which they are counted.
+
+    Attributes:
+        counts: 1 for a token that counts, otherwise 0, [N] fp32.
+        document: number of each token's document within the microbatch, [N] int64.
+        n_documents: number that is larger than all numbers of documents.
+        length: number of tokens that count in each document, [n_documents] fp32.
+        context: ranks that share the sequences; None: this rank has whole sequences.
+    """
+
+    counts: Tensor
+    document: Tensor
+    n_documents: int
+    length: Tensor
+    context: ContextParallel | None
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Sum the tokens' values, [N, ...], over each document: [n_documents, ...], equal on all ranks that share it.
+
+        The values must be integers below 2^24, so that no order of the additions changes the sum.
+        """
+        sums = values.new_zeros(self.n_documents, *values.shape[1:]).index_add(0, self.document, values)
+        if self.context is None:
+            return sums
+        return functional.wait_tensor(functional.all_reduce(sums, "sum", self.context.group))
+
+
+def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParallel | None) -> Texts:
+    """The tokens that count for the balance.
+
+    Args:
+        labels: token to predict at each place, [B, S]; a token without one does not count.
+        document_ids: index of each token's document in its row, [B, S]; None: each row is one document.
+        context: ranks that share the sequences; the tensors are this rank's part of them.
+    """
+    counts = (labels != IGNORED).flatten().float()
+    n_rows, length = labels.shape
+    rows = torch.arange(n_rows, device=labels.device).unsqueeze(1)
+    if document_ids is None:
+        per_row, document = 1, rows.expand(labels.shape)
+    else:
+        # A document has at least one token, so a row has no more documents than tokens.
+        per_row = length if context is None else length * context.group.size()
+        document = rows * per_row + document_ids
+    texts = Texts(counts, document.flatten(), n_rows * per_row, counts, context)
+    return texts._replace(length=texts.add_up(counts))
+
+
+class Report(NamedTuple):
+    """How evenly a layer has routed a microbatch.
+
+    Attributes:
+        balance: sum over the tokens of the balance loss, fp32 scalar (arXiv:2412.19437, equations 17 to 20).
+        z: sum over the tokens of the squared log_z (arXiv:2202.08906, equation 5), fp32 scalar.
+        load: number of pairs of each expert, [E] fp32 without a gradient. Under cp: of this rank's tokens.
+    """
+
+    balance: Tensor
+    z: Tensor
+    load: Tensor
+
+
+def report(routing: Routing, texts: Texts, losses: bool) -> Report:
+    """Report how evenly N tokens were routed.
+
+    Args:
+        routing: routing of the tokens.
+        texts: which tokens count.
+        losses: whether to compute the losses; if not, they are 0.
+
+    The balance loss of a document of T tokens is T times the sum over the experts of f P. f is E / k times the share of
+    the document's pairs that the expert got, and P is the mean of the expert's probabilities. If all experts are used
+    evenly, f and E P are 1, and so is each token's part of the loss.
+    """
+    n_experts, k = routing.probabilities.shape[1], routing.experts.shape[1]
+    chosen = torch.zeros_like(routing.probabilities).scatter(1, routing.experts, 1.0) * texts.counts.unsqueeze(1)
+    load = chosen.sum(0)
+    if not losses:
+        return Report(load.new_zeros(()), load.new_zeros(()), load)
+    loads = texts.add_up(chosen)
+    share = loads * (n_experts / k) / texts.length.clamp(min=1).unsqueeze(1)
+    of_token = (share[texts.document] * routing.probabilities).sum(1)
+    balance = (of_token * texts.counts).sum()
+    z = (routing.log_z.square() * texts.counts).sum()
+    return Report(balance, z, load)
+
+
+class Router(nn.Module):
+    """The layer that chooses each token's experts. It computes in fp32, whatever the dtype of the weights is.
+
+    Attributes:
+        weight: the expert's direction of each expert, [E, D].
+        bias: number that is added to each expert's score for the choice, but not for the weights, [E] fp32. Training
+            moves it towards an even load, without a gradient (arXiv:2408.15664). None: there is none.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, cfg: config.MoE) -> None:
+        super().__init__()
+        self.k, self.scores = cfg.experts_per_token, cfg.router_scores
+        self.groups, self.groups_per_token = cfg.expert_groups, cfg.groups_per_token
+        self.normalizes, self.scale = cfg.normalize_weights, cfg.routed_scale
+        self.weight = nn.Parameter(torch.empty(cfg.n_experts, cfg.hidden_size))
+        self.register_buffer("bias", torch.zeros(cfg.n_experts) if cfg.router_bias else None)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the tokens x, [B, S, D]."""
+        return self.route(x, self.weight)
+
+    def route(self, x: Tensor, weight: Tensor) -> Routing:
+        """Compute `forward` with the given weight."""
+        logits = F.linear(x.flatten(0, 1).float(), weight.float())  # [N, E]
+        if self.scores == "softmax":
+            scores = probabilities = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        experts = self.choose(scores.detach())
+        weights = scores.gather(1, experts)
+        if self.normalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, weights * self.scale, probabilities, logits.logsumexp(-1))
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The k experts with the largest scores, [N, E] -> [N, k]; of equal scores, those with smaller numbers.
+
+        With groups of experts, only the experts of the best groups count. A group is as good as its two best experts
+        together.
+        """
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.groups > 1:
+            by_group = scores.unflatten(1, (self.groups, -1))
+            best_two = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)
+            chosen = _largest(best_two, self.groups_per_token)
+            out = torch.ones_like(best_two, dtype=torch.bool).scatter(1, chosen, False)
+            scores = by_group.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
+        return _largest(scores, self.k)
+
+
+def _largest(scores: Tensor, k: int) -> Tensor:
+    """The indices of the k largest scores of each row, the largest first; of equal ones, the first first."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :k]

@@ -1,0 +1,61 @@
+"""Styles for a mixture of experts: the experts cut inside, and the router that every rank computes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dtmega.plans import mappings
+from dtmega.plans.base import Style, local_part
+from dtmega.plans.styles import Whole
+
+
+class ExpertRows(Style):
+    """Stacked experts, each cut by its inner width F, inside an Enter: [B, S, D] -> [B, S/tp, D].
+
+    The module's parameters are gate and up, [E, F, D], and down, [E, D, F], and its method `compute` takes parts of
+    them. Each rank computes its part of F for all tokens, and the ranks' results are summed.
+    """
+
+    placements: ClassVar[Mapping[str, Placement]] = {"gate": Shard(1), "up": Shard(1), "down": Shard(2)}
+    inside = True
+    cost = ("all-reduce", "reduce-scatter, backward all-gather")
+
+    def check_class(self, module: nn.Module) -> None:
+        stacked = {name for name, parameter in module.named_parameters() if parameter.ndim == 3}
+        if stacked != {*self.placements} or not hasattr(module, "compute"):
+            raise ValueError(
+                f"ExpertRows is for modules with stacked {', '.join(self.placements)} and compute(), not "
+                f"{type(module).__name__}"
+            )
+
+    def forward(self, module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        gate, up, down = local_part(module.gate), local_part(module.up), local_part(module.down)
+        return self.stack.leave(module.compute(x, experts, weights, gate, up, down), self.group)
+
+
+class TokenRouter(Whole):
+    """A router, whole on every rank, inside an Enter. Every rank routes all tokens, [B, S, D].
+
+    The gradient of the tokens' weights is only this rank's part, because the rank has only its part of the experts. So
+    the gradients of the router are summed over tp. The gradient of the losses is whole on every rank, and each rank
+    passes on its share.
+    """
+
+    def __init__(self, stack: Any = True) -> None:
+        super().__init__(stack, of_heads=True)
+
+    def check_class(self, module: nn.Module) -> None:
+        if not hasattr(module, "route"):
+            raise ValueError(f"TokenRouter is for modules with route(), not {type(module).__name__}")
+
+    def forward(self, module: Any, x: Tensor) -> Any:
+        routing = module.route(x, self.stack.shared(module.weight, self.group, of_heads=True))
+        return routing._replace(
+            probabilities=mappings.share_gradient(routing.probabilities, self.group),
+            log_z=mappings.share_gradient(routing.log_z, self.group),
+        )

@@ -1,0 +1,250 @@
+"""models/moe.py against transformers' mixtures: numbers, and weights both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, MixtralForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+from dtmega import config, families
+from dtmega.__main__ import main as command
+from dtmega.distributed import exit_codes
+from dtmega.formats.whole import as_theirs
+from dtmega.interop.hf.names import moe as names
+from dtmega.models import experts, routing
+from dtmega.models.generate import Sampling, generate
+from dtmega.models.initial import init_weights
+from dtmega.models.moe import Mixture, MoE
+from tests.interop.hf.files.test_ours import Memory
+
+V, S = 131, 77
+OURS: dict[str, Any] = {"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2}
+THEIRS: dict[str, Any] = {
+    **{"vocab_size": V, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_key_value_heads": 2, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 256},
+    **{"attn_implementation": "eager"},
+}
+QWEN3: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 24, "intermediate_size": 64, "head_dim": 16}
+
+
+def qwen3(**keys: Any) -> tuple[Any, Any, dict[str, Any]]:
+    theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**THEIRS, **QWEN3, **keys))
+    ours = {"n_experts": 8, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 64, "kv_channels": 16, "qk_norm": True}
+    ours |= {"normalize_weights": keys.get("norm_topk_prob", False)}
+    return names.QWEN3, theirs, ours | {"dense_layers": len(keys.get("mlp_only_layers", []))}
+
+
+def mixtral() -> tuple[Any, Any, dict[str, Any]]:
+    theirs = MixtralConfig(**THEIRS, num_local_experts=4, intermediate_size=40, sliding_window=20)
+    ours = {"n_experts": 4, "expert_ffn_hidden_size": 40, "window": 20, "rope_theta": 1e6}
+    return names.MIXTRAL, MixtralForCausalLM(theirs), ours
+
+
+KINDS = {
+    "Mixtral": mixtral,
+    "Qwen3-MoE": lambda: qwen3(norm_topk_prob=True),
+    "Qwen3-MoE with a dense layer, weights as they are": lambda: qwen3(mlp_only_layers=[0]),
+}
+
+
+def small(cfg: config.MoE) -> MoE:
+    model = families.of(cfg).build(cfg)
+    assert isinstance(model, MoE)
+    init_weights(model, seed=1)
+    model.init_buffers(1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model
+
+
+def pair(kind: str) -> tuple[MoE, Any, Any]:
+    """The same weights in both, and the format of the second."""
+    form, theirs, keys = KINDS[kind]()
+    ours = small(config.MoE(**OURS, **keys, max_position_embeddings=256))
+    with torch.no_grad():
+        for name, weight in as_module(ours, form, {n: p.detach() for n, p in ours.named_parameters()}).items():
+            theirs.get_parameter(name).copy_(weight)
+    return ours, theirs, form
+
+
+def as_module(ours: MoE, form: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors by the names and shapes of transformers' modules, which stack and join experts."""
+    source = as_theirs(Memory(tensors), form, ours.cfg, families.of(ours.cfg).build)
+    found = {name: source.read(name) for name in source.tensors}
+    result = {name: t for name, t in found.items() if ".experts." not in name}
+    result = {name.replace("block_sparse_moe", "mlp"): t for name, t in result.items()}
+    for layer, block in ours.layers.items():
+        if block.mixture is None:
+            continue
+        prefix = f"layers.{layer}.mixture.experts."
+        theirs = f"model.layers.{layer}.mlp.experts."
+        result[f"{theirs}gate_up_proj"] = torch.cat([tensors[f"{prefix}gate"], tensors[f"{prefix}up"]], dim=1)
+        result[f"{theirs}down_proj"] = tensors[f"{prefix}down"]
+    return result
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(V, (2, S), generator=generator)
+    return tokens, tokens.roll(-1, dims=1)
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    return ((ours - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_loss_and_every_gradient_equal_those_of_transformers(kind: str):
+    ours, theirs, form = pair(kind)
+    tokens, labels = batch()
+    logits = theirs(tokens).logits
+    assert error(ours(tokens), logits) < 1e-5
+    loss = ours(tokens, labels)["lm"]
+    truth = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    loss.backward()
+    truth.backward()
+    gradients = as_module(ours, form, {name: p.grad for name, p in ours.named_parameters() if p.grad is not None})
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    assert {name: e for name, grad in expected.items() if not (e := error(gradients[name], grad)) < 1e-5} == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_directory_is_the_same_bit_for_bit_after_reading_and_writing_it(kind: str, tmp_path: Path):
+    _, theirs, _ = pair(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    there, back = str(tmp_path / "ours"), str(tmp_path / "back")
+    assert command(["convert", "--from", "hf", str(tmp_path / "theirs"), "--to", "dtmega", there]) == exit_codes.DONE
+    assert command(["convert", "--from", "dtmega", there, "--to", "hf", back]) == exit_codes.DONE
+    again = AutoModelForCausalLM.from_pretrained(back)
+    assert type(again) is type(theirs)
+    expected = theirs.state_dict()
+    assert {name for name, t in again.state_dict().items() if not torch.equal(t, expected[name])} == set()
+    stored = json.loads((Path(back) / "config.json").read_text())
+    assert stored["num_experts_per_tok"] == 2
+
+
+def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
+    theirs = DeepseekV3MoE(
+        DeepseekV3Config(
+            **{"hidden_size": 48, "moe_intermediate_size": 24, "n_routed_experts": 16, "n_shared_experts": 2},
+            **{"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        )
+    )
+    keys = {"n_experts": 16, "experts_per_token": 3, "expert_ffn_hidden_size": 24, "shared_experts": 2}
+    keys |= {"expert_groups": 4, "groups_per_token": 2, "routed_scale": 2.5}
+    cfg = config.MoE(hidden_size=48, n_heads=6, router_scores="sigmoid", router_bias=True, **keys)
+    ours = Mixture(cfg)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+        assert ours.router.bias is not None
+        ours.router.bias.copy_(torch.randn(16, generator=generator) * 0.3)
+        assert ours.shared is not None
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
+        theirs.experts.gate_up_proj.copy_(torch.cat([ours.experts.gate, ours.experts.up], 1))
+        theirs.experts.down_proj.copy_(ours.experts.down)
+        for name in ("gate", "up", "down"):
+            theirs.shared_experts.get_submodule(f"{name}_proj").weight.copy_(ours.shared.get_submodule(name).weight)
+    x = torch.randn(2, 40, 48, generator=generator)
+    of_ours, of_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, truth = ours(of_ours, None)[0], theirs(of_theirs)
+    assert error(out, truth) < 1e-5
+    out.square().sum().backward()
+    truth.square().sum().backward()
+    assert of_ours.grad is not None and of_theirs.grad is not None
+    assert error(of_ours.grad, of_theirs.grad) < 1e-5
+    assert error(ours.router.weight.grad, theirs.gate.weight.grad) < 1e-5
+    joined = torch.cat([ours.experts.gate.grad, ours.experts.up.grad], 1)
+    assert error(joined, theirs.experts.gate_up_proj.grad) < 1e-5
+
+
+def naive(module: experts.Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """A loop over tokens."""
+    rows = []
+    for token, numbers, factors in zip(x.flatten(0, 1), chosen, weights, strict=True):
+        parts = []
+        for e, factor in zip(numbers.tolist(), factors, strict=True):
+            inner = F.silu(module.gate[e] @ token) * (module.up[e] @ token)
+            parts.append(factor * (module.down[e] @ inner))
+        rows.append(torch.stack(parts).sum(0))
+    return torch.stack(rows).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[[2, 0], [2, 1], [0, 2]], [[3, 1]], [[1, 0], [1, 0], [1, 0], [1, 0]]],
+    ids=["an expert without tokens", "one token", "all tokens to the same experts"],
+)
+def test_experts_are_a_loop_over_tokens(chosen: list[list[int]]):
+    generator = torch.Generator().manual_seed(0)
+    module = experts.Experts(4, 8, 12)
+    for p in module.parameters():
+        nn.init.normal_(p, generator=generator)
+    numbers = torch.tensor(chosen)
+    x = torch.randn(1, len(chosen), 8, generator=generator, requires_grad=True)
+    weights = torch.rand(numbers.shape, generator=generator, requires_grad=True)
+    inputs = [x, weights, *module.parameters()]
+    out, truth = module(x, numbers, weights), naive(module, x, numbers, weights)
+    torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(out.square().sum(), inputs)
+    expected = torch.autograd.grad(truth.square().sum(), inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_of_equal_scores_the_experts_with_smaller_numbers_are_chosen():
+    router = routing.Router(config.MoE(n_experts=64, experts_per_token=3))
+    scores = torch.zeros(100, 64)
+    scores[:, 40] = 1.0
+    assert router.choose(scores).tolist() == [[40, 0, 1]] * 100
+
+
+def test_the_balance_loss_is_the_closed_form_of_each_document():
+    cfg = config.MoE(n_experts=4, experts_per_token=2, hidden_size=16, n_heads=2)
+    router = routing.Router(cfg)
+    generator = torch.Generator().manual_seed(0)
+    nn.init.normal_(router.weight, generator=generator)
+    x = torch.randn(2, 10, 16, generator=generator)
+    labels = torch.zeros(2, 10, dtype=torch.int64)
+    labels[1, 7:] = -100
+    documents = torch.tensor([[0] * 4 + [1] * 6, [0] * 7 + [1] * 3])
+    found = routing.report(router(x), routing.texts_of(labels, documents, None), losses=True)
+    logits = (x @ router.weight.t()).detach().double()
+    balance = z = 0.0
+    load = torch.zeros(4)
+    for row, first, end in ((0, 0, 4), (0, 4, 10), (1, 0, 7)):
+        here = logits[row, first:end]
+        probabilities = here.softmax(-1)
+        counts = torch.zeros(4)
+        for numbers in here.topk(2).indices.tolist():
+            counts[numbers] += 1
+        f = 4 / (2 * (end - first)) * counts
+        balance += (end - first) * (f * probabilities.mean(0)).sum()
+        z += here.logsumexp(-1).square().sum()
+        load += counts
+    assert found.balance.item() == pytest.approx(float(balance), rel=1e-6)
+    assert found.z.item() == pytest.approx(float(z), rel=1e-6)
+    assert found.load.tolist() == load.tolist()
+
+
+def test_a_cache_gives_the_logits_of_the_whole_sequence():
+    ours, _, _ = pair("Mixtral")
+    ours.eval()
+    prompt = batch()[0][0, :5].tolist()
+    grown = [*prompt, *generate(ours, prompt, 12, Sampling(V, frozenset(), temperature=0.0))]
+    with torch.no_grad():
+        logits = ours(torch.tensor([grown]))
+    assert logits[0, 4:-1].argmax(-1).tolist() == grown[5:]
