@@ -291,6 +291,23 @@ LAYOUTS |= {
         SHARDED | MEGATRON | FP16_OF_T5 | {"mesh.pp": 2, "mesh.dp_shard": 2},
     ),
 }
+# A mixture: partial gradients of routers, losses of each stage, loads and parts of documents over cp.
+MOE = {"model.name": "moe"}
+_of_moe = (
+    *("tp 2, no sequence parallel", "tp 3", "dp_shard 2", "dp_shard 4", "dp_replicate 2", "HSDP 2 x 2", "pp 4"),
+    *("pp 2, ZBVZeroBubble", "pp 2 x dp_shard 2 x tp 2", "V 131, tp 2", "microbatches of 8"),
+    *("recompute full", "recompute 3 at a time, dp_shard 2", "recompute selective", "compile", "compile, tp 2"),
+    *("bf16, tp 2", "bf16, dp_shard 2", "HSDP 2 x 2, sharded gradients"),
+    *("cp 2, gather", "cp 2, heads", "cp 3, gather", "cp 2 x tp 2, gather", "cp 2 x pp 2, ZBV, gather"),
+    *("cp 2 x dp_shard 2, gather", "cp 2 x dp_replicate 2, heads", "recompute full, cp 2", "compile, cp 2, gather"),
+)
+LAYOUTS |= {f"moe, {name}": (LAYOUTS[name][0], MOE | LAYOUTS[name][1]) for name in _of_moe}
+FP16_OF_MOE = {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14}
+LAYOUTS |= {
+    "moe, fp16, tp 2": (2, MOE | FP16_OF_MOE | TP2),
+    "moe, fp16, pp 2": (2, MOE | FP16_OF_MOE | {"mesh.pp": 2}),
+    "moe, fp16, dp_shard 2": (2, MOE | FP16_OF_MOE | {"mesh.dp_shard": 2}),
+}
 # Matrices that an owner orthogonalises, gathered over each axis: with copies of whole matrices and of shards, shards of
 # uneven sizes (48 rows over 9 ranks), cuts of both dims, and stages with matrices of their own.
 UNEVEN = {"batch.global_batch_size": 9, "batch.micro_batch_size": 1}
