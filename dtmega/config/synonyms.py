@@ -131,10 +131,17 @@ MODEL = (
         "attn_mask_type",
         "the attention kernel follows from the device and the mask",
     ),
+    Synonym("model.n_experts", "num_experts num_local_experts n_routed_experts", "with name = 'moe' or 'hf'"),
+    Synonym("model.experts_per_token", "num_experts_per_tok moe_top_k moe_router_topk", "with name = 'moe'"),
+    Synonym("model.expert_ffn_hidden_size", "moe_intermediate_size moe_ffn_hidden_size", "with name = 'moe'"),
+    Synonym("model.shared_experts", "n_shared_experts", "with name = 'moe'"),
+    Synonym("model.dense_layers", "first_k_dense_replace", "with name = 'moe'"),
+    Synonym("model.normalize_weights", "norm_topk_prob", "with name = 'moe'"),
+    Synonym("model.routed_scale", "routed_scaling_factor", "with name = 'moe'"),
+    Synonym("model.balance_loss", "router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha", "with name = 'moe'"),
+    Synonym("model.router_z_loss", "moe_z_loss_coeff", "with name = 'moe'"),
     Synonym(
-        "",
-        "num_experts num_local_experts num_experts_per_tok moe",
-        "mixtures of experts are available with name = 'hf'",
+        "", "capacity_factor moe_expert_capacity_factor moe_capacity_factor", "no token is dropped, so there is none"
     ),
 )
 
@@ -423,7 +430,7 @@ MESH = (
     Synonym(
         "mesh.tp",
         "expert_model_parallel_size expert_parallel_degree expert_parallel_size ep_size ep ep_degree",
-        "each of the tp ranks holds 1 / tp of the experts, whole ones",
+        "with name = 'hf' each of the tp ranks holds 1 / tp of the experts, with name = 'moe' a part of each expert",
     ),
 )
 

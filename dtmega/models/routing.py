@@ -180,3 +180,39 @@ class Router(nn.Module):
 def _largest(scores: Tensor, k: int) -> Tensor:
     """The indices of the k largest scores of each row, the largest first; of equal ones, the first first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+
+class Loads:
+    """The loads of a run's experts: numbers for the record, and a warning about experts that no token uses."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None  # of the last step, [L, E]
+        self._total: Tensor | None = None  # since the last call of `unused`, [L, E]
+        self._said: set[tuple[int, int]] = set()
+
+    def add(self, loads: Tensor) -> None:
+        """Add the number of pairs of each expert in a step's global batch, [L, E]; dense layers have zeros."""
+        self._last = loads.clone()
+        self._total = loads.clone() if self._total is None else self._total + loads
+
+    def numbers(self) -> dict[str, float]:
+        """The last step's largest load of an expert, as a multiple of its layer's mean; {} before the first step."""
+        if self._last is None:
+            return {}
+        mean = self._last.mean(1, keepdim=True)
+        return {"expert_load_max": (self._last / mean.clamp(min=1e-9)).max().item()}
+
+    def unused(self) -> str:
+        """A warning about experts that no token has used since the last call. Each expert is named once; '' if none."""
+        if self._total is None:
+            return ""
+        total, self._total = self._total, None
+        of_layers = []
+        for layer, loads in enumerate(total.tolist()):
+            unused = {(layer, expert) for expert, load in enumerate(loads) if not load} if any(loads) else set()
+            if new := sorted(unused - self._said):
+                of_layers.append(f"layer {layer}: {', '.join(str(expert) for _, expert in new)}")
+            self._said |= unused
+        if not of_layers:
+            return ""
+        return f"WARNING: no token has used these experts lately (each is named once): {'; '.join(of_layers)}"

@@ -44,6 +44,7 @@ from dtmega.models import lora_proof
 from dtmega.models.initial import init_weights
 from dtmega.models.lora import attach, draw_adapters, is_adapter, targets, transposed_layers
 from dtmega.models.model import Model
+from dtmega.models.routing import Loads
 from dtmega.ops import host, optim, ranges, softmax
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
@@ -77,6 +78,7 @@ class ShardedModel:
         context: the cp ranks, among which each sequence is divided; None if cp is 1.
         exact: sums of gradients as integers ([run] exact); None: gradients are summed in floating point.
         matrices: the weights that Muon trains; None: another optimizer trains all parameters.
+        loads: loads of a mixture's experts.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 
@@ -98,6 +100,7 @@ class ShardedModel:
         self.matrices: optim.Matrices | None = None
         self.on_reduce: Callable[[], object] = _do_nothing
         self.context: ContextParallel | None = None
+        self.loads = Loads()
 
     def draw(self, seed: int) -> None:
         """Draw the initial values of all parameters.
@@ -279,6 +282,7 @@ class ShardedModel:
             return
         total = torch.stack(mine).sum(0)
         dist.all_reduce(total, group=self.world.groups["loss"])
+        self.loads.add(total)
         for stage in self.stages.values():
             stage.after_step(total, skipped)
 
@@ -312,10 +316,13 @@ class ShardedModel:
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """Statistics of the whole model: the number of zeros in the last gradient, and the norm of all parameters."""
+        """Statistics of the whole model: the number of zeros in the last gradient, and the norm of all parameters.
+
+        A mixture of experts always has the largest load of an expert.
+        """
         device = self.world.device
         group = self.world.groups["shards"]
-        values: dict[str, float] = {}
+        values = self.loads.numbers()
         if num_zeros:
             values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
         if params_norm and self.exact is not None:

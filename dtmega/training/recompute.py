@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config
+from dtmega.models.experts import GROUPED_PRODUCT
 from dtmega.models.model import Model
 from dtmega.ops.attention_over_ranks import KERNELS
 from dtmega.ops.cpu.linear import BIASED_PRODUCT
@@ -24,7 +25,9 @@ from dtmega.ops.cpu.linear import BIASED_PRODUCT
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
     BIASED_PRODUCT,
+    GROUPED_PRODUCT,
     *KERNELS,
 }
 

@@ -166,12 +166,12 @@ def _flops_of_groups(share: float, a: Tensor, b: Tensor, *_: Any, **__: Any) -> 
 
 
 @contextlib.contextmanager
-def without_values(tp: int = 1) -> Iterator[None]:
+def without_values(experts_over: int = 1) -> Iterator[None]:
     """Answer for the kernels of a real device, inside the `with` block only.
 
     Args:
-        tp: number of ranks that divide the experts of a mixture among them. Which tokens choose which experts is not
-            known, so each rank counts as computing an equal share.
+        experts_over: number of ranks that divide the experts of a mixture among them. Which tokens choose which experts
+            is not known, so each rank counts as computing an equal share. 1 if all ranks have a part of each expert.
     """
     grouped = torch.ops.aten._grouped_mm
     original = F.scaled_dot_product_attention
@@ -186,7 +186,7 @@ def without_values(tp: int = 1) -> Iterator[None]:
         patch.object(attention, "_flex", _flex),
         patch.object(F, "scaled_dot_product_attention", scaled_dot_product),
         patch.dict(fake_impls.op_implementations_dict, {grouped.default: _grouped_product}),
-        patch.dict(flop_registry, {grouped: functools.partial(_flops_of_groups, 1 / tp)}),
+        patch.dict(flop_registry, {grouped: functools.partial(_flops_of_groups, 1 / experts_over)}),
     ):
         for known in (KERNELS, EXPENSIVE):
             known.add(kernel)

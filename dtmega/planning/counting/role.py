@@ -113,7 +113,7 @@ def plan_role(
         _keeping_circles(),
         pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
         compiled.counted(recorder),
-        kernels.without_values(sizes["tp"]),
+        kernels.without_values(experts_over=sizes["tp"] if cfg.model.directory else 1),
         masks.of_rows(cfg),
         ranges.told_to(recorder.range),
         recorder.exchanges_of_fsdp(),
