@@ -47,6 +47,8 @@ def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
         "n_kv_heads": few_kv if kv_heads else 0,
         "hidden_size": hidden,
         "ffn_hidden_size": 2 * hidden,
+        "expert_ffn_hidden_size": hidden if getattr(model, "expert_ffn_hidden_size", 0) else 0,
+        "dense_layers": min(1, getattr(model, "dense_layers", 0)),  # so that the other layer has experts
         "kv_channels": HEAD_DIM if getattr(model, "kv_channels", 0) else 0,
         "vocab_size": 64,
         "pad_vocab_to_multiple": 1,
