@@ -70,8 +70,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {k: v for k, v in DEBUG.items() if k not in DROPOUT}
     | RESTARTING
     | {"model.name": "llama", "model.n_kv_heads": 2, "model.ffn_hidden_size": 64},
-    # A dense layer, shared experts, and all that balances a router. A near-tie of two experts' scores, at a rate of 1e-2,
-    # would make other layouts other models (docs/mixtures-of-experts.md).
+    # A dense layer, shared experts, and all that balances a router. At a rate of 1e-2 rounding grows as in BERT, and
+    # near-ties of scores (docs/mixtures-of-experts.md) come sooner.
     "moe": {k: v for k, v in DEBUG.items() if k not in DROPOUT}
     | RESTARTING
     | {"model.name": "moe", "model.n_kv_heads": 4, "model.ffn_hidden_size": 64, "model.dense_layers": 1}

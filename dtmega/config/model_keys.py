@@ -256,7 +256,9 @@ class MoE(Llama):
     )
     router_bias_rate: float = key(0.001, "step of router_bias", ge=0)
     balance_loss: float = key(
-        0.0, "weight of each layer's balance loss, counted per document over tokens with a label (DeepSeek-V3: 1e-4)", ge=0
+        0.0,
+        "weight of each layer's balance loss, counted per document over tokens with a label (DeepSeek-V3: 1e-4)",
+        ge=0,
     )
     router_z_loss: float = key(
         0.0, "weight of each layer's mean of log(Z)^2, where Z is the router's softmax's sum (ST-MoE: 1e-3)", ge=0

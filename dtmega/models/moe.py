@@ -81,9 +81,7 @@ class Block(nn.Module):
         self.mlp = MLP(cfg.hidden_size, cfg.ffn) if is_dense else None
         self.mixture = None if is_dense else Mixture(cfg)
 
-    def forward(
-        self, h: Tensor, rules: Rules, rotation: Rotation, texts: Texts | None
-    ) -> tuple[Tensor, Report | None]:
+    def forward(self, h: Tensor, rules: Rules, rotation: Rotation, texts: Texts | None) -> tuple[Tensor, Report | None]:
         h = h + self.attn(self.attn_norm(h), rules, rotation)
         if self.mlp is not None:
             return h + self.mlp(self.mlp_norm(h)), None

@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, MixtralForCausalLM
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from dtmega import config, families
@@ -23,6 +29,9 @@ from dtmega.models import experts, routing
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
 from dtmega.models.moe import Mixture, MoE
+from dtmega.ops import cost
+from dtmega.training.checks import check
+from dtmega.training.recompute import recompute
 from tests.interop.hf.files.test_ours import Memory
 
 V, S = 131, 77
@@ -165,11 +174,14 @@ def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
     assert error(out, truth) < 1e-5
     out.square().sum().backward()
     truth.square().sum().backward()
-    assert of_ours.grad is not None and of_theirs.grad is not None
-    assert error(of_ours.grad, of_theirs.grad) < 1e-5
-    assert error(ours.router.weight.grad, theirs.gate.weight.grad) < 1e-5
-    joined = torch.cat([ours.experts.gate.grad, ours.experts.up.grad], 1)
-    assert error(joined, theirs.experts.gate_up_proj.grad) < 1e-5
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None} | {"x": of_ours.grad}
+    expected = {name: p.grad for name, p in theirs.named_parameters()} | {"x": of_theirs.grad}
+    joined = torch.cat([found["experts.gate"], found["experts.up"]], 1)
+    assert error(found["x"], expected["x"]) < 1e-5
+    assert error(found["router.weight"], expected["gate.weight"]) < 1e-5
+    assert error(joined, expected["experts.gate_up_proj"]) < 1e-5
+    assert error(found["experts.down"], expected["experts.down_proj"]) < 1e-5
+    assert error(found["shared.down.weight"], expected["shared_experts.down_proj.weight"]) < 1e-5
 
 
 def naive(module: experts.Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -238,6 +250,89 @@ def test_the_balance_loss_is_the_closed_form_of_each_document():
     assert found.balance.item() == pytest.approx(float(balance), rel=1e-6)
     assert found.z.item() == pytest.approx(float(z), rel=1e-6)
     assert found.load.tolist() == load.tolist()
+
+
+BALANCED: dict[str, Any] = {"n_experts": 4, "router_bias": True, "router_bias_rate": 0.125, "dense_layers": 1}
+
+
+def test_a_router_bias_follows_the_counts_of_one_training_step_and_of_nothing_else():
+    model = small(config.MoE(**OURS | {"n_layers": 3}, **BALANCED))
+    recompute(model, config.Recompute(mode="full"))
+    tokens, labels = batch()
+    labels[0, 50:] = -100
+    model(tokens, labels)["lm"].backward()
+    model.eval()
+    model(tokens, labels)
+    model.train()
+    counts = model.counts_of_step()
+    assert counts.sum(1).tolist() == [0, 2 * (50 + S), 2 * (50 + S)]  # two experts of each labelled token
+    model.after_step(counts.clone(), skipped=True)
+    biases = dict(model.stored_buffers())
+    assert [*biases] == ["layers.1.mixture.router.bias", "layers.2.mixture.router.bias"]
+    assert not any(bias.any() for bias in biases.values())
+    assert not model.counts_of_step().any()
+    model.after_step(torch.tensor([[0.0] * 4, [10, 6, 8, 8], [1, 0, 0, 0]]), skipped=False)
+    assert biases["layers.1.mixture.router.bias"].tolist() == [-0.125, 0.125, 0, 0]
+    assert biases["layers.2.mixture.router.bias"].tolist() == [-0.125, 0.125, 0.125, 0.125]
+
+
+def test_an_expert_that_no_token_uses_is_named_once():
+    loads = routing.Loads()
+    assert (loads.unused(), loads.numbers()) == ("", {})
+    loads.add(torch.tensor([[0.0, 0, 0], [4, 0, 5]]))
+    loads.add(torch.tensor([[0.0, 0, 0], [6, 0, 0]]))
+    assert loads.numbers() == {"expert_load_max": 3.0}
+    assert loads.unused().endswith("(each is named once): layer 1: 1")
+    loads.add(torch.tensor([[0.0, 0, 0], [6, 0, 0]]))
+    assert loads.unused().endswith("layer 1: 2")
+    loads.add(torch.tensor([[0.0, 0, 0], [6, 0, 0]]))
+    assert loads.unused() == ""
+
+
+PUBLISHED = [("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)]
+
+
+@pytest.mark.parametrize(("name", "parameters", "active"), PUBLISHED)
+def test_a_published_mixture_has_its_published_size_and_costs_what_its_active_parameters_cost(
+    name: str, parameters: int, active: int
+):
+    cfg = config.load(["--config", f"{name}.toml"])
+    pieces = families.pieces(cfg.model)
+    assert cost.n_parameters(pieces) == parameters
+    model = cfg.model
+    embedding = model.vocab_size * model.hidden_size
+    norms = model.hidden_size * (2 * model.n_layers + 1) + 2 * 128 * model.n_layers * (name == "qwen3-30b-a3b")
+    assert sum(piece.matmul_flops for piece in pieces) == 6 * (active - embedding - norms)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dense_layers": 4}, "dense_layers=4 of n_layers=4 leave no layer for experts"),
+        ({"expert_groups": 3}, "expected a divisor of n_experts=8"),
+        ({"expert_groups": 2, "groups_per_token": 3}, "no more groups per token than groups"),
+        ({"experts_per_token": 5, "expert_groups": 2}, "more than the 4 experts that a token may use"),
+        ({"router_bias_rate": 0.1}, "without a bias: expected router_bias=true"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        config.MoE(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"optim": {"name": "muon"}}, r"name='muon' trains matrices, but 'layers.0.mixture.experts.gate' is"),
+        ({"lora": {"rank": 2, "targets": ["experts"]}}, "an? Experts with weights .*: experts have no adapters"),
+        ({"run": {"exact": True}}, r"\[run\] exact needs \[model\] name in"),
+    ],
+)
+def test_what_a_mixture_cannot_be_trained_with_is_refused(keys: dict[str, Any], message: str):
+    cfg = config.validate({"model": {"name": "moe"}, "train": {"steps": 1}} | keys, "test")
+    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+    with pytest.raises(ValueError, match=message):
+        check(cfg, sizes, torch.device("cpu"))
 
 
 def test_a_cache_gives_the_logits_of_the_whole_sequence():

@@ -49,8 +49,8 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
     dense, step = theirs.get("mlp_only_layers") or [], theirs.get("decoder_sparse_step", 1)
     if step != 1 or type(dense) is not list or dense != [*range(len(dense))]:
         raise ValueError(
-            f"config.json has mlp_only_layers={dense!r:.120} and decoder_sparse_step={step!r:.40}, expected the numbers "
-            f"of the first layers, from 0, and 1 ([model] dense_layers)"
+            f"config.json has mlp_only_layers={dense!r:.120} and decoder_sparse_step={step!r:.40}, expected the "
+            f"numbers of the first layers, from 0, and 1 ([model] dense_layers)"
         )
     window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else 0
     return _positions(theirs) | {"window": window or 0, "dense_layers": len(dense)}
@@ -110,9 +110,7 @@ QWEN3 = replace(
     rules=(
         *RULES,
         *QK_NORMS,
-        *_experts(
-            "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
-        ),
+        *_experts("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     ),
     implied={**PLAIN_ROUTER, "qk_norm": True, "window_layers": []},
     fixed={
