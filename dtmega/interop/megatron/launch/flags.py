@@ -133,7 +133,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _lost("squared-relu quick-geglu enable-gpt-oss", 0, "not built"),
         _lost("softmax-type", 1, "not built", "vanilla"),
         _lost("activation-func-clamp-value glu-linear-offset", 1, "not built"),
-        _lost("num-experts", 1, "experts are not built", "1"),
+        _lost("num-experts", 1, "experts are not translated; name = 'moe' has them", "1"),
         _lost("kd", 0, "distillation is not built"),
         _lost("retro-add-retriever", 0, "retrieval is not built"),
         _other("embed-layernorm", 0, "model.name", "bloom always has it, other families never do"),
