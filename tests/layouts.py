@@ -294,7 +294,7 @@ LAYOUTS |= {
 # A mixture: partial gradients of routers, losses of each stage, loads and parts of documents over cp.
 MOE = {"model.name": "moe"}
 _of_moe = (
-    *("tp 2, no sequence parallel", "tp 3", "dp_shard 2", "dp_shard 4", "dp_replicate 2", "HSDP 2 x 2", "pp 4"),
+    *("tp 2, no sequence parallel", "dp_shard 2", "dp_shard 4", "dp_replicate 2", "HSDP 2 x 2", "pp 4"),
     *("pp 2, ZBVZeroBubble", "pp 2 x dp_shard 2 x tp 2", "V 131, tp 2", "microbatches of 8"),
     *("recompute full", "recompute 3 at a time, dp_shard 2", "recompute selective", "compile", "compile, tp 2"),
     *("bf16, tp 2", "bf16, dp_shard 2", "HSDP 2 x 2, sharded gradients"),

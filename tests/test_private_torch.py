@@ -72,7 +72,7 @@ TORCH = {
     "torch.cpu._is_amx_tile_supported": Private(("ops/cpu/features.py",), "does the CPU have AMX"),
     "torch.cpu._is_avx512_bf16_supported": Private(("ops/cpu/features.py",), "does the CPU have bfloat16 products"),
     "torch.distributed._functional_collectives": Private(
-        ("ops/context_parallel.py", "plans/mappings.py"),
+        ("models/routing.py", "ops/context_parallel.py", "plans/mappings.py"),
         "collectives that torch.compile can trace; dist.* breaks the graph",
     ),
     "torch.distributed.distributed_c10d._get_default_store": Private(
@@ -138,6 +138,9 @@ TORCH = {
         ("plans/mappings.py",), "begin a compiled sum without waiting for it; `functional` waits at once"
     ),
     "torch.ops._c10d_functional.reduce_scatter_tensor": Private(("plans/mappings.py",), "the same for a cut sum"),
+    "torch.ops.aten._grouped_mm.default": Private(
+        ("training/recompute.py",), "the operator of `F.grouped_mm`, whose results selective recomputation keeps"
+    ),
     "torch.ops.aten._scaled_dot_product_efficient_attention.default": Private(
         ("ops/attention_over_ranks.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
     ),

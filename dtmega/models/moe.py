@@ -165,7 +165,7 @@ class MoE(Model):
         result = finish(hidden, self.norm, self.head, labels, label_weights)
         if labels is not None:
             self._count(reports)
-            result |= self._sums(reports, hidden.device)
+            result |= self._sums(reports, tokens.device)
         return result
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Any, *shared: Any) -> Any:
