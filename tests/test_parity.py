@@ -120,6 +120,9 @@ FULL -= LIGHT_OF_CP | LIGHT_OF_QWEN
 FULL |= {name for name in LAYOUTS if "sharded gradients" in name}  # fsdp/test_shard_sums.py has every gradient
 # fsdp/test_exact.py has Muon to the bit where matrices are cut.
 FULL |= {name for name in LAYOUTS if name.startswith("muon, ")} - {"muon, pp 2 x dp_replicate 2, ZBV"}
+# Every collective of its plan, and its losses and loads over stages and parts of documents.
+FULL |= {name for name in LAYOUTS if name.startswith("moe, ")}
+FULL -= {"moe, dp_shard 2 x tp 2", "moe, cp 2 x pp 2, ZBV, gather"}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 

@@ -123,10 +123,10 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(kind: str):
     assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
     loss.backward()
     truth.backward()
-    gradients = as_module(ours, form, {name: p.grad for name, p in ours.named_parameters() if p.grad is not None})
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
-    assert gradients.keys() == expected.keys()
-    assert {name: e for name, grad in expected.items() if not (e := error(gradients[name], grad)) < 1e-5} == {}
+    found = as_module(ours, form, gradients(ours))
+    expected = gradients(theirs)
+    assert found.keys() == expected.keys()
+    assert {name: e for name, grad in expected.items() if not (e := error(found[name], grad)) < 1e-5} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,37 +151,43 @@ def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
             **{"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
         )
     )
-    keys: dict[str, Any] = {"n_experts": 16, "experts_per_token": 3, "expert_ffn_hidden_size": 24, "shared_experts": 2}
+    keys = {"n_experts": 16, "experts_per_token": 3, "expert_ffn_hidden_size": 24, "shared_experts": 2}
     keys |= {"expert_groups": 4, "groups_per_token": 2, "routed_scale": 2.5}
     cfg = config.MoE(hidden_size=48, n_heads=6, router_scores="sigmoid", router_bias=True, **keys)
     ours = Mixture(cfg)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in ours.parameters():
+        for p in [*ours.parameters(), *ours.buffers()]:
             p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
-        assert ours.router.bias is not None
-        ours.router.bias.copy_(torch.randn(16, generator=generator) * 0.3)
-        assert ours.shared is not None
-        theirs.gate.weight.copy_(ours.router.weight)
-        theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
-        theirs.experts.gate_up_proj.copy_(torch.cat([ours.experts.gate, ours.experts.up], 1))
-        theirs.experts.down_proj.copy_(ours.experts.down)
-        for name in ("gate", "up", "down"):
-            theirs.shared_experts.get_submodule(f"{name}_proj").weight.copy_(ours.shared.get_submodule(name).weight)
+        theirs.load_state_dict(of_deepseek(dict(ours.named_parameters()) | dict(ours.named_buffers())))
     x = torch.randn(2, 40, 48, generator=generator)
     of_ours, of_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     out, truth = ours(of_ours, None)[0], theirs(of_theirs)
     assert error(out, truth) < 1e-5
     out.square().sum().backward()
     truth.square().sum().backward()
-    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None} | {"x": of_ours.grad}
-    expected = {name: p.grad for name, p in theirs.named_parameters()} | {"x": of_theirs.grad}
-    joined = torch.cat([found["experts.gate"], found["experts.up"]], 1)
-    assert error(found["x"], expected["x"]) < 1e-5
-    assert error(found["router.weight"], expected["gate.weight"]) < 1e-5
-    assert error(joined, expected["experts.gate_up_proj"]) < 1e-5
-    assert error(found["experts.down"], expected["experts.down_proj"]) < 1e-5
-    assert error(found["shared.down.weight"], expected["shared_experts.down_proj.weight"]) < 1e-5
+    found, expected = of_deepseek(gradients(ours)), gradients(theirs)
+    assert found.keys() == expected.keys()
+    found["x"], expected["x"] = of_ours.grad, of_theirs.grad  # pyright: ignore[reportArgumentType]
+    assert {name: e for name, grad in expected.items() if not (e := error(found[name], grad)) < 1e-5} == {}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def of_deepseek(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A mixture's tensors by the names of transformers' DeepseekV3MoE."""
+    renamed = {
+        "gate.weight": tensors["router.weight"],
+        "experts.gate_up_proj": torch.cat([tensors["experts.gate"], tensors["experts.up"]], 1),
+        "experts.down_proj": tensors["experts.down"],
+    }
+    for name in ("gate", "up", "down"):
+        renamed[f"shared_experts.{name}_proj.weight"] = tensors[f"shared.{name}.weight"]
+    if "router.bias" in tensors:
+        renamed["gate.e_score_correction_bias"] = tensors["router.bias"]
+    return renamed
 
 
 def naive(module: experts.Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -330,7 +336,7 @@ def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str)
 )
 def test_what_a_mixture_cannot_be_trained_with_is_refused(keys: dict[str, Any], message: str):
     cfg = config.validate({"model": {"name": "moe"}, "train": {"steps": 1}} | keys, "test")
-    sizes: dict[str, int] = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
     with pytest.raises(ValueError, match=message):
         check(cfg, sizes, torch.device("cpu"))
 
