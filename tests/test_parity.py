@@ -335,10 +335,11 @@ def test_ranks_that_should_share_a_batch_and_do_not_are_stopped_at_the_start(run
         # test_resume.py goes on from these two.
         pytest.param({"mesh.dp_shard": 2}, marks=pytest.mark.full),
         pytest.param({"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}, marks=pytest.mark.full),
+        pytest.param(TP2 | {"model.name": "moe"}, marks=pytest.mark.full),  # and with the biases of its routers
     ],
 )
 def test_a_run_stopped_on_one_layout_goes_on_with_its_numbers_on_another(run, data, tmp_path, keys):
-    text = data["bloom"]
+    text, model = data["bloom"], {key: keys[key] for key in keys.keys() & {"model.name"}}
     train_debug_model(2, text | SHORT | keys | {"train.exit_interval": 1}, tmp_path)
-    found = deviation(train_debug_model(1, text | SHORT, tmp_path), run(1, {}))
+    found = deviation(train_debug_model(1, text | SHORT | model, tmp_path), run(1, model))
     assert all(found[quantity] <= FP32[quantity] for quantity in FP32), found
