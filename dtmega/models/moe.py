@@ -203,12 +203,14 @@ class MoE(Model):
         if skipped:
             return
         for layer, block in self.layers.items():
-            if block.mixture is None or block.mixture.router.bias is None:
+            router = None if block.mixture is None else block.mixture.router
+            # A frozen router keeps its bias, too: a base that adapters belong to must not change.
+            if router is None or router.bias is None or not router.weight.requires_grad:
                 continue
             load = counts[int(layer)]
             # Compare with the mean load, without a division that would round.
             lacks = torch.sign(load.sum() - len(load) * load)
-            block.mixture.router.bias += self.cfg.router_bias_rate * lacks.float()
+            router.bias += self.cfg.router_bias_rate * lacks.float()
 
     def attention_window(self, piece: str) -> int:
         kind, _, number = piece.partition(".")

@@ -280,6 +280,9 @@ def test_a_router_bias_follows_the_counts_of_one_training_step_and_of_nothing_el
     model.after_step(torch.tensor([[0.0] * 4, [10, 6, 8, 8], [1, 0, 0, 0]]), skipped=False)
     assert biases["layers.1.mixture.router.bias"].tolist() == [-0.125, 0.125, 0, 0]
     assert biases["layers.2.mixture.router.bias"].tolist() == [-0.125, 0.125, 0.125, 0.125]
+    model.requires_grad_(False)
+    model.after_step(torch.tensor([[0.0] * 4, [10, 6, 8, 8], [1, 0, 0, 0]]), skipped=False)
+    assert biases["layers.1.mixture.router.bias"].tolist() == [-0.125, 0.125, 0, 0]
 
 
 def test_an_expert_that_no_token_uses_is_named_once():
