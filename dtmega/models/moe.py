@@ -161,8 +161,8 @@ class MoE(Model):
         if self.embed is not None:
             hidden = self.embed(tokens)
         assert hidden is not None
-        hidden, reports = self.run_layers(self.blocks(), (hidden, ()), rules, rotation, texts)
-        result = finish(hidden, self.norm, self.head, labels, label_weights)
+        state, reports = self.run_layers(self.blocks(), (hidden, ()), rules, rotation, texts)
+        result = finish(state, self.norm, self.head, labels, label_weights)
         if labels is not None:
             self._count(reports)
             result |= self._sums(reports, tokens.device)
@@ -177,12 +177,16 @@ class MoE(Model):
                 reports = (*reports, found)
         return state, reports
 
+    def mixtures(self) -> dict[int, Mixture]:
+        """The mixtures of this stage, by number of the layer."""
+        found = {int(layer): block.mixture for layer, block in self.layers.items()}
+        return {layer: mixture for layer, mixture in found.items() if isinstance(mixture, Mixture)}
+
     def _count(self, reports: Sequence[Report]) -> None:
         """Add the loads of a microbatch to those of the step, in training only."""
         if not (self.training and torch.is_grad_enabled()):
             return
-        mixtures = [int(layer) for layer, block in self.layers.items() if block.mixture is not None]
-        for layer, found in zip(mixtures, reports, strict=True):
+        for layer, found in zip(self.mixtures(), reports, strict=True):
             self.loads[layer] += found.load.detach()
 
     def _sums(self, reports: Sequence[Report], device: torch.device) -> dict[str, Tensor]:
@@ -202,12 +206,12 @@ class MoE(Model):
         self.loads.zero_()
         if skipped:
             return
-        for layer, block in self.layers.items():
-            router = None if block.mixture is None else block.mixture.router
+        for layer, mixture in self.mixtures().items():
+            router = mixture.router
             # A frozen router keeps its bias, too: a base that adapters belong to must not change.
-            if router is None or router.bias is None or not router.weight.requires_grad:
+            if router.bias is None or not router.weight.requires_grad:
                 continue
-            load = counts[int(layer)]
+            load = counts[layer]
             # Compare with the mean load, without a division that would round.
             lacks = torch.sign(load.sum() - len(load) * load)
             router.bias += self.cfg.router_bias_rate * lacks.float()
@@ -225,6 +229,6 @@ class MoE(Model):
     def init_buffers(self, seed: int) -> None:
         self.frequencies.copy_(rotary_frequencies(self.cfg))
         self.loads.zero_()
-        for block in self.layers.values():
-            if block.mixture is not None and block.mixture.router.bias is not None:
-                block.mixture.router.bias.zero_()
+        for mixture in self.mixtures().values():
+            if mixture.router.bias is not None:
+                mixture.router.bias.zero_()

@@ -33,7 +33,8 @@ class ExpertRows(Style):
                 f"{type(module).__name__}"
             )
 
-    def forward(self, module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, module: Any, x: Tensor, *routing: Tensor) -> Tensor:
+        experts, weights = routing
         gate, up, down = local_part(module.gate), local_part(module.up), local_part(module.down)
         return self.stack.leave(module.compute(x, experts, weights, gate, up, down), self.group)
 

@@ -151,7 +151,7 @@ def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
             **{"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
         )
     )
-    keys = {"n_experts": 16, "experts_per_token": 3, "expert_ffn_hidden_size": 24, "shared_experts": 2}
+    keys: dict[str, Any] = {"n_experts": 16, "experts_per_token": 3, "expert_ffn_hidden_size": 24, "shared_experts": 2}
     keys |= {"expert_groups": 4, "groups_per_token": 2, "routed_scale": 2.5}
     cfg = config.MoE(hidden_size=48, n_heads=6, router_scores="sigmoid", router_bias=True, **keys)
     ours = Mixture(cfg)
@@ -339,9 +339,9 @@ def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str)
 )
 def test_what_a_mixture_cannot_be_trained_with_is_refused(keys: dict[str, Any], message: str):
     cfg = config.validate({"model": {"name": "moe"}, "train": {"steps": 1}} | keys, "test")
-    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+    axes: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     with pytest.raises(ValueError, match=message):
-        check(cfg, sizes, torch.device("cpu"))
+        check(cfg, dict.fromkeys(axes, 1), torch.device("cpu"))
 
 
 def test_a_cache_gives_the_logits_of_the_whole_sequence():
