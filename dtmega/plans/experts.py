@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.plans import mappings
 from dtmega.plans.base import Style, local_part
 from dtmega.plans.styles import Whole
 
@@ -57,6 +58,22 @@ class TokenRouter(Whole):
     def forward(self, module: Any, x: Tensor) -> Any:
         routing = module.route(x, self.stack.shared(module.weight, self.group, of_heads=True))
         return routing._replace(
-            probabilities=mappings.share_gradient(routing.probabilities, self.group),
-            log_z=mappings.share_gradient(routing.log_z, self.group),
+            probabilities=share_gradient(routing.probabilities, self.group),
+            log_z=share_gradient(routing.log_z, self.group),
         )
+
+
+def share_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x unchanged. In backward, divide the gradient, which is whole on every rank, by the number of ranks."""
+    return cast(Tensor, _ShareGradient.apply(x, group.size()))
+
+
+class _ShareGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n_ranks: int) -> Tensor:
+        ctx.n_ranks = n_ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0] / ctx.n_ranks, None

@@ -66,11 +66,6 @@ def join(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     return cast(Tensor, _Join.apply(x, group, dim, size))
 
 
-def share_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x unchanged. In backward, divide the gradient, which is whole on every rank, by the number of ranks."""
-    return cast(Tensor, _ShareGradient.apply(x, group.size()))
-
-
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The result of `gather`, but without a gradient."""
     return by_row(_all_gather(x, group), group)
@@ -246,14 +241,3 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         return _mine(grad_outputs[0], ctx.group, ctx.dim), None, None, None
-
-
-class _ShareGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, n_ranks: int) -> Tensor:
-        ctx.n_ranks = n_ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0] / ctx.n_ranks, None

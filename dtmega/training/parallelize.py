@@ -316,10 +316,7 @@ class ShardedModel:
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """Statistics of the whole model: the number of zeros in the last gradient, and the norm of all parameters.
-
-        A mixture of experts always has the largest load of an expert.
-        """
+        """Zeros in the last gradient, the norm of all parameters, and the largest load of a mixture's experts."""
         device = self.world.device
         group = self.world.groups["shards"]
         values = self.loads.numbers()

@@ -9,7 +9,6 @@ import torch
 
 from dtmega import config, families
 from dtmega.checkpoint.weights import Weights, open_checkpoint_weights
-from dtmega.interop.hf.files import ours
 from tests.checkpoint.test_reader import store
 
 # Which weights there are does not say where they came from, how they were drawn, or what was added to the loss.
@@ -74,7 +73,7 @@ def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp
 @pytest.mark.parametrize("file", ["model.safetensors", "part.safetensors", "config.json"])
 def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_path, monkeypatch, file):
     opened: list[object] = []
-    monkeypatch.setattr(ours, "open_weights", lambda path, form, model, whole: opened.append((path, model)))
+    monkeypatch.setattr(families.BuiltInFamily, "folder", lambda family, path, model: opened.append((path, model)))
     (tmp_path / file).touch()
     model = config.Bloom(init_from=str(tmp_path))
     families.of(model).weights(model)
