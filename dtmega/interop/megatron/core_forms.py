@@ -127,16 +127,16 @@ def windows(size: Any, frequency: Any, n_layers: int) -> dict[str, Any]:
     """
     if size is not None and (type(size) not in (tuple, list) or len(size) != 2 or {*map(type, size)} != {int}):
         raise ValueError(f"window_size={size!r:.80}, expected two numbers ([model] window)")
-    is_list = type(frequency) is list and len(frequency) == n_layers
-    if not is_list and frequency is not None and (type(frequency) is not int or frequency < 1):
+    layers = list(range(n_layers))
+    if isinstance(frequency, list) and len(frequency) == n_layers:
+        layers = [layer for layer in layers if frequency[layer]]
+    elif type(frequency) is int and frequency > 0:
+        layers = [layer for layer in layers if (layer + 1) % frequency]
+    elif frequency is not None:
         raise ValueError(
             f"window_attn_skip_freq={frequency!r:.80}, expected a number above 0 or a list of {n_layers} numbers "
             f"([model] window_layers)"
         )
-    if is_list:
-        layers = [layer for layer in range(n_layers) if frequency[layer]]
-    else:
-        layers = [layer for layer in range(n_layers) if frequency is None or (layer + 1) % frequency]
     if size is None or size[0] < 0 or not layers:
         return {"window": 0, "window_layers": []}
     return {"window": size[0] + 1, "window_layers": [] if len(layers) == n_layers else layers}
