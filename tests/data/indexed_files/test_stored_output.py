@@ -97,7 +97,7 @@ def test_credentials_in_the_output_are_refused_and_not_repeated(tmp_path, capsys
 # Writers that are killed, and two writers.
 
 
-@pytest.mark.parametrize("overwriting", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("overwriting", [False, True])
 def test_a_writer_that_stops_at_any_request_leaves_the_old_set_the_new_one_or_none(
     object_store, overwriting, monkeypatch
 ):

@@ -150,6 +150,17 @@ def test_conversations_in_parts_are_those_tokenised_at_once(tmp_path, here, of):
         assert (tmp_path / f"merged.{suffix}").read_bytes() == (tmp_path / f"whole.{suffix}").read_bytes()
 
 
+def test_a_merge_keeps_the_end_marks_of_all_parts(tmp_path):
+    for number, end_ids in enumerate(([7], [3, 7])):
+        assert tokenize(tmp_path, [talk("Hi", "a")], name=f"part-{number}") == exit_codes.DONE
+        path = tmp_path / f"part-{number}.meta.json"
+        record = json.loads(path.read_text())
+        record["chat"]["end_ids"] = end_ids
+        path.write_text(json.dumps(record))
+    assert main(["merge", "--input", f"{tmp_path}/part-*", "--output", f"{tmp_path}/merged"]) == exit_codes.DONE
+    assert json.loads((tmp_path / "merged.meta.json").read_text())["chat"]["end_ids"] == [3, 7]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
