@@ -108,7 +108,7 @@ class Objects:
                 writer.close()
             # The answer to the last request may have been lost: sent again, it finds no upload to complete. Only this
             # attempt writes under this name, so the file is whole if there is one.
-            except (BaseError, FileNotFoundError):
+            except (BaseError, OSError):
                 if not self._exists(key):
                     raise
 

@@ -102,15 +102,18 @@ def reason(error: Exception) -> str:
 def reported() -> Iterator[None]:
     """Turn errors of obstore into `Unreachable`, and those about missing objects into a FileNotFoundError.
 
-    Neither names the endpoint.
+    Neither names the endpoint. A FileExistsError of `put_new` and an `Unreachable` pass as they are.
     """
     from obstore.exceptions import BaseError
 
     try:
         yield
+    except (FileExistsError, Unreachable):
+        raise
     except FileNotFoundError as error:
         raise FileNotFoundError(reason(error)) from None
-    except BaseError as error:
+    # obstore's writers raise plain OSErrors, which quote the endpoint.
+    except (BaseError, OSError) as error:
         raise Unreachable(reason(error)) from None
 
 

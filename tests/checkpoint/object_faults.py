@@ -247,6 +247,7 @@ def endless_fault_in_a_save(server: Server, number: int, fault: str) -> None:
         began = time.monotonic()
         error = writer.save(2)
     assert time.monotonic() - began < AT_MOST_S
+    assert f":{server.server_port}" not in error
     server.fault = no_fault
     (step,) = saved()
     # An answer that is cut off leaves open what was done: then the new one may be there.

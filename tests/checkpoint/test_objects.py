@@ -21,7 +21,7 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
 from dtmega.files import object_requests
 from dtmega.files.object_requests import Unreachable
-from tests.checkpoint.object_faults import HASTY, IDENTITY, KEY, ROOT, Writer, client, no_fault, saved
+from tests.checkpoint.object_faults import HASTY, IDENTITY, KEY, ROOT, Writer, at, client, no_fault, saved
 from tests.object_server import Object, Request, Server
 
 
@@ -284,3 +284,12 @@ def test_no_message_names_the_endpoint_or_repeats_what_the_store_quotes(object_s
         files._store.head("nothing")
     assert str(object_store.server_port) not in str(missing.value)
     assert object_requests.reason(quoted) == "Error performing GET a request - 403 (InvalidAccessKeyId)"
+
+
+def test_a_save_whose_upload_breaks_off_does_not_name_the_endpoint(object_store):
+    with client(HASTY):
+        writer = Writer()
+        object_store.fault = at(len(object_store.seen) + 3, "503", times=10**6)
+        error = writer.save(1)
+    assert "503 Service Unavailable" in error
+    assert f":{object_store.server_port}" not in error

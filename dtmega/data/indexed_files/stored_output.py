@@ -12,23 +12,20 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from socket import gethostname
-from typing import TypeVar
 from uuid import uuid4
 
 from dtmega.data.indexed_files.pair_files import PairFiles
 from dtmega.files.object_file import ObjectFile
-from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reason, reported
+from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reported
 
 KEY = "--output"
 MAX_PARTS = 9000  # of an upload; S3 takes 10,000
 RENEW_S = 60.0
 STALE = timedelta(minutes=10)
-
-T = TypeVar("T")
 
 
 def pair_files(prefix: str) -> PairFiles:
@@ -90,21 +87,18 @@ class StoredPairFiles(PairFiles):
             FileExistsError: another process writes there, or has written there since this one began.
             Unreachable: the store does not answer.
         """
-        self._claim()
         try:
-            if self._etag() != self._before:
-                raise FileExistsError(f"another process has written {self._url}.idx since this one began: kept that")
-            self._delete("idx")
-            for suffix in ("bin", "meta.json", "idx"):
-                if self.temporary(suffix).exists():
-                    self._upload(suffix)
-                else:
-                    self._delete(suffix)
-        finally:
-            # An error of its own would hide the one that ends the upload.
-            with contextlib.suppress(OSError):
-                if self._found() == self._mine:
-                    self._delete("writing")
+            with reported():
+                self._claim()
+                try:
+                    self._upload_all()
+                finally:
+                    # An error of its own would hide the one that ends the upload.
+                    with contextlib.suppress(OSError), reported():
+                        if self._found() == self._mine:
+                            self._delete("writing")
+        except Unreachable as error:
+            raise Unreachable(f"{self._url}: {error} ({KEY})") from None
 
     def discard(self) -> None:
         """Delete the files in the temp folder."""
@@ -118,16 +112,16 @@ class StoredPairFiles(PairFiles):
         idx = ObjectFile.open(f"{self._url}.idx", KEY)
         return None if idx is None else idx.version
 
-    def _sent(self, send: Callable[[], T]) -> T:
-        """The answer of a request; an error names the data set."""
-        try:
-            with reported():
-                return send()
-        except (FileNotFoundError, FileExistsError):
-            raise
-        # obstore's writers raise an OSError that quotes the endpoint.
-        except OSError as error:
-            raise Unreachable(f"{self._url}: {reason(error)} ({KEY})") from None
+    def _upload_all(self) -> None:
+        """Upload the files, and delete old objects that have no successor."""
+        if self._etag() != self._before:
+            raise FileExistsError(f"another process has written {self._url}.idx since this one began: kept that")
+        self._delete("idx")
+        for suffix in ("bin", "meta.json", "idx"):
+            if self.temporary(suffix).exists():
+                self._upload(suffix)
+            else:
+                self._delete(suffix)
 
     def _claim(self) -> None:
         """Create PREFIX.writing, which other writers look for.
@@ -138,11 +132,11 @@ class StoredPairFiles(PairFiles):
         key = self._key("writing")
         for _ in range(2):
             with contextlib.suppress(FileExistsError):
-                self._sent(lambda: put_new(self._store, key, self._mine))
+                put_new(self._store, key, self._mine)
                 self._renewed_s = time.monotonic()
                 return
             with contextlib.suppress(FileNotFoundError):
-                meta = self._sent(lambda: self._store.head(key))
+                meta = self._store.head(key)
                 if datetime.now(timezone.utc) - meta["last_modified"] < STALE:
                     break
                 self._delete("writing")
@@ -155,7 +149,7 @@ class StoredPairFiles(PairFiles):
     def _found(self) -> bytes | None:
         """The content of PREFIX.writing; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return self._sent(lambda: bytes(self._store.get(self._key("writing")).bytes()))
+            return bytes(self._store.get(self._key("writing")).bytes())
         return None
 
     def _renew(self) -> None:
@@ -166,29 +160,25 @@ class StoredPairFiles(PairFiles):
         """
         if self._found() != self._mine:
             raise FileExistsError(f"another process has begun to write {self._url}, because this one was silent")
-        self._sent(lambda: self._store.put(self._key("writing"), self._mine, use_multipart=False))
+        self._store.put(self._key("writing"), self._mine, use_multipart=False)
         self._renewed_s = time.monotonic()
 
     def _delete(self, suffix: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._sent(lambda: self._store.delete(self._key(suffix)))
+            self._store.delete(self._key(suffix))
 
     def _upload(self, suffix: str) -> None:
         """Upload a file in parts; the object appears with its last one."""
+        import obstore
+
         path = self.temporary(suffix)
         part_bytes = max(PART_BYTES, -(-path.stat().st_size // MAX_PARTS))
-
-        def send() -> None:
-            import obstore
-
-            # An exception leaves the upload without its end.
-            writer = obstore.open_writer(self._store, self._key(suffix), buffer_size=part_bytes, max_concurrency=4)
-            for piece in self._pieces(path):
-                writer.write(piece)
-            self._renew()
-            writer.close()
-
-        self._sent(send)
+        # An exception leaves the upload without its end.
+        writer = obstore.open_writer(self._store, self._key(suffix), buffer_size=part_bytes, max_concurrency=4)
+        for piece in self._pieces(path):
+            writer.write(piece)
+        self._renew()
+        writer.close()
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
         """Yield a file's content, and renew the claim from time to time."""
