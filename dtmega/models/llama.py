@@ -9,8 +9,8 @@ bloom.py explains how a model written for one device also runs in pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +24,6 @@ from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.key_value_cache import KeyValueCache
 
 Rules: TypeAlias = Mapping[int, AttentionRule]  # rule of a batch for each window; 0 means no window
-
-
-def rules_of(windows: Iterable[int], places: Tensor, **settings: Any) -> dict[int, AttentionRule]:
-    """The attention rules of a batch, by window; 0 means no window.
-
-    Args:
-        windows: windows of the layers.
-        places: argument of `attention_rule`.
-        **settings: further arguments of `attention_rule`.
-    """
-    first, *others = sorted(set(windows)) or [0]
-    rule = attention_rule(places, window=first, **settings)
-    return {first: rule} | {window: rule.with_window(window) for window in others}
 
 
 class Rotation(NamedTuple):
@@ -131,6 +118,7 @@ class Llama(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
+        block: class of a layer, called with the model's sizes and the number of the layer.
         frequencies: rotation angle per position, for each pair of channels. All heads use the same frequencies, so no
             plan cuts them.
     """
@@ -138,6 +126,7 @@ class Llama(Model):
     cfg: config.Llama
     runs_layers = True
     has_cache = True
+    block: ClassVar[type[nn.Module]] = Block
     frequencies: Tensor  # [K / 2] fp32
 
     def __init__(self, cfg: config.Llama) -> None:
@@ -146,7 +135,7 @@ class Llama(Model):
         self.longest = cfg.max_position_embeddings
         self.ties = (("embed.weight", "head.weight"),) if cfg.tied else ()
         self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block(cfg, i) for i in range(cfg.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.head: LMHead | None = LMHead(cfg)
         self.tie()
@@ -185,24 +174,28 @@ class Llama(Model):
             {"lm": fp32 sum of token losses} on the last stage, or the logits [B, S, V] if there are no labels.
             {"hidden": hidden state} on earlier stages.
         """
-        rules = rules_of(
-            (self.cfg.window_of(int(layer)) for layer in self.layers),
-            places,
-            causal=True,
-            document_ids=document_ids,
-            prefix=prefix,
-            cache=cache,
-            context=self.context,
-            fused=self.may_fuse(labels),
+        rules, rotation = self.rules_and_rotation(
+            places, position_ids, document_ids=document_ids, prefix=prefix, cache=cache, fused=self.may_fuse(labels)
         )
-        positions = places if position_ids is None else position_ids
-        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)
-        rotation = Rotation(angles.cos(), angles.sin())
         if self.embed is not None:
             hidden = self.embed(tokens)
         assert hidden is not None
         hidden = self.run_layers(self.blocks(), hidden, rules, rotation)
         return finish(hidden, self.norm, self.head, labels, label_weights)
+
+    def rules_and_rotation(self, places: Tensor, position_ids: Tensor | None, **options: Any) -> tuple[Rules, Rotation]:
+        """The rules of attention of this stage's layers, and the rotation of queries and keys.
+
+        Args:
+            places, position_ids: arguments of `forward`.
+            **options: further arguments of `attention_rule`.
+        """
+        first, *others = sorted({self.cfg.window_of(int(layer)) for layer in self.layers}) or [0]
+        rule = attention_rule(places, window=first, causal=True, context=self.context, **options)
+        rules = {first: rule} | {window: rule.with_window(window) for window in others}
+        positions = places if position_ids is None else position_ids
+        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)
+        return rules, Rotation(angles.cos(), angles.sin())
 
     def attention_window(self, piece: str) -> int:
         kind, _, number = piece.partition(".")

@@ -32,9 +32,8 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.models.experts import Experts
-from dtmega.models.layers import LMHead, finish
-from dtmega.models.llama import MLP, Attention, Rotation, Rules, rotary_frequencies, rules_of
-from dtmega.models.model import Model
+from dtmega.models.layers import finish
+from dtmega.models.llama import MLP, Attention, Llama, Rotation, Rules
 from dtmega.models.routing import Report, Router, Texts, report, texts_of
 from dtmega.ops.key_value_cache import KeyValueCache
 
@@ -55,7 +54,7 @@ class Mixture(nn.Module):
 
         Args:
             x: activations.
-            texts: which tokens count for the balance; None: there is no report.
+            texts: tokens that count for the balance, by document; None if no report is wanted.
         """
         routing = self.router(x)
         out = self.experts(x, routing.experts, routing.weights)
@@ -90,33 +89,21 @@ class Block(nn.Module):
         return h + out, found
 
 
-class MoE(Model):
+class MoE(Llama):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        frequencies: rotation angle per position, for each pair of channels, as in Llama.
         loads: number of pairs of each layer's experts since the last `after_step`, [L, E] fp64, counted over this
             rank's tokens with a label. Dense layers, and layers of other stages, have zeros.
     """
 
-    cfg: config.MoE
-    runs_layers = True
-    has_cache = True
-    frequencies: Tensor  # [K / 2] fp32
+    cfg: config.MoE  # pyright: ignore[reportIncompatibleVariableOverride]
+    block = Block
     loads: Tensor
 
     def __init__(self, cfg: config.MoE) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.longest = cfg.max_position_embeddings
+        super().__init__(cfg)
         self.experts_per_token = cfg.experts_per_token
-        self.ties = (("embed.weight", "head.weight"),) if cfg.tied else ()
-        self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in range(cfg.n_layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.head: LMHead | None = LMHead(cfg)
-        self.tie()
-        self.register_buffer("frequencies", torch.empty(cfg.head_dim // 2), persistent=False)
         loads = torch.zeros(cfg.n_layers, cfg.n_experts, dtype=torch.float64)
         self.register_buffer("loads", loads, persistent=False)
 
@@ -144,19 +131,9 @@ class MoE(Model):
             The result of `Llama.forward`. Given labels, every stage also returns the sums of its layers' losses that
             have a weight: {"balance": ..., "router_z": ...}, fp32 scalars.
         """
-        rules = rules_of(
-            (self.cfg.window_of(int(layer)) for layer in self.layers),
-            places,
-            causal=True,
-            document_ids=document_ids,
-            prefix=prefix,
-            cache=cache,
-            context=self.context,
-            fused=self.may_fuse(labels),
+        rules, rotation = self.rules_and_rotation(
+            places, position_ids, document_ids=document_ids, prefix=prefix, cache=cache, fused=self.may_fuse(labels)
         )
-        positions = places if position_ids is None else position_ids
-        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)
-        rotation = Rotation(angles.cos(), angles.sin())
         texts = None if labels is None else texts_of(labels, document_ids, self.context)
         if self.embed is not None:
             hidden = self.embed(tokens)
@@ -216,10 +193,6 @@ class MoE(Model):
             lacks = torch.sign(load.sum() - len(load) * load)
             router.bias += self.cfg.router_bias_rate * lacks.float()
 
-    def attention_window(self, piece: str) -> int:
-        kind, _, number = piece.partition(".")
-        return self.cfg.window_of(int(number)) if kind == "layers" else 0
-
     def init_std(self, name: str) -> float | None:
         # These weights write to the residual stream, as `mlp.down` does.
         if name.endswith(("experts.down", "shared.down.weight")):
@@ -227,7 +200,7 @@ class MoE(Model):
         return super().init_std(name)
 
     def init_buffers(self, seed: int) -> None:
-        self.frequencies.copy_(rotary_frequencies(self.cfg))
+        super().init_buffers(seed)
         self.loads.zero_()
         for mixture in self.mixtures().values():
             if mixture.router.bias is not None:

@@ -103,7 +103,7 @@ def report(routing: Routing, texts: Texts, losses: bool) -> Report:
 
     Args:
         routing: routing of the tokens.
-        texts: which tokens count.
+        texts: tokens that count, by document.
         losses: whether to compute the losses; if not, they are 0.
 
     The balance loss of a document of T tokens is T times the sum over the experts of f P. f is E / k times the share of

@@ -23,7 +23,7 @@ SCALING = {
 }
 
 
-def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
+def positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] keys for rotary positions, read from a config.json.
 
     Raises:
@@ -43,7 +43,7 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return theta | {ours: rope[name] for ours, name in SCALING.items()}
 
 
-def _config_entries(model: config.Model) -> dict[str, Any]:
+def config_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries for rotary positions, for an export; transformers 4 can read these entries too."""
     assert isinstance(model, config.Llama)
     scaling = {name: getattr(model, ours) for ours, name in SCALING.items()}
@@ -79,7 +79,7 @@ def _mistral(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     window = theirs.get("sliding_window", 4096) or 0
     _check_layer_types(theirs.get("layer_types"), theirs["num_hidden_layers"], (SLIDING if window else FULL,))
-    return _positions(theirs) | {"window": window}
+    return positions(theirs) | {"window": window}
 
 
 def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,16 +100,16 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
     for layer in range(n_layers if window else 0):
         if layer >= first if layer_types is None else layer_types[layer] == SLIDING:
             layers.append(layer)
-    return _positions(theirs) | {
+    return positions(theirs) | {
         "window": window if layers else 0,
         "window_layers": [] if len(layers) == n_layers else layers,
     }
 
 
-def _mistral_entries(model: config.Model) -> dict[str, Any]:
+def mistral_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries for positions and window, for an export."""
     assert isinstance(model, config.Llama)
-    return _config_entries(model) | {"sliding_window": model.window or None}
+    return config_entries(model) | {"sliding_window": model.window or None}
 
 
 def _qwen3_entries(model: config.Model) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _qwen3_entries(model: config.Model) -> dict[str, Any]:
     has_window = [model.window_of(layer) > 0 for layer in range(model.n_layers)]
     # Versions of transformers without `layer_types` give the window to all layers from this number on.
     first = has_window.index(True) if True in has_window else model.n_layers
-    return _config_entries(model) | {
+    return config_entries(model) | {
         "use_sliding_window": model.window > 0,
         "sliding_window": model.window or None,
         "max_window_layers": first,
@@ -167,14 +167,20 @@ LLAMA = Format(
         Key("max_position_embeddings", ("max_position_embeddings",), 2048, free=True),
         Key("init_std", ("initializer_range",), 0.02, free=True),
     ),
-    to_section=_positions,
-    from_section=_config_entries,
+    to_section=positions,
+    from_section=config_entries,
 )
 
 
-def _with_defaults(**defaults: Any) -> tuple[Key, ...]:
-    """Llama's keys with the defaults of another class; None if a configuration must have the key."""
-    return tuple(key._replace(default=defaults.get(key.ours, key.default)) for key in LLAMA.keys)
+def keys_of_class(*, without: tuple[str, ...] = (), **defaults: Any) -> tuple[Key, ...]:
+    """Llama's keys with the defaults of another class.
+
+    Args:
+        without: [model] keys that the class does not have.
+        **defaults: defaults of the class, by [model] key; None if a configuration must have the key.
+    """
+    kept = [key for key in LLAMA.keys if key.ours not in without]
+    return tuple(key._replace(default=defaults.get(key.ours, key.default)) for key in kept)
 
 
 # Format for transformers' MistralForCausalLM. If the number of key/value heads is missing, transformers takes 8, but if
@@ -183,9 +189,9 @@ MISTRAL = replace(
     LLAMA,
     implied={"qk_norm": False, "window_layers": []},
     fixed={"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"},
-    keys=_with_defaults(n_kv_heads=None, max_position_embeddings=131_072),
+    keys=keys_of_class(n_kv_heads=None, max_position_embeddings=131_072),
     to_section=_mistral,
-    from_section=_mistral_entries,
+    from_section=mistral_entries,
 )
 # Format for transformers' Qwen3ForCausalLM.
 QWEN3 = replace(
@@ -196,7 +202,7 @@ QWEN3 = replace(
         **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
         **{"hidden_act": "silu", "attention_bias": False},
     },
-    keys=_with_defaults(n_kv_heads=None, kv_channels=128, max_position_embeddings=32_768),
+    keys=keys_of_class(n_kv_heads=None, kv_channels=128, max_position_embeddings=32_768),
     to_section=_qwen3,
     from_section=_qwen3_entries,
 )

@@ -13,7 +13,15 @@ from typing import Any
 from dtmega import config
 from dtmega.formats.format import Key
 from dtmega.formats.rules import Rule
-from dtmega.interop.hf.names.llama import LLAMA, QK_NORMS, RULES, _config_entries, _positions
+from dtmega.interop.hf.names.llama import (
+    LLAMA,
+    QK_NORMS,
+    RULES,
+    config_entries,
+    keys_of_class,
+    mistral_entries,
+    positions,
+)
 
 # A softmax over all experts, and nothing else of what only DeepSeek-V3 has.
 PLAIN_ROUTER = {
@@ -23,21 +31,9 @@ PLAIN_ROUTER = {
 OF_EXPERTS = (Key("experts_per_token", ("num_experts_per_tok",)),)
 
 
-def _keys(without: tuple[str, ...] = (), **defaults: Any) -> tuple[Key, ...]:
-    """Llama's keys, with the defaults of another class; None if a configuration must have the key."""
-    kept = [key for key in LLAMA.keys if key.ours not in without]
-    return tuple(key._replace(default=defaults.get(key.ours, key.default)) for key in kept)
-
-
 def _mixtral(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] keys for positions and window, read from the config.json of a Mixtral."""
-    return _positions({"rope_theta": 1e6, **theirs}) | {"window": theirs.get("sliding_window") or 0}
-
-
-def _mixtral_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for positions and window, for an export."""
-    assert isinstance(model, config.MoE)
-    return _config_entries(model) | {"sliding_window": model.window or None}
+    return positions({"rope_theta": 1e6, **theirs}) | {"window": theirs.get("sliding_window") or 0}
 
 
 def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,13 +49,13 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
             f"numbers of the first layers, from 0, and 1 ([model] dense_layers)"
         )
     window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else 0
-    return _positions(theirs) | {"window": window or 0, "dense_layers": len(dense)}
+    return positions(theirs) | {"window": window or 0, "dense_layers": len(dense)}
 
 
 def _qwen3_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries for positions, window and dense layers, for an export."""
     assert isinstance(model, config.MoE)
-    return _config_entries(model) | {
+    return config_entries(model) | {
         "use_sliding_window": model.window > 0,
         "sliding_window": model.window or None,
         "mlp_only_layers": [*range(model.dense_layers)],
@@ -96,13 +92,15 @@ MIXTRAL = replace(
         **{"hidden_act": "silu", "router_jitter_noise": 0.0},
     },
     keys=(
-        *_keys(without=("ffn_hidden_size",), n_kv_heads=None, rms_norm_eps=1e-5, max_position_embeddings=131_072),
+        *keys_of_class(
+            without=("ffn_hidden_size",), n_kv_heads=None, rms_norm_eps=1e-5, max_position_embeddings=131_072
+        ),
         *OF_EXPERTS,
         Key("n_experts", ("num_local_experts",)),
         Key("expert_ffn_hidden_size", ("intermediate_size",), resolved="expert_ffn"),
     ),
     to_section=_mixtral,
-    from_section=_mixtral_entries,
+    from_section=mistral_entries,
 )
 # Format for transformers' Qwen3MoeForCausalLM.
 QWEN3 = replace(
@@ -118,7 +116,7 @@ QWEN3 = replace(
         **{"hidden_act": "silu", "attention_bias": False},
     },
     keys=(
-        *_keys(n_kv_heads=None, max_position_embeddings=32_768),
+        *keys_of_class(n_kv_heads=None, max_position_embeddings=32_768),
         *OF_EXPERTS,
         Key("n_experts", ("num_local_experts", "num_experts")),
         Key("expert_ffn_hidden_size", ("moe_intermediate_size",), resolved="expert_ffn"),
