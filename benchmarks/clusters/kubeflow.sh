@@ -3,18 +3,6 @@
 # without Kubernetes. Called by benchmarks/clusters.sh.
 . benchmarks/clusters/nodes.sh
 
-# process NODE PATTERN: the first process on a node with such a command line.
-process() {
-    local pid
-    for pid in $(ip netns pids "$nodes$1"); do
-        if tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "$2"; then
-            echo "$pid"
-            return
-        fi
-    done
-    return 1
-}
-
 RANK='^[^ ]*python[^ ]* -u -m dtmega train '
 CONTAINER='^[^ ]*bash launch/node.sh '
 

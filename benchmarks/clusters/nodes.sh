@@ -69,6 +69,18 @@ wait_for() {
     done
 }
 
+# process NODE PATTERN: the first process on a node with such a command line.
+process() {
+    local pid
+    for pid in $(ip netns pids "$nodes$1"); do
+        if tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "$2"; then
+            echo "$pid"
+            return
+        fi
+    done
+    return 1
+}
+
 # has_step RUN STEP: whether the run has come to this step.
 has_step() { [ "$(tail -n 1 "$1/metrics.jsonl" | sed -n 's/^{"step": \([0-9]*\),.*/\1/p')" -ge "$2" ]; }
 

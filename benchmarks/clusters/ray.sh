@@ -19,18 +19,6 @@ start_ray() {
     return 1
 }
 
-# process NODE PATTERN: the first process on a node with such a command line.
-process() {
-    local pid
-    for pid in $(ip netns pids "$nodes$1"); do
-        if tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "$2"; then
-            echo "$pid"
-            return
-        fi
-    done
-    return 1
-}
-
 parent_of() { sed 's/.*) . \([0-9]*\) .*/\1/' "/proc/$1/stat"; }
 
 RANK='^[^ ]*python[^ ]* [^ ]*/train.py '

@@ -32,7 +32,10 @@ class DataFile:
     """
 
     def __init__(self, name: str, file: Any, block_bytes: int) -> None:
-        self.name, self.n_bytes, self._file, self._block_bytes = name, 0, file, block_bytes
+        self.name = name
+        self.n_bytes = 0
+        self._file = file
+        self._block_bytes = block_bytes
 
     def add(self, tensor: Tensor, offsets: Iterable[int]) -> StoredChunk:
         """Append a box of a tensor.

@@ -91,9 +91,8 @@ class TrainBatches:
         self._rows, self._data, self._batch = rows, data, batch
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
-        self._iterator: Iterator[dict[str, Tensor] | DataLost] | None = (
-            None  # when the iterator is deleted, the workers end
-        )
+        # When the iterator is deleted, the workers end.
+        self._iterator: Iterator[dict[str, Tensor] | DataLost] | None = None
         self._startup: _WorkerStartup | None = None  # None except while the workers are starting
         self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
 

@@ -72,8 +72,8 @@ def write(args: argparse.Namespace) -> str:
     settings = {"tokenizer": tokenizer.fingerprint, "eod_id": tokenizer.eod_id, "templates": _digest(template)}
     settings |= {"key": args.json_key, "roles": args.roles, "train_on": args.train_on}
     share = share_of(args.output, files, args.part, encoding=args.encoding, settings=settings)
-    if share.is_made(args.overwrite):
-        return f"{share.name}skipped, because {share.prefix}.idx is there, of this input and these settings"
+    if line := share.made(args.overwrite):
+        return line
     batches = text_files.read_batches(share.files, "", encoding=args.encoding)
     tally = Tally(args.strict, args.skip_empty)
     with (

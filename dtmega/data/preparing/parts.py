@@ -51,8 +51,8 @@ class Share(NamedTuple):
     part: PartRecord | None
     name: str
 
-    def is_made(self, overwrite: bool) -> bool:
-        """True if a part is there already, and was made from the same part of the same text with the same settings.
+    def made(self, overwrite: bool) -> str:
+        """A line for the user if a part is there already, made from the same text with the same settings; '' if not.
 
         Args:
             overwrite: whether to replace the output, whatever it is.
@@ -61,9 +61,10 @@ class Share(NamedTuple):
             ValueError: another part has this prefix, and `overwrite` is False.
         """
         if overwrite or self.part is None:
-            return False
-        if not is_there(f"{self.prefix}.idx"):  # a .bin without its .idx is what a killed task may leave
-            return False
+            return ""
+        # A .bin without its .idx is what a killed task may leave.
+        if not is_there(f"{self.prefix}.idx"):
+            return ""
         found = record_of(IndexedDataset(self.prefix))
         if found is None or found.part != self.part:
             got = found.part.model_dump() if found and found.part else "no record of a part"
@@ -72,7 +73,7 @@ class Share(NamedTuple):
                 f"{self.part.model_dump()} in {self.prefix}.meta.json, got {got}: take another --output, or "
                 f"--overwrite to replace it"
             )
-        return True
+        return f"{self.name}skipped, because {self.prefix}.idx is there, of this input and these settings"
 
 
 def share_of(

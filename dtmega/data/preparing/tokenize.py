@@ -72,8 +72,8 @@ def write(args: argparse.Namespace) -> str:
     settings = dataclasses.asdict(job) | {"tokenizer": tokenizer.fingerprint, "eod_id": tokenizer.eod_id}
     settings["at_blank_lines"] = at_blank_lines
     share = share_of(args.output, files, args.part, encoding=args.encoding, settings=settings)
-    if share.is_made(args.overwrite):
-        return f"{share.name}skipped, because {share.prefix}.idx is there, of this input and these settings"
+    if line := share.made(args.overwrite):
+        return line
     batches = text_files.read_batches(share.files, key, at_blank_lines=at_blank_lines, encoding=args.encoding)
     total_bytes = sum(file.n_bytes for file in share.files) or None  # None: the size of standard input is not known
     n_empty = n_malformed = 0
