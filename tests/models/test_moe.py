@@ -27,14 +27,14 @@ from dtmega.formats.whole import as_theirs
 from dtmega.interop.hf.names import moe as names
 from dtmega.models import experts, routing
 from dtmega.models.generate import Sampling, generate
-from dtmega.models.initial import init_weights
 from dtmega.models.moe import Mixture, MoE
 from dtmega.ops import cost
 from dtmega.training.checks import check
 from dtmega.training.recompute import recompute
 from tests.interop.hf.files.test_ours import Memory
+from tests.models import test_llama
+from tests.models.test_llama import S, V, batch, error
 
-V, S = 131, 77
 OURS: dict[str, Any] = {"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2}
 THEIRS: dict[str, Any] = {
     **{"vocab_size": V, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
@@ -65,14 +65,8 @@ KINDS = {
 
 
 def small(cfg: config.MoE) -> MoE:
-    model = families.of(cfg).build(cfg)
+    model = test_llama.small(cfg)
     assert isinstance(model, MoE)
-    init_weights(model, seed=1)
-    model.init_buffers(1)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
     return model
 
 
@@ -100,16 +94,6 @@ def as_module(ours: MoE, form: Any, tensors: dict[str, Tensor]) -> dict[str, Ten
         result[f"{theirs}gate_up_proj"] = torch.cat([tensors[f"{prefix}gate"], tensors[f"{prefix}up"]], dim=1)
         result[f"{theirs}down_proj"] = tensors[f"{prefix}down"]
     return result
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(V, (2, S), generator=generator)
-    return tokens, tokens.roll(-1, dims=1)
-
-
-def error(ours: Tensor, truth: Tensor) -> float:
-    return ((ours - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
