@@ -90,6 +90,17 @@ def test_an_evaluation_is_the_mean_over_its_tokens_however_many_samples_a_batch_
     assert found == [pytest.approx(found[-1], rel=1e-6)] * 3
 
 
+def test_the_losses_of_routers_are_in_the_loss_of_training_and_not_in_that_of_an_evaluation(tmp_path, corpus):
+    keys = {"model__name": "moe", "model__n_layers": 2, "model__balance_loss": 0.5}
+    keys |= {"train__steps": 1, "eval__interval": 1, "eval__steps": 1, "eval__sample_tokens": 0}
+    assert run(tmp_path, corpus, **keys) == 0
+    (step,) = [line for line in lines(tmp_path) if "loss" in line]
+    assert step["loss"] == pytest.approx(step["lm"] + 0.5 * 2 * step["balance"], rel=1e-6)
+    evaluations = [line for line in lines(tmp_path) if "val_loss" in line]
+    assert [line["val_loss"] for line in evaluations] == [line["val_lm"] for line in evaluations]
+    assert all(line["val_balance"] >= 0.5 for line in evaluations)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_during_an_evaluation_ends_it_after_the_batch_and_the_step_is_saved(tmp_path, keys, truth, number):
     with signal_in_batch(12 + 2, number) as batches:
