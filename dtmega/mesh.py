@@ -8,6 +8,8 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     loss       pp x data x cp: token losses add up over these ranks
     shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
     model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
+    ep         ep neighbours in fsdp: together these ranks hold each expert of a layer once, and exchange its tokens
+    efsdp      fsdp / ep: each expert's parameters are sharded over these ranks
     pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
     place      dp_replicate x dp_shard x cp x tp: these ranks hold the same stages (`World.at_place`); only for Muon
 """
@@ -20,6 +22,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +49,21 @@ DERIVED = {
 ON_DEMAND = {"place": (*DATA, "cp", "tp")}
 # The mesh dims that parameters are laid out on. fsdp includes cp, so cp ranks hold different shards too.
 LAID_OUT = ("pp", "dp_replicate", "fsdp", "tp")
+# The mesh dims that experts are laid out on if ep > 1: fsdp is divided in two.
+EXPERTS_LAID_OUT = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 TIMEOUT_S = 600.0
+
+
+class ExpertMesh(NamedTuple):
+    """Slices of the mesh that experts are laid out on.
+
+    Attributes:
+        held: the ranks that a layer's experts are divided over, (ep, tp), or (ep,) if tp is 1.
+        sharded: the ranks that a rank's experts are sharded over: (efsdp,), or for HSDP (dp_replicate, efsdp).
+    """
+
+    held: DeviceMesh
+    sharded: DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,7 @@ class World:
         sizes: size of each axis.
         mesh: the mesh that parameters are laid out on, with the dims LAID_OUT.
         tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
+        experts: slices of a second mesh, for experts, if ep > 1; otherwise None.
         data_rank, data_size: index of this process's slice of the global batch, and number of slices.
         groups: this process's groups, by name: one group for each axis and for each set of ranks in DERIVED.
         timeout: timeout of every group's collectives.
@@ -71,6 +89,7 @@ class World:
     mesh: DeviceMesh
     tp: DeviceMesh
     fsdp: DeviceMesh
+    experts: ExpertMesh | None
     data_rank: int
     data_size: int
     groups: dict[str, dist.ProcessGroup]
@@ -133,7 +152,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
     """The size of each axis. An axis of size -1 gets the number of processes divided by the product of the other sizes.
 
     Raises:
-        ValueError: the product of the sizes is not the number of processes.
+        ValueError: the product of the sizes is not the number of processes, or ep does not divide dp_shard x cp.
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -151,6 +170,12 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
             f"{equation} does not make {counted(world, 'process')}, all there are ([mesh]; --nproc-per-node): "
             + (f"{world} % {known} = {world % known}, expected 0" if free else f"{known} != {world}")
         )
+    n_sharded = sizes["dp_shard"] * sizes["cp"]
+    if n_sharded % mesh.ep:
+        raise ValueError(
+            f"ep={mesh.ep} does not divide dp_shard={sizes['dp_shard']} x cp={sizes['cp']}: {n_sharded} % {mesh.ep} = "
+            f"{n_sharded % mesh.ep}, expected 0 ([mesh] ep, dp_shard, cp)"
+        )
     return sizes
 
 
@@ -164,16 +189,26 @@ def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
     return grid.transpose(order).reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
 
 
-def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
+def expert_groups(sizes: dict[str, int], ep: int) -> dict[str, list[list[int]]]:
+    """Divide each fsdp group into neighbours (ep), and into the ranks at one place among their neighbours (efsdp)."""
+    groups: dict[str, list[list[int]]] = {"efsdp": [], "ep": []}
+    for ranks in rank_groups(sizes, DERIVED["fsdp"]):
+        groups["ep"] += [ranks[first : first + ep] for first in range(0, len(ranks), ep)]
+        groups["efsdp"] += [ranks[place::ep] for place in range(ep)]
+    return groups
+
+
+def group_lists(sizes: dict[str, int], ep: int = 1) -> dict[str, list[list[int]]]:
     """Map the name of each axis and each derived set to its groups, as lists of ranks."""
     named = {axis: (axis,) for axis in AXES} | DERIVED
-    return {name: rank_groups(sizes, axes) for name, axes in named.items()}
+    lists = {name: rank_groups(sizes, axes) for name, axes in named.items()}
+    return lists if ep == 1 else lists | expert_groups(sizes, ep)
 
 
-def describe_groups(sizes: dict[str, int]) -> str:
+def describe_groups(sizes: dict[str, int], ep: int = 1) -> str:
     """Format every group of the mesh with its ranks, one line per name."""
     lines = []
-    for name, lists in group_lists(sizes).items():
+    for name, lists in group_lists(sizes, ep).items():
         lines.append(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in lists))
     return "\n".join(lines)
 
@@ -215,11 +250,17 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def start(
-    device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOUT_S, store: Store | None = None
+    device: torch.device,
+    sizes: dict[str, int],
+    timeout_s: float = TIMEOUT_S,
+    store: Store | None = None,
+    *,
+    ep: int = 1,
 ) -> World:
     """Join the process group (nccl on GPUs, gloo on CPUs) and make the mesh, with or without torchrun.
 
     Args:
+        ep: number of ranks that a layer's experts are divided over; it divides dp_shard x cp.
         timeout_s: timeout of the rendezvous and of every collective. An existing process group keeps its own timeout.
         store: store that an earlier call to `rendezvous` returned; None if there was no such call.
 
@@ -240,13 +281,19 @@ def start(
             device_id=device if on_gpu else None,
         )
     me = dist.get_rank()
-    groups = make_groups(sizes, device, timeout)
-    shape = (sizes["pp"], sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"], sizes["tp"])
-    grid = torch.arange(dist.get_world_size()).view(shape)
-    mesh = DeviceMesh.from_group([groups[dim] for dim in LAID_OUT], device.type, grid, mesh_dim_names=LAID_OUT)
+    groups = make_groups(sizes, device, timeout, ep)
+    n_sharded = sizes["dp_shard"] * sizes["cp"]
+    lengths = {**sizes, "fsdp": n_sharded, "efsdp": n_sharded // ep, "ep": ep}
+    mesh = _lay_out(LAID_OUT, lengths, groups, device)
     data_rank, data_size = data_coordinate(sizes, me)
     # Only HSDP gets a 2-D mesh: over a 1-D mesh, FSDP skips the second reduction.
     fsdp = mesh["dp_replicate", "fsdp"] if sizes["dp_replicate"] > 1 else mesh["fsdp"]
+    experts = None
+    if ep > 1:
+        of_experts = _lay_out(EXPERTS_LAID_OUT, lengths, groups, device)
+        held = of_experts["ep", "tp"] if sizes["tp"] > 1 else of_experts["ep"]
+        sharded = of_experts["dp_replicate", "efsdp"] if sizes["dp_replicate"] > 1 else of_experts["efsdp"]
+        experts = ExpertMesh(held, sharded)
     return World(
         rank=me,
         size=dist.get_world_size(),
@@ -255,6 +302,7 @@ def start(
         mesh=mesh,
         tp=mesh["tp"],
         fsdp=fsdp,
+        experts=experts,
         data_rank=data_rank,
         data_size=data_size,
         groups=groups,
@@ -262,7 +310,17 @@ def start(
     )
 
 
-def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+def _lay_out(
+    dims: tuple[str, ...], lengths: dict[str, int], groups: dict[str, dist.ProcessGroup], device: torch.device
+) -> DeviceMesh:
+    """Make the mesh of all ranks with these dims and their lengths, the last dim varying fastest."""
+    grid = torch.arange(dist.get_world_size()).view([lengths[dim] for dim in dims])
+    return DeviceMesh.from_group([groups[dim] for dim in dims], device.type, grid, mesh_dim_names=dims)
+
+
+def make_groups(
+    sizes: dict[str, int], device: torch.device, timeout: timedelta, ep: int = 1
+) -> dict[str, dist.ProcessGroup]:
     """Make the groups that contain this process, keyed by name. Names for identical sets of ranks share one group.
 
     Each process makes only its own groups, one of each kind, however many processes there are. All processes make
@@ -282,7 +340,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
             f"start the mesh before you make groups of some ranks"
         )
     kinds: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-    for name, lists in group_lists(sizes).items():
+    for name, lists in group_lists(sizes, ep).items():
         kinds.setdefault(tuple(map(tuple, lists)), []).append(name)
     groups: dict[str, dist.ProcessGroup] = {}
     for lists, names in kinds.items():

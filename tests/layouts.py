@@ -121,7 +121,7 @@ AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
 TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *MUON, *GATED, *PREFIX, *QWEN}
-TRUTH_KEYS |= {"data.decoder_seq_len"}
+TRUTH_KEYS |= {"data.decoder_seq_len", "model.n_experts"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -308,6 +308,27 @@ LAYOUTS |= {
     "moe, fp16, pp 2": (2, MOE | FP16_OF_MOE | {"mesh.pp": 2}),
     "moe, fp16, dp_shard 2": (2, MOE | FP16_OF_MOE | {"mesh.dp_shard": 2}),
 }
+# Experts divided over ranks that have different tokens.
+OF_EP: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp_shard 2": (2, {"mesh.dp_shard": 2, "mesh.ep": 2}),
+    "dp_shard 4, ep 4": (4, {"mesh.dp_shard": 4, "mesh.ep": 4, "model.n_experts": 8}),
+    "dp_shard 4": (4, {"mesh.dp_shard": 4, "mesh.ep": 2}),
+    "dp_shard 2 x tp 2": (4, TP2 | {"mesh.dp_shard": 2, "mesh.ep": 2}),
+    "dp_shard 2 x pp 2": (4, {"mesh.dp_shard": 2, "mesh.ep": 2, "mesh.pp": 2}),
+    "dp_shard 2 x pp 2, ZBV": (
+        4,
+        PAIRS | {"mesh.dp_shard": 2, "mesh.ep": 2, "mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"},
+    ),
+    "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "mesh.ep": 2}),
+    "cp 2": (2, WITH_CP["cp 2, gather"][1] | {"mesh.ep": 2}),
+    "dp_shard 2 x cp 2, ep 4": (4, WITH_CP["cp 2 x dp_shard 2, gather"][1] | {"mesh.ep": 4, "model.n_experts": 8}),
+    "recompute full": (2, LAYOUTS["recompute full"][1] | {"mesh.dp_shard": 2, "mesh.ep": 2}),
+    "compile": (2, {"compile.enable": True, "mesh.dp_shard": 2, "mesh.ep": 2}),
+    "bf16": (2, BF16 | {"mesh.dp_shard": 2, "mesh.ep": 2}),
+    "fp16": (2, FP16_OF_MOE | {"mesh.dp_shard": 2, "mesh.ep": 2}),
+    "sharded gradients": (4, SHARDED | {"mesh.dp_shard": 4, "mesh.ep": 2}),
+}
+LAYOUTS |= {f"moe, ep, {name}": (n, MOE | keys) for name, (n, keys) in OF_EP.items()}
 # Matrices that an owner orthogonalises, gathered over each axis: with copies of whole matrices and of shards, shards of
 # uneven sizes (48 rows over 9 ranks), cuts of both dims, and stages with matrices of their own.
 UNEVEN = {"batch.global_batch_size": 9, "batch.micro_batch_size": 1}

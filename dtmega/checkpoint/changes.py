@@ -25,7 +25,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "profile": ("steps", "ranks", "with_stack", "with_memory", "memory_history"),
     "checkpoint": ("interval", "final", "keep", "resume", "dir", "mode", "allow_changed_data"),
     "compile": ("enable",),
-    "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "cp_form", "tp", "sequence_parallel"),
+    "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "cp_form", "ep", "tp", "sequence_parallel"),
     "pipeline": ("schedule", "virtual_stages", "stages", "split", "csv", "draw"),
     "recompute": ("mode", "method", "layers"),
     "lora": ("base", "base_path"),

@@ -560,6 +560,9 @@ class Mesh(Section):
         "with cp, attention of a rank's tokens to all tokens (gather), or of its heads over all tokens (heads); auto: "
         "the one that sends fewer bytes",
     )
+    ep: int = key(
+        1, "expert parallel: neighbours among the dp_shard x cp ranks that a layer's experts are divided over", ge=1
+    )
     tp: int = key(1, "tensor parallel: ranks that each layer's matrices are divided over", ge=-1)
     sequence_parallel: bool = key(
         True, "with tp: each rank computes norms, dropout and the residual for S / tp tokens only"

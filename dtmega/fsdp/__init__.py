@@ -6,6 +6,7 @@ FSDP2 is used if weights are sharded or offloaded, or if gradients are reduced i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from dtmega import config
 from dtmega.fsdp.masters import Masters
 from dtmega.fsdp.sends import Gathers, ReducesAndScatters
-from dtmega.ops.shards import dim_to_cut
+from dtmega.ops.shards import dim_of_experts, dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
@@ -61,9 +62,18 @@ def reshards(cfg: config.Config, pp: int, n_shards: int) -> bool:
 
 
 def apply_fsdp(
-    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg: config.Config, *, reshard: bool
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    cfg: config.Config,
+    *,
+    reshard: bool,
+    experts: Sequence[nn.Module] = (),
+    of_experts: DeviceMesh | None = None,
 ) -> None:
     """Wrap each block, then the root. The root takes all other parameters, so that tied weights are in one group.
+
+    If experts are divided over ep, they are wrapped first, because fewer ranks share them than other parameters.
 
     Parameters stay fp32 shards; forward and backward use copies in `precision.params`. Gradients are summed, not
     averaged, in `precision.reduce`, because the loss is already divided by the counts of the global batch.
@@ -73,6 +83,8 @@ def apply_fsdp(
             is the same as DDP.
         reshard: whether to free each block's gathered weights after its forward. The root and the last block keep
             their gathered weights, because backward starts with the root and the last block, and ends with the root.
+        experts: modules that are divided over ep; [] if ep is 1.
+        of_experts: mesh of the ranks that hold the same experts, 1-D or 2-D as `mesh`; None if ep is 1.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -80,32 +92,42 @@ def apply_fsdp(
         # The ALiBi bias enters a block as an input and must stay fp32.
         cast_forward_inputs=False,
     )
-    n_ranks = mesh.size()
     # On a CPU mesh the shards are already in host memory.
     offload = cfg.fsdp.cpu_offload and mesh.device_type != "cpu"
-    for module in (*blocks, model):
+    stay_gathered = {model}
+    for block in blocks[-1:]:
+        stay_gathered.update(block.modules())
+    for module in (*experts, *blocks, model):
+        ranks, dim = mesh, dim_to_cut
+        if of_experts is not None and module in experts:
+            ranks, dim = of_experts, functools.partial(dim_of_experts, n_shards=of_experts.size(-1))
         fully_shard(
             module,
-            mesh=mesh,
-            reshard_after_forward=reshard and module not in (model, *blocks[-1:]),
+            mesh=ranks,
+            reshard_after_forward=reshard and module not in stay_gathered,
             mp_policy=precision,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            shard_placement_fn=dim_to_cut,
+            shard_placement_fn=dim,
         )
         assert isinstance(module, FSDPModule)
-        if n_ranks > 1:
-            module.set_gradient_divide_factor(1.0)
-            if mesh.device_type == "cpu":
-                module.set_custom_all_gather(Gathers())  # pyright: ignore[reportArgumentType]
-                module.set_custom_reduce_scatter(ReducesAndScatters())  # pyright: ignore[reportArgumentType]
-        else:
-            # With a single rank, torch 2.13 would divide the gradients by 1.0, and so copy the gradients once more.
-            module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
-        if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # Ranks that have not used a parameter contribute zeros to the sum of the parameter's gradients.
-            module.set_reduce_scatter_unused_params(True)
-        # Without this call, FSDP asks for a sum scaled by a factor (here 1.0), which gloo does not support.
-        module.set_force_sum_reduction_for_comms(True)
+        _set_collectives(module, ranks)
+
+
+def _set_collectives(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Let a wrapped module sum its gradients, by messages on a CPU."""
+    if mesh.size() > 1:
+        module.set_gradient_divide_factor(1.0)
+        if mesh.device_type == "cpu":
+            module.set_custom_all_gather(Gathers())  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(ReducesAndScatters())  # pyright: ignore[reportArgumentType]
+    else:
+        # With a single rank, torch 2.13 would divide the gradients by 1.0, and so copy the gradients once more.
+        module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+        # Ranks that have not used a parameter contribute zeros to the sum of the parameter's gradients.
+        module.set_reduce_scatter_unused_params(True)
+    # Without this call, FSDP asks for a sum scaled by a factor (here 1.0), which gloo does not support.
+    module.set_force_sum_reduction_for_comms(True)
 
 
 class _NothingToReduce:

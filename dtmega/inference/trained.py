@@ -96,7 +96,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
             _read(weights, cfg, ((model.full_name(name), t) for name, t in model.stored_tensors()))
     else:
         with startup.step("process groups"):
-            world = mesh.start(device, sizes, startup.timeout_s, startup.store)
+            world = mesh.start(device, sizes, startup.timeout_s, startup.store, ep=cfg.mesh.ep)
         with startup.step("model"):
             parallel = parallelize(cfg, world)
             _read(weights, cfg, startup.with_heartbeats(parallel.stored_tensors()))

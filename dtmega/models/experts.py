@@ -6,12 +6,15 @@ A *pair* is a token together with one of the k experts that it uses. The pairs o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
+
+from dtmega.ops.shards import local
 
 
 class Order(NamedTuple):
@@ -32,7 +35,7 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
     """Sort the pairs by expert.
 
     Args:
-        experts: experts of each token, [N, k] int64.
+        experts: experts of each token, [N, k] int64; or experts of the pairs, [N k].
         n_experts: E, the number of experts.
     """
     flat = experts.flatten()
@@ -47,17 +50,24 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
 class Experts(nn.Module):
     """E gated feed-forwards, silu(gate x) * up x and then down, whose weights are stacked along the first dim.
 
-    tp cuts the width F of each expert, and FSDP2 cuts the stack. A pair whose expert has no other token costs as much
-    as a row of any other product. No token is dropped.
+    tp cuts the width F of each expert, ep divides the stack, and FSDP2 cuts a rank's part of the stack. A pair whose
+    expert has no other token costs as much as a row of any other product. No token is dropped.
 
     Args:
         n_experts: E, the number of experts.
         hidden_size: D, the width of the hidden state.
         ffn: F, the width inside an expert.
+
+    Attributes:
+        exchange: the function that sends rows to the ranks of their experts (`plans/expert_parallel.py`); None: this
+            rank holds all experts.
     """
+
+    exchange: Callable[[Tensor, Tensor], Any] | None = None
 
     def __init__(self, n_experts: int, hidden_size: int, ffn: int) -> None:
         super().__init__()
+        self.n_experts = n_experts
         self.gate = nn.Parameter(torch.empty(n_experts, ffn, hidden_size))
         self.up = nn.Parameter(torch.empty(n_experts, ffn, hidden_size))
         self.down = nn.Parameter(torch.empty(n_experts, hidden_size, ffn))
@@ -70,18 +80,38 @@ class Experts(nn.Module):
             experts: experts of each token, [B S, k] int64.
             weights: weights of these experts, [B S, k] fp32.
         """
-        return self.compute(x, experts, weights, self.gate, self.up, self.down)
+        return self.compute(x, experts, weights, local(self.gate), local(self.up), local(self.down))
 
-    def compute(self, x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """Compute `forward` with the given weights, which may be a rank's part of F."""
-        n_tokens, k = experts.shape
-        order = order_by_expert(experts, gate.shape[0])
+    def compute(self, x: Tensor, experts: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
+        """Compute `forward` with the given gate, up and down: this rank's experts, and perhaps its part of F."""
+        k = experts.shape[1]
+        order = order_by_expert(experts, self.n_experts)
         rows = cast(Tensor, _Dispatch.apply(x.flatten(0, 1), order.pairs, order.place, k))  # [N k, D]
-        inner = F.silu(grouped_product(rows, gate, order.ends)) * grouped_product(rows, up, order.ends)
-        results = grouped_product(inner, down, order.ends)
-        by_token = cast(Tensor, _Permute.apply(results, order.place, order.pairs)).view(n_tokens, k, -1)
+        if self.exchange is None:
+            results = feed_forward(rows, order.ends, *matrices)
+        else:
+            arrived = self.exchange(rows, order.ends.diff(prepend=order.ends.new_zeros(1)).long())
+            here = order_by_expert(arrived.experts, matrices[0].shape[0])
+            by_expert = _permute(arrived.rows, here.pairs, here.place)
+            results = feed_forward(by_expert, here.ends, *matrices)
+            results = arrived.give_back(_permute(results, here.place, here.pairs))
+        by_token = _permute(results, order.place, order.pairs).view(*x.shape[:-1], k, -1)  # [B, S, k, D]
         # The sum over a token's experts has a fixed order, and is rounded once.
-        return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
+        return (by_token * weights.view(*x.shape[:-1], k, 1)).sum(2).to(x.dtype)
+
+
+def feed_forward(rows: Tensor, ends: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Apply to each group of rows, [n, D], its expert: silu(gate x) * up x, and then down.
+
+    Args:
+        rows: rows of all experts, one expert's rows after another's.
+        ends: index after the last row of each expert.
+        gate: matrices of the experts, [E, F, D].
+        up: matrices of the experts, [E, F, D].
+        down: matrices of the experts, [E, D, F].
+    """
+    inner = F.silu(grouped_product(rows, gate, ends)) * grouped_product(rows, up, ends)
+    return grouped_product(inner, down, ends)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -101,6 +131,10 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = ctx.saved_tensors
         return grad_outputs[0][place].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+def _permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return cast(Tensor, _Permute.apply(rows, order, inverse))
 
 
 class _Permute(torch.autograd.Function):

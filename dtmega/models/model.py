@@ -110,6 +110,10 @@ class Model(nn.Module):
         """This stage's layers, in order. Each layer is recomputed, compiled and wrapped by FSDP separately."""
         return list(self.layers.values())
 
+    def experts(self) -> list[nn.Module]:
+        """The modules whose parameters, [experts, ...], can be divided over ep."""
+        return []
+
     def may_fuse(self, labels: Tensor | None, attention_dropout: float = 0.0) -> bool:
         """True if attention may use a fused kernel in this forward.
 

@@ -154,6 +154,9 @@ class MoE(Llama):
                 reports = (*reports, found)
         return state, reports
 
+    def experts(self) -> list[nn.Module]:
+        return [mixture.experts for mixture in self.mixtures().values()]
+
     def mixtures(self) -> dict[int, Mixture]:
         """The mixtures of this stage, by number of the layer."""
         found = {int(layer): block.mixture for layer, block in self.layers.items()}

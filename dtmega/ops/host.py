@@ -19,6 +19,10 @@ class Host:
         """The tensor's values, as a tensor on the host."""
         return tensor.cpu()
 
+    def read_sizes(self, sizes: Tensor, total: int) -> Tensor:
+        """The values of sizes, as a tensor on the host."""
+        return sizes.cpu()
+
     def must_skip(self, check: str) -> bool:
         """False: a real host makes every check. A plan takes note of the check instead, which needs values."""
         return False
@@ -38,6 +42,16 @@ _hosts = [Host()]  # the functions below ask the last host
 def read(tensor: Tensor) -> Tensor:
     """The values of a tensor, as a tensor on the host. If the tensor is on a GPU, the host waits for the values."""
     return _hosts[-1].read(tensor)
+
+
+def read_sizes(sizes: Tensor, total: int) -> Tensor:
+    """The values of sizes that depend on the data, as a tensor on the host.
+
+    Args:
+        sizes: sizes of parts, [..., n].
+        total: sum of the n sizes if all ranks have the same load. A plan assumes it, and divides it evenly.
+    """
+    return _hosts[-1].read_sizes(sizes, total)
 
 
 def true_indices(mask: Tensor) -> Tensor:

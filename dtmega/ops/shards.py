@@ -120,6 +120,23 @@ def dim_to_cut(parameter: Tensor) -> Shard | None:
     return None
 
 
+def dim_of_experts(parameter: Tensor, n_shards: int) -> Shard:
+    """The dim along which FSDP2 must shard a rank's experts, [E, ...]: the first dim that divides evenly, or dim 0.
+
+    A rank may have fewer experts than there are shards, and then a cut of dim 0 would leave ranks without a part.
+
+    Args:
+        parameter: a DTensor on a mesh with the dims (ep,) or (ep, tp).
+        n_shards: number of shards.
+    """
+    assert isinstance(parameter, DTensor)
+    cut_by_tp = [placement.dim for placement in parameter.placements[1:] if isinstance(placement, Shard)]
+    for dim, size in enumerate(local(parameter).shape):
+        if size % n_shards == 0 and dim not in cut_by_tp:
+            return Shard(dim)
+    return Shard(0)
+
+
 def _cuts(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 

@@ -39,12 +39,45 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
         )
     family.check(cfg, sizes)
+    if cfg.mesh.ep > 1:
+        check_experts(cfg)
     if cfg.optim.name == "muon":
         check_matrices(cfg)
     if cfg.train.freeze or cfg.lora.rank or cfg.optim.lr_factors:
         with torch.device("meta"):
             whole = families.build(cfg)
         optim.check_factors(cfg.optim, [whole.full_name(name) for name, _ in whole.named_parameters()])
+
+
+def check_experts(cfg: config.Config) -> None:
+    """Refuse expert parallelism for a model whose experts cannot be divided over ep ranks.
+
+    Raises:
+        ValueError: the model has no experts that can be divided, ep does not divide their number, or recomputation is
+            selective.
+    """
+    ep = cfg.mesh.ep
+    if cfg.recompute.mode == "selective":
+        # torch's selective checkpoint counts the operators of a block, and FSDP gathers experts inside the block. It
+        # does not gather them again if they have stayed gathered.
+        raise ValueError(
+            f"selective recompute does not count the gathering of experts as forward did: expected mode = 'full' or "
+            f"'none' with ep={ep} ([recompute] mode, [mesh] ep)"
+        )
+    with torch.device("meta"):
+        experts = families.build(cfg).experts()
+    if not experts:
+        raise ValueError(
+            f"ep={ep} divides the experts of a mixture, and name = '{cfg.model.name}' has none here: expected ep=1 "
+            f"([mesh] ep, [model] name)"
+        )
+    for module in experts:
+        n_experts = next(module.parameters()).shape[0]
+        if n_experts % ep:
+            raise ValueError(
+                f"ep={ep} does not divide n_experts={n_experts}: {n_experts} % {ep} = {n_experts % ep}, expected 0, "
+                f"because a rank has whole experts ([mesh] ep, [model] n_experts)"
+            )
 
 
 def check_matrices(cfg: config.Config) -> None:

@@ -2,7 +2,7 @@
 
     build      the whole model on the meta device, which costs no memory
     split      keep only this rank's pipeline stages (pp)
-    plan       shard matrices over tp, and insert tp's collectives into the modules
+    plan       shard matrices over tp and experts over ep, and insert the collectives into the modules
     recompute  wrap blocks so that the backward pass recomputes them, including tp's collectives
     compile    compile each block together with its recomputation
     fsdp       shard the tp rank's part over the fsdp ranks too; FSDP's hooks stay outside the compiled blocks
@@ -55,6 +55,7 @@ from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
+from dtmega.plans.expert_parallel import divide
 from dtmega.training import exact
 from dtmega.training.accumulation import accumulates
 from dtmega.training.recompute import recompute
@@ -497,6 +498,11 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     # plan. If tp > 1, parameters are DTensors on the tp mesh from here on.
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
+    experts, of_experts = [], None
+    if world.experts is not None:
+        experts, of_experts = stage.experts(), world.experts.sharded
+        for module in experts:
+            divide(module, world.experts.held)
 
     # recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the input again
     # in backward. Two cases keep the gathered input. In recomputed blocks, the recomputation has just gathered the
@@ -527,7 +533,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     # fsdp. If each rank holds the whole model and weights only need a cast, set up master weights instead of FSDP. FSDP
     # comes after compile, so that FSDP's hooks, which gather and free weights, stay outside the compiled graphs.
     if wraps(cfg, world.sizes, splits):
-        apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
+        apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard, experts=experts, of_experts=of_experts)
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 

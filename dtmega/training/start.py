@@ -205,7 +205,8 @@ def join_processes(settings: Settings, startup: Startup) -> World:
     """Make the process group and the mesh."""
     with startup.step("process groups"):
         flight_recorder.switch_on(settings.device)
-        return mesh.start(settings.device, settings.sizes, startup.timeout_s, startup.store)
+        ep = settings.cfg.mesh.ep
+        return mesh.start(settings.device, settings.sizes, startup.timeout_s, startup.store, ep=ep)
 
 
 def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:

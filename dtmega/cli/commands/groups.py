@@ -24,6 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     from dtmega import mesh
 
-    sizes = {axis: getattr(args, axis) for axis in mesh.AXES}
-    print(mesh.describe_groups(mesh.resolve(config.Mesh.model_construct(**sizes), args.world)))
+    sizes = {axis: getattr(args, axis) for axis in (*mesh.AXES, "ep")}
+    print(mesh.describe_groups(mesh.resolve(config.Mesh.model_construct(**sizes), args.world), args.ep))
     return exit_codes.DONE

@@ -120,7 +120,7 @@ def plan_role(
         recorder.waits_for_messages(),
     ):
         recorder.streams = pretended.streams
-        world = mesh.start(device, dict(sizes))
+        world = mesh.start(device, dict(sizes), ep=cfg.mesh.ep)
         recorder.name_groups(world.groups)
         with _allocating(cfg, pretended):
             model = parallelize(cfg, world)

@@ -1,0 +1,121 @@
+"""Expert parallelism (GShard, arXiv:2006.16668): each rank holds some experts, and tokens travel to their experts.
+
+The ranks of an ep group have different tokens, in contrast to tp. Each rank routes its own tokens, and has a row for
+each pair of a token and one of its experts. The rows go to the ranks that hold the experts, and the results come back:
+
+    forward    all-to-all of the rows, the products, all-to-all of the results
+    backward   all-to-all of the results' gradients, the products, all-to-all of the rows' gradients
+
+How many rows go where depends on the data. So the ranks first tell each other the number of rows of each expert, and
+the host reads the numbers. A rank takes part in both exchanges even if it has no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dtmega.ops import host
+
+
+def divide(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep only this rank's experts, as DTensors, and set the module's `exchange`. Nothing is communicated.
+
+    Args:
+        experts: module whose parameters are stacked by expert, [E, ...]. tp may have cut other dims.
+        mesh: mesh with the dims (ep,) or (ep, tp).
+    """
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        by_tp: tuple[Placement, ...] = ()
+        whole = parameter.detach()
+        if mesh.ndim == 2:
+            by_tp = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)
+            whole = parameter.to_local() if isinstance(parameter, DTensor) else whole
+        mine = whole.chunk(mesh.size(0))[mesh.get_local_rank(0)]
+        cut = DTensor.from_local(
+            mine.detach(),
+            mesh,
+            [Shard(0), *by_tp],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        experts.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+    experts.exchange = Exchange(mesh.get_group(0))  # pyright: ignore[reportArgumentType]
+
+
+class Arrived(NamedTuple):
+    """Rows that other ranks have sent to this rank's experts.
+
+    Attributes:
+        rows: rows of all ranks, one rank's after another's, and by expert within a rank, [n, D].
+        experts: number of each row's expert among this rank's experts, [n] int64.
+        give_back: function that sends one result for each row, [n, D], back to the row's rank. It returns the results
+            for the rows that this rank has sent, in their order.
+    """
+
+    rows: Tensor
+    experts: Tensor
+    give_back: Callable[[Tensor], Tensor]
+
+
+class Exchange:
+    """The exchange of rows among the ranks of an ep group.
+
+    Args:
+        group: the ranks, in the order of their experts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    # The sizes depend on values, so a compiled block is interrupted here.
+    @torch.compiler.disable
+    def __call__(self, rows: Tensor, n_rows: Tensor) -> Arrived:
+        """Send each row to the rank that holds its expert.
+
+        Args:
+            rows: rows in the order of their experts, [N, D].
+            n_rows: number of rows of each expert, [E] int64.
+        """
+        n_ranks = self._group.size()
+        n_experts = len(n_rows) // n_ranks
+        arriving = torch.empty_like(n_rows)
+        dist.all_to_all_single(arriving, n_rows, group=self._group)
+        by_rank = torch.stack([n_rows, arriving]).view(2, n_ranks, n_experts).sum(2)
+        sent, received = host.read_sizes(by_rank, len(rows)).tolist()
+        here = _exchange(rows, sent, received, self._group)
+        experts = torch.arange(n_experts, device=rows.device).repeat(n_ranks)
+        experts = experts.repeat_interleave(arriving, output_size=sum(received))
+        return Arrived(here, experts, lambda results: _exchange(results, received, sent, self._group))
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _Exchange.apply(rows, sent, received, group))
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows, [sum(sent), D] -> [sum(received), D]. Backward sends the gradients the opposite way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad_outputs[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the first sent[0] rows to rank 0 and so on, and receive received[r] rows from rank r."""
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
