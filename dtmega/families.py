@@ -219,7 +219,11 @@ FAMILIES: dict[str, Family] = {
         *(llama.Llama, llama_plan, {"hf": llama_names.HF, **core.LLAMA_FORMS}),
         exact=("eager", "compiled", "tp with pp"),
     ),
-    "moe": BuiltInFamily(moe.MoE, moe_plan, {"hf": moe_names.HF}, completed=with_router_losses),
+    "moe": BuiltInFamily(
+        *(moe.MoE, moe_plan, {"hf": moe_names.HF}),
+        completed=with_router_losses,
+        exact=("eager", "tp with pp"),
+    ),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},

@@ -313,7 +313,7 @@ OF_EP: dict[str, tuple[int, dict[str, Any]]] = {
     "dp_shard 2": (2, {"mesh.dp_shard": 2, "mesh.ep": 2}),
     "dp_shard 4, ep 4": (4, {"mesh.dp_shard": 4, "mesh.ep": 4, "model.n_experts": 8}),
     "dp_shard 4": (4, {"mesh.dp_shard": 4, "mesh.ep": 2}),
-    "dp_shard 2 x tp 2": (4, TP2 | {"mesh.dp_shard": 2, "mesh.ep": 2}),
+    "dp_shard 2 x tp 2": (4, TP2 | AS_USED | {"mesh.dp_shard": 2, "mesh.ep": 2}),
     "dp_shard 2 x pp 2": (4, {"mesh.dp_shard": 2, "mesh.ep": 2, "mesh.pp": 2}),
     "dp_shard 2 x pp 2, ZBV": (
         4,

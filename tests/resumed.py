@@ -50,6 +50,10 @@ WITH_CP: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 2": (2, {"mesh.cp": 2} | PAIRS),
     "cp 4": (4, {"mesh.cp": 4} | PAIRS),
 }
+WITH_EP: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp_shard 2, ep 2": (2, {"mesh.dp_shard": 2, "mesh.ep": 2, "batch.micro_batch_size": 1}),
+    "dp_shard 4, ep 2": (4, {"mesh.dp_shard": 4, "mesh.ep": 2, "batch.micro_batch_size": 1}),
+}
 TIMEOUT_S = 600.0  # of a message, and of a few trainings
 EACH_S = 30.0  # of a training among many, on a machine that is busy
 
@@ -84,20 +88,20 @@ class Record:
 
 def whole(layout: str, folder: Path, keys: Mapping[str, Any]) -> Training:
     """The run that is never stopped; its first checkpoint is what others go on from."""
-    n, mesh = (LAYOUTS | WITH_CP)[layout]
+    n, mesh = (LAYOUTS | WITH_CP | WITH_EP)[layout]
     return Training(n, {**keys, **mesh, "checkpoint.keep": 9}, folder)
 
 
 def rest(layout: str, writer: Path, folder: Path, keys: Mapping[str, Any]) -> Training:
     """Train from the first checkpoint of the training in `writer` to the end."""
-    n, mesh = (LAYOUTS | WITH_CP)[layout]
+    n, mesh = (LAYOUTS | WITH_CP | WITH_EP)[layout]
     named = str(writer / "checkpoints" / resume.name(keys["checkpoint.interval"]))
     return Training(n, {**keys, **mesh, "checkpoint.resume": named}, folder)
 
 
 def next_step(layout: str, folder: Path, keys: Mapping[str, Any]) -> Training:
     """Train one more step of the run in `folder`."""
-    n, mesh = (LAYOUTS | WITH_CP)[layout]
+    n, mesh = (LAYOUTS | WITH_CP | WITH_EP)[layout]
     return Training(n, {**keys, **mesh, "train.exit_interval": 1}, folder)
 
 

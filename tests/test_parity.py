@@ -122,7 +122,7 @@ FULL |= {name for name in LAYOUTS if "sharded gradients" in name}  # fsdp/test_s
 FULL |= {name for name in LAYOUTS if name.startswith("muon, ")} - {"muon, pp 2 x dp_replicate 2, ZBV"}
 # Every collective of its plan, and its losses and loads over stages and parts of documents.
 FULL |= {name for name in LAYOUTS if name.startswith("moe, ")}
-FULL -= {"moe, dp_shard 2 x tp 2", "moe, cp 2 x pp 2, ZBV, gather"}
+FULL -= {"moe, ep, dp_shard 2 x tp 2", "moe, cp 2 x pp 2, ZBV, gather"}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 

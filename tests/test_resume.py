@@ -130,10 +130,18 @@ def test_the_next_sample_is_the_next_one_in_the_middle_of_the_ramp_and_none_come
         assert resumed[name].record.steps[CUT + i + 1]["tokens"] == done * DEBUG["data.seq_len"]
 
 
-def test_a_run_whose_steps_are_on_layouts_with_and_without_cp_has_the_numbers_of_one_process(tmp_path):
-    keys = debug_keys(RAMPING | SHORT | write_data(tmp_path)["bloom"])
-    assert len(CHAIN) == STEPS
-    train_all([whole("1", tmp_path / "1", keys), *(next_step(layout, tmp_path / "chain", keys) for layout in CHAIN)])
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ({}, CHAIN),
+        pytest.param({"model.name": "moe"}, ("dp_shard 2, ep 2", "1", "tp 2"), marks=pytest.mark.full),
+        pytest.param({"model.name": "moe"}, ("1", "dp_shard 4, ep 2", "dp_shard 2, ep 2"), marks=pytest.mark.full),
+    ],
+)
+def test_a_run_with_a_layout_for_each_step_has_the_numbers_of_one_process(tmp_path, model, layouts):
+    keys = debug_keys(RAMPING | SHORT | model | write_data(tmp_path)["bloom"])
+    assert len(layouts) == STEPS
+    train_all([whole("1", tmp_path / "1", keys), *(next_step(layout, tmp_path / "chain", keys) for layout in layouts)])
     found = deviation(Record(tmp_path / "chain"), Record(tmp_path / "1"), first=1)
     assert found.within_bounds(), found
     assert max(found.loss, found.grad_norm) <= 1e-6, found

@@ -219,7 +219,8 @@ class ExactSums:
                 seen = functools.partial(digest.add, f"{slot.name}, {self._share}")
                 self.grids[slot.name].add(integers, gradient, self._scale, seen)
             sums.append(integers)
-        if shards:
+        # A stage whose blocks have all its parameters has an empty unit for the others.
+        if shards and unit:
             sums = self._scatter(unit, sums)
         for slot, integers in zip(unit, sums, strict=True):
             slot.total = integers if slot.total is None or not shards else slot.total.add_(integers)

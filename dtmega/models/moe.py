@@ -129,7 +129,7 @@ class MoE(Llama):
 
         Returns:
             The result of `Llama.forward`. Given labels, every stage also returns the sums of its layers' losses that
-            have a weight: {"balance": ..., "router_z": ...}, fp32 scalars.
+            have a weight: {"balance": ..., "router_z": ...}, fp32 [layers with experts].
         """
         rules, rotation = self.rules_and_rotation(
             places, position_ids, document_ids=document_ids, prefix=prefix, cache=cache, fused=self.may_fuse(labels)
@@ -170,13 +170,13 @@ class MoE(Llama):
             self.loads[layer] += found.load.detach()
 
     def _sums(self, reports: Sequence[Report], device: torch.device) -> dict[str, Tensor]:
-        """The sums of the layers' losses that have a weight, by name."""
-        zero = torch.zeros((), device=device)
+        """The sums of the losses that have a weight, by name: a number for each layer with experts on this stage."""
+        none = torch.zeros(0, device=device)
         sums = {}
         if self.cfg.balance_loss:
-            sums["balance"] = sum((found.balance for found in reports), zero)
+            sums["balance"] = torch.stack([found.balance for found in reports]) if reports else none
         if self.cfg.router_z_loss:
-            sums["router_z"] = sum((found.z for found in reports), zero)
+            sums["router_z"] = torch.stack([found.z for found in reports]) if reports else none
         return sums
 
     def counts_of_step(self) -> Tensor:

@@ -92,7 +92,7 @@ class Stage(PipelineStage):
         in_loss = self._take(outputs)
         if self.is_last:
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
-            return sum((total * factor for total, factor in in_loss), zero)
+            return sum(((total * factor).sum() for total, factor in in_loss), zero)
         handed_on = {name: outputs.get(name, inputs.get(name)) for name in self._handed_on}
         # torch starts this stage's backward from the tensors that the stage hands on, so the sums are attached to one
         # of these tensors.

@@ -43,6 +43,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"name": "llama", "n_kv_heads": 2, "ffn_hidden_size": 24, "kv_channels": 6},
         **{"qk_norm": True, "window": 3, "window_layers": [1]},
     },
+    "moe": {
+        **{"name": "moe", "n_kv_heads": 2, "n_experts": 6, "expert_ffn_hidden_size": 12, "ffn_hidden_size": 24},
+        **{"router_bias": True, "balance_loss": 0.1, "router_z_loss": 0.01, "shared_experts": 1, "dense_layers": 1},
+    },
     "bert": {"name": "bert", "max_position_embeddings": S, **DROPOUT},
     "hf": {"name": "hf"},
     "hf, tied": {"name": "hf"},
@@ -136,6 +140,7 @@ LIGHT = [
     ("bloom", "muon, HSDP 2 x 2"),
     ("gpt", "muon, tp 2 x dp_shard 2"),
     ("t5", "pp 2 x dp_shard 2, LoopedBFS"),
+    ("moe", "pp 2 x dp_shard 2, LoopedBFS"),
 ]
 COMPILED = ("bloom", "llama")
 # What a T5 refuses: schedules that split backward, and tp with pp.
@@ -150,6 +155,8 @@ def runs(family: str, name: str) -> bool:
         return not family.startswith("hf")
     if name.startswith("packed"):
         return not family.startswith(("bert", "t5"))
+    if "muon" in name:
+        return family != "moe"
     return not family.startswith("t5") or not name.endswith(NOT_T5)
 
 

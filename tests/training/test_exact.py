@@ -31,7 +31,11 @@ def configured(**sections: dict[str, Any]) -> config.Config:
 REFUSED = {
     "a T5 over tp and pp": (
         {"model": {"name": "t5"}, "mesh": {"tp": 2, "pp": 2}},
-        "[model] name for [mesh] tp > 1 with pp > 1 in ('bloom', 'gpt', 'llama', 'bert', 'hf'), got 't5'",
+        "[model] name for [mesh] tp > 1 with pp > 1 in ('bloom', 'gpt', 'llama', 'moe', 'bert', 'hf'), got 't5'",
+    ),
+    "experts over ranks": (
+        {"model": {"name": "moe"}, "mesh": {"ep": 2}},
+        "[mesh] ep in (1), got 2: an expert would add tokens of several ranks in floating point",
     ),
     "offload": ({"fsdp": {"cpu_offload": True}}, "[fsdp] cpu_offload in (False), got True"),
     "sums in bf16": ({"precision": {"reduce": "bfloat16"}}, "[precision] reduce in ('float32'), got 'bfloat16'"),

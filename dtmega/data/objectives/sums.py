@@ -78,7 +78,9 @@ class Tally:
         return self.add({term.name: outputs[term.name] for term in self._sums})
 
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the sums, scalars by name, that a pipeline stage returned for a microbatch. Ignore other outputs.
+        """Add the sums that a pipeline stage returned for a microbatch, by name. Ignore other outputs.
+
+        A sum is a scalar, or several numbers to add up, which are rounded one by one in an exact run.
 
         Returns:
             The sums that belong to the loss and have a gradient, each with its factor.
@@ -88,7 +90,7 @@ class Tally:
         for i, term in enumerate(self._sums):
             if term.name in outputs:
                 found = outputs[term.name].detach()
-                self.totals[i] += fixed_point.scalar(found) if self._exact else found
+                self.totals[i] += (fixed_point.scalar(found) if self._exact else found).sum()
                 if term.weight and outputs[term.name].requires_grad:
                     in_loss.append((outputs[term.name], factors[term.name]))
         return in_loss

@@ -57,6 +57,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         (cfg.precision.reduce, ("float32",), "[precision] reduce", "gradients are added as integers"),
         (cfg.lora.rank, (0,), "[lora] rank", "gradients of adapters are not proved"),
         (cfg.train.freeze, ([],), "[train] freeze", "a backward that leaves out weights is not proved"),
+        (cfg.mesh.ep, (1,), "[mesh] ep", "an expert would add tokens of several ranks in floating point"),
         (cfg.fsdp.cpu_offload, (False,), "[fsdp] cpu_offload", "offloaded shards are not proved"),
     ]
     if sizes["tp"] > 1 and sizes["pp"] > 1:
