@@ -52,6 +52,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2": (2, {"mesh": {"pp": 2}}),
     "dp 2": (2, {}),
     "HSDP 2 x 2": (4, {"mesh": {"dp_replicate": 2, "dp_shard": 2}}),
+    "dp 2, ep 2": (2, {"mesh": {"ep": 2}}),
+    "dp 4, ep 2": (4, {"mesh": {"ep": 2}}),
+    "pp 2 x dp 2, ep 2": (4, {"mesh": {"pp": 2, "ep": 2}}),
+    "cp 2, ep 2": (2, {"mesh": {"cp": 2, "ep": 2}, "batch": {"micro_batch_size": 2}}),
     "tp 2 x dp 2": (4, {"mesh": {"tp": 2}, "batch": {"micro_batch_size": 2}}),
     "tp 2 x dp 2, recompute": (4, {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}),
     "pp 2 x tp 2": (4, {"mesh": {"pp": 2, "tp": 2}}),
@@ -93,7 +97,8 @@ def _one_rank(jobs: dict[str, Job], stores: str) -> dict[str, Any]:
             timeout = timedelta(seconds=TIMEOUT_S)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n)}
-            world = mesh.start(CPU, mesh.resolve(config.Mesh(**keys.get("mesh", {})), n))
+            asked = config.Mesh(**keys.get("mesh", {}))
+            world = mesh.start(CPU, mesh.resolve(asked, n), ep=asked.ep)
             for name, (_, fn, args) in together:
                 found[name] = fn(world, keys, *args)
             del world

@@ -30,6 +30,11 @@ class Order(NamedTuple):
     place: Tensor
     ends: Tensor
 
+    @property
+    def n_rows(self) -> Tensor:
+        """The number of pairs of each expert, [E] int64."""
+        return self.ends.long().diff(prepend=self.ends.new_zeros(1))
+
 
 def order_by_expert(experts: Tensor, n_experts: int) -> Order:
     """Sort the pairs by expert.
@@ -86,16 +91,16 @@ class Experts(nn.Module):
         """Compute `forward` with the given gate, up and down: this rank's experts, and perhaps its part of F."""
         k = experts.shape[1]
         order = order_by_expert(experts, self.n_experts)
-        rows = cast(Tensor, _Dispatch.apply(x.flatten(0, 1), order.pairs, order.place, k))  # [N k, D]
+        rows = dispatch(x.flatten(0, 1), order, k)  # [N k, D]
         if self.exchange is None:
             results = feed_forward(rows, order.ends, *matrices)
         else:
-            arrived = self.exchange(rows, order.ends.diff(prepend=order.ends.new_zeros(1)).long())
+            arrived = self.exchange(rows, order.n_rows)
             here = order_by_expert(arrived.experts, matrices[0].shape[0])
-            by_expert = _permute(arrived.rows, here.pairs, here.place)
+            by_expert = permute(arrived.rows, here.pairs, here.place)
             results = feed_forward(by_expert, here.ends, *matrices)
-            results = arrived.give_back(_permute(results, here.place, here.pairs))
-        by_token = _permute(results, order.place, order.pairs).view(*x.shape[:-1], k, -1)  # [B, S, k, D]
+            results = arrived.give_back(permute(results, here.place, here.pairs))
+        by_token = permute(results, order.place, order.pairs).view(*x.shape[:-1], k, -1)  # [B, S, k, D]
         # The sum over a token's experts has a fixed order, and is rounded once.
         return (by_token * weights.view(*x.shape[:-1], k, 1)).sum(2).to(x.dtype)
 
@@ -114,11 +119,15 @@ def feed_forward(rows: Tensor, ends: Tensor, gate: Tensor, up: Tensor, down: Ten
     return grouped_product(inner, down, ends)
 
 
-class _Dispatch(torch.autograd.Function):
-    """The token of each pair, in the order by expert: [N, D] -> [N k, D].
+def dispatch(x: Tensor, order: Order, k: int) -> Tensor:
+    """The token of each pair, in the order by expert: [N, D] -> [N k, D]."""
+    return cast(Tensor, _Dispatch.apply(x, order.pairs, order.place, k))
 
-    Backward adds up the gradients of a token's pairs in a fixed order, whereas the backward of an index would add them
-    with atomic operations on a GPU, in any order.
+
+class _Dispatch(torch.autograd.Function):
+    """An index whose backward adds up the gradients of a token's pairs in a fixed order.
+
+    The backward of torch's index would add them with atomic operations on a GPU, in any order.
     """
 
     @staticmethod
@@ -133,7 +142,8 @@ class _Dispatch(torch.autograd.Function):
         return grad_outputs[0][place].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
-def _permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Put rows, [n, D], in another order: row order[i] becomes row i. `inverse` is the inverse of `order`."""
     return cast(Tensor, _Permute.apply(rows, order, inverse))
 
 

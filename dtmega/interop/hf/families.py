@@ -63,6 +63,8 @@ DOES_NOT_PACK = {
 }
 # Families that keep every bit on all layouts ([run] exact): benchmarks/exact.py and tests/fsdp/test_exact.py prove it.
 EXACT = ("llama",)
+# Mixtures whose experts can be divided over ranks with different tokens: tests/interop/hf/test_training.py proves it.
+OVER_EP = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3")
 
 
 @dataclass(frozen=True)

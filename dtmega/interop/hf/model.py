@@ -21,6 +21,7 @@ from dtmega.formats.whole import aliases
 from dtmega.interop.hf import context as over_cp
 from dtmega.interop.hf import families
 from dtmega.interop.hf.directory import build, initial_values, read_config
+from dtmega.interop.hf.expert_parallel import experts_of
 from dtmega.models.model import Model
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
@@ -175,6 +176,9 @@ class HF(Model):
 
     def blocks(self) -> list[nn.Module]:
         return list(blocks_of(self.hf).children())
+
+    def experts(self) -> list[nn.Module]:
+        return experts_of(self.hf)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         modules_of = super().parts()

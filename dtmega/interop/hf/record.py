@@ -21,7 +21,8 @@ from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
 from dtmega.interop.hf import context_proof, packing_proof, resolve
 from dtmega.interop.hf.directory import initial_values, read_config
-from dtmega.interop.hf.families import DOES_NOT_PACK, EXACT, KNOWN, OVER_CP, WHOLE_SEQUENCES
+from dtmega.interop.hf.expert_parallel import send_to_experts
+from dtmega.interop.hf.families import DOES_NOT_PACK, EXACT, KNOWN, OVER_CP, OVER_EP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
 from dtmega.interop.hf.files.peft import TheirLayer, TheirLayers
 from dtmega.interop.hf.files.tensors import has_weights
@@ -105,6 +106,11 @@ class Transformers:
         if _packs(cfg) and (kind in DOES_NOT_PACK or not whole.takes_positions):
             why = DOES_NOT_PACK.get(kind, "its class takes no positions")
             raise ValueError(f"conversations of '{kind}' cannot share a row: {why}; expected pack=false ([data] pack)")
+        if cfg.mesh.ep > 1 and (kind not in OVER_EP or sizes["tp"] > 1):
+            raise ValueError(
+                f"ep={cfg.mesh.ep} divides experts of {', '.join(OVER_EP)} without tp, not those of '{kind}' with "
+                f"tp={sizes['tp']} ([mesh] ep, tp, [model] path)"
+            )
         if sizes["cp"] > 1:
             _check_context(whole.hf.config, cfg)
             # Check the lengths with tp=1: cp always cuts a sequence into two slices per rank, but tp cuts a sequence
@@ -136,6 +142,9 @@ class Transformers:
         if _packs(cfg) and not stage.is_clone and not host.must_skip(check):
             packing_proof.prove(stage.hf, world.device)
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=bool(stage.is_clone))
+        if cfg.mesh.ep > 1:
+            for module in stage.experts():
+                send_to_experts(module, cfg.mesh.ep)
         return []
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:

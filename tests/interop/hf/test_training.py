@@ -53,6 +53,7 @@ EVERYWHERE = {
     "pp 2": [BLOOM, GPT2, *STAGED, DEEPSEEK],
     "dp 2": [XGLM, UNKNOWN, DEEPSEEK],
     "tp 2 x dp 2": [GPT2, PACKED],
+    "dp 2, ep 2": [DEEPSEEK],
     "cp 2": SHARING,
     "cp 2, heads": [STAGED[0]],
     "cp 2 x tp 2": [PACKED],
@@ -70,6 +71,8 @@ REPEATING |= dict.fromkeys(("cp 2", "cp 2 x pp 2", "cp 2 x dp 2"), SHARED)
 REPEATING |= {"cp 2, heads": [case for case in SHARED if case.name != "gpt_bigcode"]}
 REPEATING |= {"cp 2 x tp 2": SHARED}
 REPEATING |= {"dp 2": [GPT2, *MIXTURES, Case("mamba")], "tp 2 x dp 2": MIXTURES}
+REPEATING |= dict.fromkeys(("dp 2, ep 2", "dp 4, ep 2", "pp 2 x dp 2, ep 2"), MIXTURES)
+REPEATING["cp 2, ep 2"] = [case for case in MIXTURES if case.family in OVER_CP]
 # What is saved where, and where it is read.
 WRITERS = {
     "4": ("tp 2 x dp 2", GPT2),
