@@ -337,6 +337,9 @@ OF_EP: dict[str, tuple[int, dict[str, Any]]] = {
     "sharded gradients": (4, SHARDED | {"mesh.dp_shard": 4, "mesh.ep": 2}),
 }
 LAYOUTS |= {f"moe, ep, {name}": (n, MOE | keys) for name, (n, keys) in OF_EP.items()}
+LAYOUTS |= {
+    f"moe with capacity, ep, {name}": (OF_EP[name][0], CAPACITY | OF_EP[name][1]) for name in ("dp_shard 2", "cp 2")
+}
 # Matrices that an owner orthogonalises, gathered over each axis: with copies of whole matrices and of shards, shards of
 # uneven sizes (48 rows over 9 ranks), cuts of both dims, and stages with matrices of their own.
 UNEVEN = {"batch.global_batch_size": 9, "batch.micro_batch_size": 1}

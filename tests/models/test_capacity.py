@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.models.test_llama import V, batch
 from tests.models.test_moe import OURS, gradients, small
 
 E, K, S = 4, 2, 24
+MODEL: dict[str, Any] = {**OURS, "n_experts": E, "expert_ffn_hidden_size": 24}
 # By row: the length of each document, and the places without a label. The first row has a prompt and an end of a
 # document without a label, the second is one document, and the third has a conversation and padding.
 DOCUMENTS = ([5, 9, 10], [24], [13, 11])
@@ -85,33 +86,59 @@ def test_a_row_without_document_ids_is_one_document():
     assert torch.equal(late(chosen, labels, None, 1.0), expected)
 
 
-@pytest.mark.parametrize(("factor", "kept"), [(1.1, 77), (1.100001, 78), (1e-6, 1), (2.0, 140)])
+@pytest.mark.parametrize(("factor", "kept"), [(1.1, 55), (1.100001, 56), (1e-6, 1), (2.0, 100)])
 def test_a_capacity_is_the_product_of_the_number_that_is_written_rounded_up(factor: float, kept: int):
-    """1.1 times the even share of 140 tokens, 70, is 77; a product of floats is above it."""
-    chosen = torch.tensor([0, 1]).expand(1, 140, K)
-    found = late(chosen, torch.zeros(1, 140, dtype=torch.int64), None, factor)
-    assert found[0, :, 0].tolist() == [False] * kept + [True] * (140 - kept)
+    """1.1 times the even share of 100 tokens, 50, is 55; the product of floats is above it."""
+    chosen = torch.tensor([0, 1]).expand(1, 100, K)
+    found = late(chosen, torch.zeros(1, 100, dtype=torch.int64), None, factor)
+    assert found[0, :, 0].tolist() == [False] * kept + [True] * (100 - kept)
 
 
-def of_a_rank(factor: float) -> tuple[Tensor, Tensor]:
-    """The places of this rank's tokens, and which of their pairs are late."""
+class OfRank(NamedTuple):
+    """Attributes:
+    places: places of the rank's tokens in a row.
+    late: late pairs of these tokens.
+    sums: sums of a model over them.
+    """
+
+    places: Tensor
+    late: Tensor
+    sums: dict[str, float]
+
+
+def of_a_rank() -> OfRank:
     assert dist.group.WORLD is not None
     context = ContextParallel(dist.group.WORLD)
     labels, documents = (context.slice(row, balanced=True) for row in rows())
     chosen = context.slice(choices(), balanced=True)
-    texts = routing.texts_of(labels, documents, context, sizes(factor))
+    texts = routing.texts_of(labels, documents, context, sizes(1.0))
     assert texts.capacity is not None
     places = context.slice(torch.arange(S).expand(len(DOCUMENTS), S), balanced=True)
-    return places[0], texts.capacity.late(chosen.flatten(0, 1)).view(chosen.shape)
+    late = texts.capacity.late(chosen.flatten(0, 1)).view(chosen.shape)
+    return OfRank(places[0], late, sums_of_a_model(context))
+
+
+def sums_of_a_model(context: ContextParallel | None) -> dict[str, float]:
+    model = small(config.MoE(**MODEL, capacity_factor=1.0))
+    labels, documents = rows()
+    tokens = torch.arange(labels.numel()).view(labels.shape)
+    every = {"tokens": tokens, "labels": labels, "document_ids": documents}
+    model.context = context
+    with torch.no_grad():
+        sums = model(**every if context is None else model.part_of(every, context))
+    return {name: total.sum().item() for name, total in sums.items()}
 
 
 @pytest.mark.parametrize("cp", [2, 3])
 def test_ranks_that_share_sequences_drop_the_pairs_that_one_rank_drops(cp: int):
     truth = dropped_by_loop(choices(), *rows(), "1.0")
     found = torch.zeros_like(truth)
-    for places, of_rank in ranks.run(cp, of_a_rank, 1.0):
-        found[:, places] = of_rank
+    of_ranks = ranks.run(cp, of_a_rank)
+    for of_rank in of_ranks:
+        found[:, of_rank.places] = of_rank.late
     assert torch.equal(found, truth)
+    for name, expected in sums_of_a_model(None).items():
+        assert sum(of_rank.sums[name] for of_rank in of_ranks) == pytest.approx(expected, rel=1e-6)
 
 
 def mixture_by_loop(module: Mixture, x: Tensor, labels: Tensor, documents: Tensor, factor: str) -> Tensor:
@@ -151,9 +178,6 @@ def test_a_mixture_without_dropped_pairs_is_a_loop_that_leaves_them_out():
     assert 0 < report.dropped.item() < K * n_labels
 
 
-MODEL: dict[str, Any] = {**OURS, "n_experts": 4, "expert_ffn_hidden_size": 24}
-
-
 def test_without_labels_nothing_is_dropped_and_an_evaluation_drops_what_training_does():
     limited, unlimited = small(config.MoE(**MODEL, capacity_factor=0.25)), small(config.MoE(**MODEL))
     tokens, labels = batch()
@@ -177,7 +201,7 @@ def test_packed_conversations_drop_what_each_drops_alone():
         labels[:, :prompt] = -100
         alone.append((tokens, labels))
     sums = [model(tokens, labels) for tokens, labels in alone]
-    expected = torch.stack([one["lm"] + one["balance"] for one in sums]).sum()
+    expected = torch.stack([one["lm"] + one["balance"].sum() for one in sums]).sum()
     expected.backward()
     expected_gradients = gradients(model)
     model.zero_grad()
@@ -187,8 +211,10 @@ def test_packed_conversations_drop_what_each_drops_alone():
     documents = torch.cat([torch.full((1, length), n) for n, length in enumerate(every)], 1)
     positions = torch.cat([torch.arange(length)[None] for length in every], 1)
     found = model(tokens, labels, document_ids=documents, position_ids=positions)
-    assert found["dropped"].item() == sum(one["dropped"].item() for one in sums) > 0
-    total = found["lm"] + found["balance"]
+    n_dropped = torch.stack([one["dropped"] for one in sums]).sum(0)  # of each layer
+    assert torch.equal(found["dropped"], n_dropped)
+    assert n_dropped.all()
+    total = found["lm"] + found["balance"].sum()
     total.backward()
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients(model), expected_gradients, rtol=1e-4, atol=1e-5)

@@ -22,6 +22,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
+from dtmega.cli.convert import to_checkpoint
 from dtmega.distributed import exit_codes
 from dtmega.formats.whole import as_theirs
 from dtmega.interop.hf.names import moe as names
@@ -128,6 +129,21 @@ def test_a_directory_is_the_same_bit_for_bit_after_reading_and_writing_it(kind: 
     assert stored["num_experts_per_tok"] == 2
 
 
+def test_a_directory_says_that_it_has_no_capacity_and_has_the_logits_that_generation_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    ours = small(config.MoE(**OURS, n_experts=4, capacity_factor=0.5))
+    there, back = str(tmp_path / "ours"), str(tmp_path / "back")
+    to_checkpoint.write(there, Memory({name: p.detach() for name, p in ours.named_parameters()}), ours.cfg)
+    assert command(["convert", "--from", "dtmega", there, "--to", "hf", back]) == exit_codes.DONE
+    assert "[model] capacity_factor=0.5 is not in the folder" in capsys.readouterr().out
+    tokens, labels = batch()
+    logits = AutoModelForCausalLM.from_pretrained(back)(tokens).logits
+    assert error(ours(tokens), logits) < 1e-5
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert abs(ours(tokens, labels)["lm"].item() / loss.item() - 1) > 1e-4
+
+
 def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
     theirs = DeepseekV3MoE(
         DeepseekV3Config(
@@ -180,11 +196,10 @@ def naive(module: experts.Experts, x: Tensor, chosen: Tensor, weights: Tensor) -
     for token, numbers, factors in zip(x.flatten(0, 1), chosen, weights, strict=True):
         parts = []
         for e, factor in zip(numbers.tolist(), factors, strict=True):
-            if e == len(module.gate):
-                parts.append(torch.zeros_like(token))
-                continue
-            inner = F.silu(module.gate[e] @ token) * (module.up[e] @ token)
-            parts.append(factor * (module.down[e] @ inner))
+            # Number E counts for nothing, whichever expert computes it.
+            number, counts = e % len(module.gate), float(e < len(module.gate))
+            inner = F.silu(module.gate[number] @ token) * (module.up[number] @ token)
+            parts.append(counts * factor * (module.down[number] @ inner))
         rows.append(torch.stack(parts).sum(0))
     return torch.stack(rows).view(x.shape)
 
