@@ -121,7 +121,7 @@ AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
 TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *MUON, *GATED, *PREFIX, *QWEN}
-TRUTH_KEYS |= {"data.decoder_seq_len", "model.n_experts"}
+TRUTH_KEYS |= {"data.decoder_seq_len", "model.n_experts", "model.capacity_factor"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -302,6 +302,14 @@ _of_moe = (
     *("cp 2 x dp_shard 2, gather", "cp 2 x dp_replicate 2, heads", "recompute full, cp 2", "compile, cp 2, gather"),
 )
 LAYOUTS |= {f"moe, {name}": (LAYOUTS[name][0], MOE | LAYOUTS[name][1]) for name in _of_moe}
+# Documents end at any place, so that their pairs are counted over slices of cp and over its ranks.
+CAPACITY = MOE | {"model.capacity_factor": 1.0}
+_of_capacity = (
+    *("dp_shard 2", "dp_replicate 2", "tp 2", "pp 2, 1F1B", "pp 2, ZBVZeroBubble", "pp 2 x dp_shard 2 x tp 2"),
+    *("cp 2, gather", "cp 2, heads", "cp 3, gather", "cp 2 x tp 2, gather", "cp 2 x pp 2, ZBV, gather"),
+    *("microbatches of 8", "recompute full, cp 2", "recompute selective", "compile, cp 2, gather", "bf16, dp_shard 2"),
+)
+LAYOUTS |= {f"moe with capacity, {name}": (LAYOUTS[name][0], CAPACITY | LAYOUTS[name][1]) for name in _of_capacity}
 FP16_OF_MOE = {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14}
 LAYOUTS |= {
     "moe, fp16, tp 2": (2, MOE | FP16_OF_MOE | TP2),
@@ -329,6 +337,9 @@ OF_EP: dict[str, tuple[int, dict[str, Any]]] = {
     "sharded gradients": (4, SHARDED | {"mesh.dp_shard": 4, "mesh.ep": 2}),
 }
 LAYOUTS |= {f"moe, ep, {name}": (n, MOE | keys) for name, (n, keys) in OF_EP.items()}
+LAYOUTS |= {
+    f"moe with capacity, ep, {name}": (OF_EP[name][0], CAPACITY | OF_EP[name][1]) for name in ("dp_shard 2", "cp 2")
+}
 # Matrices that an owner orthogonalises, gathered over each axis: with copies of whole matrices and of shards, shards of
 # uneven sizes (48 rows over 9 ranks), cuts of both dims, and stages with matrices of their own.
 UNEVEN = {"batch.global_batch_size": 9, "batch.micro_batch_size": 1}
@@ -391,6 +402,7 @@ class Run:
         self.grad_norm = np.array([line["grad_norm"] for line in steps])
         self.params_norm = np.array([line["params_norm"] for line in steps])
         self.val_loss = np.array([line["val_loss"] for line in lines if "val_loss" in line])
+        self.dropped = [line[name] for line in lines for name in ("dropped", "val_dropped") if name in line]
         self.initial = joined(folder / "initial")
         self._folder = folder
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from dtmega import config, mesh, train
 from dtmega.checkpoint.staging import Stager
 from dtmega.data.loader import TrainBatches
+from dtmega.models.experts import Experts
 from dtmega.ops.attention import attention
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
 from dtmega.ops.cross_entropy import linear_cross_entropy
@@ -120,6 +121,41 @@ def test_the_fused_loss_and_its_gradients_are_cross_entropys(dtype: str, device:
     loss.backward()
     assert error(loss, expected.detach()) < bound
     for mine, true in zip(ours, (h, weight), strict=True):
+        assert mine.grad is not None
+        assert true.grad is not None
+        assert error(mine.grad, true.grad) < bound
+
+
+# ---- experts
+
+
+@on_each_device
+@in_each_dtype
+def test_experts_and_their_gradients_are_all_experts_results_weighted_with_zeros_for_dropped_pairs(
+    dtype: str, device: str
+):
+    kind, bound = DTYPES[dtype]
+    n_experts, d, ffn, n = 4, 32, 48, 50
+    shapes = [(1, n, d), (n, 2), (n_experts, ffn, d), (n_experts, ffn, d), (n_experts, d, ffn)]
+    truth = [draws(*shape, seed=i).to(kind).double().requires_grad_() for i, shape in enumerate(shapes)]
+    x, weights, gate, up, down = truth
+    # Number E is no expert. The last expert has no pair, and the first token has none either.
+    chosen = torch.stack([torch.arange(n) % 3, torch.full((n,), n_experts)], 1)
+    chosen[0] = n_experts
+    inner = F.silu(torch.einsum("nd,efd->nef", x[0], gate)) * torch.einsum("nd,efd->nef", x[0], up)
+    every = torch.einsum("nef,edf->ned", inner, down)
+    shares = torch.zeros(n, n_experts + 1, dtype=torch.float64).scatter_add(1, chosen, weights)[:, :n_experts]
+    expected = (every * shares.unsqueeze(-1)).sum(1)
+    gradient = draws(n, d, seed=9).to(kind).double()
+    expected.backward(gradient)
+    ours = [t.detach().to(device, torch.float32 if t is weights else kind).requires_grad_() for t in truth]
+    module = Experts(n_experts, d, ffn)
+    numbers = chosen.to(device)
+    kept = ours[1].masked_fill(numbers == n_experts, 0.0)
+    out = module.compute(ours[0], numbers, kept, ours[2], ours[3], ours[4])
+    out.backward(gradient.to(device, kind)[None])
+    assert error(out[0], expected.detach()) < bound
+    for mine, true in zip(ours, truth, strict=True):
         assert mine.grad is not None
         assert true.grad is not None
         assert error(mine.grad, true.grad) < bound

@@ -123,6 +123,8 @@ FULL |= {name for name in LAYOUTS if name.startswith("muon, ")} - {"muon, pp 2 x
 # Every collective of its plan, and its losses and loads over stages and parts of documents.
 FULL |= {name for name in LAYOUTS if name.startswith("moe, ")}
 FULL -= {"moe, ep, dp_shard 2 x tp 2", "moe, cp 2 x pp 2, ZBV, gather"}
+WITH_CAPACITY = [name for name in LAYOUTS if name.startswith("moe with capacity, ")]
+FULL |= {*WITH_CAPACITY}  # models/test_capacity.py has the pairs of each rank of cp, and a model's sums
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 
@@ -188,6 +190,15 @@ def test_a_layout_gives_the_numbers_of_one_process(trained, name):
     bound = bound_of(keys)
     found = deviation(this, truth)
     assert all(found[quantity] <= bound[quantity] for quantity in bound), found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in WITH_CAPACITY if "bf16" not in name])
+def test_experts_drop_the_same_share_of_the_global_batch_on_each_layout(trained, name):
+    this, truth = trained[name].run.dropped, trained[name].truth.dropped
+    assert this == truth
+    assert all(0 < share < 1 for share in truth)
+    assert len(truth) > SHORT["train.steps"]  # of steps and of evaluations
 
 
 def check_unseen(keys: dict[str, Any], final: dict[str, torch.Tensor]) -> None:

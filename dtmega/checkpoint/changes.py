@@ -42,7 +42,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "model": (
         *("hidden_dropout", "attention_dropout", "inner_dropout", "label_smoothing", "z_loss"),
         *("fp32_residual", "query_key_layer_scaling"),
-        *("router_bias_rate", "balance_loss", "router_z_loss"),
+        *("router_bias_rate", "balance_loss", "router_z_loss", "capacity_factor"),
     ),
     "batch": ("micro_batch_size", *COURSE["batch"]),
     "optim": (

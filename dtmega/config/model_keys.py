@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -263,6 +264,12 @@ class MoE(Llama):
     router_z_loss: float = key(
         0.0, "weight of each layer's mean of log(Z)^2, where Z is the router's softmax's sum (ST-MoE: 1e-3)", ge=0
     )
+    capacity_factor: float = key(
+        0.0,
+        "largest load of an expert as a multiple of the mean, counted per document over tokens with a label; an expert "
+        "drops later tokens; 0 = no limit",
+        ge=0,
+    )
 
     @model_validator(mode="after")
     def _check_experts(self) -> MoE:
@@ -287,6 +294,11 @@ class MoE(Llama):
             raise ValueError(
                 f"router_bias_rate={self.router_bias_rate} without a bias: expected router_bias=true, got false "
                 f"([model] router_bias, [model] router_bias_rate)"
+            )
+        if (Fraction(str(self.capacity_factor)) * 10**6).denominator != 1:
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor} has more digits than are counted with: expected at most six "
+                f"after the point ([model] capacity_factor)"
             )
         return self
 

@@ -140,9 +140,7 @@ MODEL = (
     Synonym("model.routed_scale", "routed_scaling_factor", "with name = 'moe'"),
     Synonym("model.balance_loss", "router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha", "with name = 'moe'"),
     Synonym("model.router_z_loss", "moe_z_loss_coeff", "with name = 'moe'"),
-    Synonym(
-        "", "capacity_factor moe_expert_capacity_factor moe_capacity_factor", "no token is dropped, so there is none"
-    ),
+    Synonym("model.capacity_factor", "moe_expert_capacity_factor moe_capacity_factor", "with name = 'moe'"),
 )
 
 A_PREFIX = "a .bin/.idx prefix, which `dtmega tokenize` makes from text"

@@ -23,7 +23,7 @@ class Order(NamedTuple):
     Attributes:
         pairs: number of the pair at each place of the order, [N k].
         place: place of each pair in the order, [N k]; the inverse of `pairs`.
-        ends: place after the last pair of each expert, [E] int32.
+        ends: place after the last pair of each expert, [E] int32; smaller than N k at the end if pairs are dropped.
     """
 
     pairs: Tensor
@@ -40,7 +40,8 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
     """Sort the pairs by expert.
 
     Args:
-        experts: experts of each token, [N, k] int64; or experts of the pairs, [N k].
+        experts: experts of each token, [N, k] int64; or experts of the pairs, [N k]. A pair of the expert number E has
+            no expert, and comes last.
         n_experts: E, the number of experts.
     """
     flat = experts.flatten()
@@ -56,7 +57,7 @@ class Experts(nn.Module):
     """E gated feed-forwards, silu(gate x) * up x and then down, whose weights are stacked along the first dim.
 
     tp cuts the width F of each expert, ep divides the stack, and FSDP2 cuts a rank's part of the stack. A pair whose
-    expert has no other token costs as much as a row of any other product. No token is dropped.
+    expert has no other token costs as much as a row of any other product.
 
     Args:
         n_experts: E, the number of experts.
@@ -82,8 +83,8 @@ class Experts(nn.Module):
 
         Args:
             x: activations, [B, S, D].
-            experts: experts of each token, [B S, k] int64.
-            weights: weights of these experts, [B S, k] fp32.
+            experts: experts of each token, [B S, k] int64; E for a pair without an expert.
+            weights: weights of these experts, [B S, k] fp32; 0 for a pair without an expert.
         """
         return self.compute(x, experts, weights, local(self.gate), local(self.up), local(self.down))
 
@@ -165,23 +166,31 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The product of each group of rows with its matrix, x W^T: [n, in] -> [n, out].
 
     Args:
-        rows: rows of all groups, one group after another, [n, in].
+        rows: rows of all groups, one group after another, [n, in]. Further rows are in no group: the caller gives their
+            results the weight 0, so that their gradients are 0.
         weight: one matrix for each group, [E, out, in].
         ends: index after the last row of each group, [E] int32.
     """
     if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+        # `grouped_mm` would leave the results of further rows undefined, and 0 times NaN is NaN. So they are multiplied
+        # by the last matrix.
+        all_rows = ends.new_full((1,), rows.shape[0])
+        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=torch.cat([ends[:-1], all_rows]))
     return _grouped(rows, weight, ends)
 
 
 @torch.library.custom_op("dtmega::grouped_product", mutates_args=())
 def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_product`, group by group. As an operator of its own, it may read `ends` in compiled blocks too."""
+    """`grouped_product`, group by group, with zeros for rows in no group.
+
+    As an operator of its own, it may read `ends` in compiled blocks too.
+    """
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     first = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):
         torch.mm(rows[first:end], matrix.t(), out=out[first:end])
         first = end
+    out[first:] = 0
     return out
 
 

@@ -9,8 +9,8 @@ by a factor, and has experts that every token uses; its first layers are dense. 
 The design:
 - An expert's weights are rows of stacked parameters, gate and up [E, F, D] and down [E, D, F]. tp cuts F, as in any
   feed-forward, so each rank has a part of all experts, and all ranks of a layer have the same load. FSDP2 cuts E.
-- Each token goes to its experts, whatever other tokens do: there is no capacity, and no token is dropped. So the
-  numbers do not depend on how tokens are distributed over ranks and microbatches.
+- Each token goes to its experts, whatever other tokens do, unless experts have a capacity (`capacity.py`), which is
+  counted for each document. So the numbers do not depend on how documents are distributed over ranks and microbatches.
 - The router computes in fp32, and breaks ties by the expert's number. Under tp every rank routes all tokens, with the
   same numbers. Gradients of the router are partial sums, because each rank has only its part of F.
 - A layer returns its report (losses and loads) beside the hidden state, and the model adds the reports up outside of
@@ -54,13 +54,17 @@ class Mixture(nn.Module):
 
         Args:
             x: activations.
-            texts: tokens that count for the balance, by document; None if no report is wanted.
+            texts: tokens that count for the balance and the capacity, by document; None: no report, and no capacity.
         """
         routing = self.router(x)
+        found = None if texts is None else report(routing, texts, self.has_losses)
+        if found is not None and texts is not None and texts.capacity is not None:
+            late = texts.capacity.late(routing.experts)
+            routing, found = routing.without(late), found._replace(dropped=late.sum().float())
         out = self.experts(x, routing.experts, routing.weights)
         if self.shared is not None:
             out = out + self.shared(x)
-        return out, None if texts is None else report(routing, texts, self.has_losses)
+        return out, found
 
 
 class Block(nn.Module):
@@ -129,12 +133,13 @@ class MoE(Llama):
 
         Returns:
             The result of `Llama.forward`. Given labels, every stage also returns the sums of its layers' losses that
-            have a weight: {"balance": ..., "router_z": ...}, fp32 [layers with experts].
+            have a weight, and of their dropped pairs: {"balance": ..., "router_z": ..., "dropped": ...}, fp32 [layers
+            with experts].
         """
         rules, rotation = self.rules_and_rotation(
             places, position_ids, document_ids=document_ids, prefix=prefix, cache=cache, fused=self.may_fuse(labels)
         )
-        texts = None if labels is None else texts_of(labels, document_ids, self.context)
+        texts = None if labels is None else texts_of(labels, document_ids, self.context, self.cfg)
         if self.embed is not None:
             hidden = self.embed(tokens)
         assert hidden is not None
@@ -170,13 +175,18 @@ class MoE(Llama):
             self.loads[layer] += found.load.detach()
 
     def _sums(self, reports: Sequence[Report], device: torch.device) -> dict[str, Tensor]:
-        """The sums of the losses that have a weight, by name: a number for each layer with experts on this stage."""
+        """The sums of the losses that have a weight, and of dropped pairs, by name.
+
+        Each is a number for each layer with experts on this stage.
+        """
         none = torch.zeros(0, device=device)
         sums = {}
         if self.cfg.balance_loss:
             sums["balance"] = torch.stack([found.balance for found in reports]) if reports else none
         if self.cfg.router_z_loss:
             sums["router_z"] = torch.stack([found.z for found in reports]) if reports else none
+        if self.cfg.capacity_factor:
+            sums["dropped"] = torch.stack([found.dropped for found in reports]) if reports else none
         return sums
 
     def counts_of_step(self) -> Tensor:

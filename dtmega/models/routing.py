@@ -1,6 +1,6 @@
 """The router of a mixture of experts: which experts a token uses, with which weights, and how evenly experts are used.
 
-A token's routing depends on the token alone, and ties are broken by the expert's number. So it is a function of the
+A token's choice depends on the token alone, and ties are broken by the expert's number. So it is a function of the
 data and the weights, and of nothing else. How even the routing is, is counted for each document, over the tokens that
 have a label; padding has none.
 """
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.data.objectives.rows import IGNORED
+from dtmega.models.capacity import Capacity, capacity_of
 from dtmega.ops.context_parallel import ContextParallel
 
 
@@ -34,9 +35,21 @@ class Routing(NamedTuple):
     probabilities: Tensor
     log_z: Tensor
 
+    def without(self, dropped: Tensor) -> Routing:
+        """The routing without dropped pairs: they get the number E, which no expert has, and the weight 0.
+
+        The weights of a token's other experts stay as they are.
+
+        Args:
+            dropped: whether each pair is dropped, [N, k] bool.
+        """
+        n_experts = self.probabilities.shape[1]
+        experts = self.experts.masked_fill(dropped, n_experts)
+        return self._replace(experts=experts, weights=self.weights.masked_fill(dropped, 0.0))
+
 
 class Texts(NamedTuple):
-    """The tokens of a microbatch that count for the balance, and the documents in which they are counted.
+    """The tokens of a microbatch that count for balance and capacity, and the documents in which they are counted.
 
     Attributes:
         counts: 1 for a token that counts, otherwise 0, [N] fp32.
@@ -44,6 +57,7 @@ class Texts(NamedTuple):
         n_documents: number that is larger than all numbers of documents.
         length: number of tokens that count in each document, [n_documents] fp32.
         context: ranks that share the sequences; None: this rank has whole sequences.
+        capacity: number of pairs that an expert takes of each document; None: all.
     """
 
     counts: Tensor
@@ -51,6 +65,7 @@ class Texts(NamedTuple):
     n_documents: int
     length: Tensor
     context: ContextParallel | None
+    capacity: Capacity | None = None
 
     def add_up(self, values: Tensor) -> Tensor:
         """Sum the tokens' values, [N, ...], over each document: [n_documents, ...], equal on all ranks that share it.
@@ -63,13 +78,14 @@ class Texts(NamedTuple):
         return functional.wait_tensor(functional.all_reduce(sums, "sum", self.context.group))
 
 
-def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParallel | None) -> Texts:
-    """The tokens that count for the balance.
+def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParallel | None, cfg: config.MoE) -> Texts:
+    """The tokens that count for the balance and the capacity.
 
     Args:
         labels: token to predict at each place, [B, S]; a token without one does not count.
         document_ids: index of each token's document in its row, [B, S]; None: each row is one document.
         context: ranks that share the sequences; the tensors are this rank's part of them.
+        cfg: the model's sizes.
     """
     counts = (labels != IGNORED).flatten().float()
     n_rows, length = labels.shape
@@ -81,7 +97,10 @@ def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParall
         per_row = length if context is None else length * context.group.size()
         document = rows * per_row + document_ids
     texts = Texts(counts, document.flatten(), n_rows * per_row, counts, context)
-    return texts._replace(length=texts.add_up(counts))
+    texts = texts._replace(length=texts.add_up(counts))
+    if not cfg.capacity_factor:
+        return texts
+    return texts._replace(capacity=capacity_of(cfg, labels != IGNORED, document, texts.length, context))
 
 
 class Report(NamedTuple):
@@ -90,12 +109,15 @@ class Report(NamedTuple):
     Attributes:
         balance: sum over the tokens of the balance loss, fp32 scalar (arXiv:2412.19437, equations 17 to 20).
         z: sum over the tokens of the squared log_z (arXiv:2202.08906, equation 5), fp32 scalar.
-        load: number of pairs of each expert, [E] fp32 without a gradient. Under cp: of this rank's tokens.
+        load: number of pairs of each expert before any is dropped, [E] fp32 without a gradient. Under cp: of this
+            rank's tokens.
+        dropped: number of pairs that are dropped, fp32 scalar without a gradient. Under cp: of this rank's tokens.
     """
 
     balance: Tensor
     z: Tensor
     load: Tensor
+    dropped: Tensor
 
 
 def report(routing: Routing, texts: Texts, losses: bool) -> Report:
@@ -113,14 +135,15 @@ def report(routing: Routing, texts: Texts, losses: bool) -> Report:
     n_experts, k = routing.probabilities.shape[1], routing.experts.shape[1]
     chosen = torch.zeros_like(routing.probabilities).scatter(1, routing.experts, 1.0) * texts.counts.unsqueeze(1)
     load = chosen.sum(0)
+    zero = load.new_zeros(())
     if not losses:
-        return Report(load.new_zeros(()), load.new_zeros(()), load)
+        return Report(zero, zero, load, zero)
     loads = texts.add_up(chosen)
     share = loads * (n_experts / k) / texts.length.clamp(min=1).unsqueeze(1)
     of_token = (share[texts.document] * routing.probabilities).sum(1)
     balance = (of_token * texts.counts).sum()
     z = (routing.log_z.square() * texts.counts).sum()
-    return Report(balance, z, load)
+    return Report(balance, z, load, zero)
 
 
 class Router(nn.Module):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -58,7 +59,7 @@ class Arrived(NamedTuple):
         rows: rows of all ranks, one rank's after another's, and by expert within a rank, [n, D].
         experts: number of each row's expert among this rank's experts, [n] int64.
         give_back: function that sends one result for each row, [n, D], back to the row's rank. It returns the results
-            for the rows that this rank has sent, in their order.
+            for the rows that this rank has sent, in their order, and zeros for those without an expert.
     """
 
     rows: Tensor
@@ -82,7 +83,7 @@ class Exchange:
         """Send each row to the rank that holds its expert.
 
         Args:
-            rows: rows in the order of their experts, [N, D].
+            rows: rows in the order of their experts, [N, D]. Rows behind them, without an expert, stay here.
             n_rows: number of rows of each expert, [E] int64.
         """
         n_ranks = self._group.size()
@@ -91,10 +92,16 @@ class Exchange:
         dist.all_to_all_single(arriving, n_rows, group=self._group)
         by_rank = torch.stack([n_rows, arriving]).view(2, n_ranks, n_experts).sum(2)
         sent, received = host.read_sizes(by_rank, len(rows)).tolist()
-        here = _exchange(rows, sent, received, self._group)
+        n_sent = sum(sent)
+        here = _exchange(rows[:n_sent], sent, received, self._group)
         experts = torch.arange(n_experts, device=rows.device).repeat(n_ranks)
         experts = experts.repeat_interleave(arriving, output_size=sum(received))
-        return Arrived(here, experts, lambda results: _exchange(results, received, sent, self._group))
+
+        def give_back(results: Tensor) -> Tensor:
+            back = _exchange(results, received, sent, self._group)
+            return F.pad(back, (0, 0, 0, len(rows) - n_sent)) if n_sent < len(rows) else back
+
+        return Arrived(here, experts, give_back)
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

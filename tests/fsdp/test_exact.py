@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hf, tied": {"name": "hf"},
     "t5": {"name": "t5", "n_decoder_layers": 3, "init": "normal", "inner_dropout": 0.1, **DROPOUT},
 }
+MODELS["moe with capacity"] = {**MODELS["moe"], "capacity_factor": 1.0}
 LEARNED = {"positions": "learned", "max_position_embeddings": S, "norm": "layer", "bias": True, "scale_scores": True}
 MODELS["t5 of Megatron"] = {**MODELS["t5"], **LEARNED}
 # Further keys of [data], by the [model] name.
@@ -156,7 +157,7 @@ def runs(family: str, name: str) -> bool:
     if name.startswith("packed"):
         return not family.startswith(("bert", "t5"))
     if "muon" in name:
-        return family != "moe"
+        return MODELS[family]["name"] != "moe"
     return not family.startswith("t5") or not name.endswith(NOT_T5)
 
 

@@ -22,6 +22,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
+from dtmega.cli.convert import to_checkpoint
 from dtmega.distributed import exit_codes
 from dtmega.formats.whole import as_theirs
 from dtmega.interop.hf.names import moe as names
@@ -128,6 +129,21 @@ def test_a_directory_is_the_same_bit_for_bit_after_reading_and_writing_it(kind: 
     assert stored["num_experts_per_tok"] == 2
 
 
+def test_a_directory_says_that_it_has_no_capacity_and_has_the_logits_that_generation_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    ours = small(config.MoE(**OURS, n_experts=4, capacity_factor=0.5))
+    there, back = str(tmp_path / "ours"), str(tmp_path / "back")
+    to_checkpoint.write(there, Memory({name: p.detach() for name, p in ours.named_parameters()}), ours.cfg)
+    assert command(["convert", "--from", "dtmega", there, "--to", "hf", back]) == exit_codes.DONE
+    assert "[model] capacity_factor=0.5 is not in the folder" in capsys.readouterr().out
+    tokens, labels = batch()
+    logits = AutoModelForCausalLM.from_pretrained(back)(tokens).logits
+    assert error(ours(tokens), logits) < 1e-5
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert abs(ours(tokens, labels)["lm"].item() / loss.item() - 1) > 1e-4
+
+
 def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
     theirs = DeepseekV3MoE(
         DeepseekV3Config(
@@ -175,21 +191,29 @@ def of_deepseek(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def naive(module: experts.Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """A loop over tokens."""
+    """A loop over tokens; number E is no expert."""
     rows = []
     for token, numbers, factors in zip(x.flatten(0, 1), chosen, weights, strict=True):
         parts = []
         for e, factor in zip(numbers.tolist(), factors, strict=True):
-            inner = F.silu(module.gate[e] @ token) * (module.up[e] @ token)
-            parts.append(factor * (module.down[e] @ inner))
+            # Number E counts for nothing, whichever expert computes it.
+            number, counts = e % len(module.gate), float(e < len(module.gate))
+            inner = F.silu(module.gate[number] @ token) * (module.up[number] @ token)
+            parts.append(counts * factor * (module.down[number] @ inner))
         rows.append(torch.stack(parts).sum(0))
     return torch.stack(rows).view(x.shape)
 
 
 @pytest.mark.parametrize(
     "chosen",
-    [[[2, 0], [2, 1], [0, 2]], [[3, 1]], [[1, 0], [1, 0], [1, 0], [1, 0]]],
-    ids=["an expert without tokens", "one token", "all tokens to the same experts"],
+    [
+        *([[2, 0], [2, 1], [0, 2]], [[3, 1]], [[1, 0], [1, 0], [1, 0], [1, 0]]),
+        *([[4, 2], [4, 4], [1, 4]], [[4, 4], [4, 4]]),
+    ],
+    ids=[
+        *("an expert without tokens", "one token", "all tokens to the same experts"),
+        *("pairs without an expert", "no pair has an expert"),
+    ],
 )
 def test_experts_are_a_loop_over_tokens(chosen: list[list[int]]):
     generator = torch.Generator().manual_seed(0)
@@ -198,7 +222,7 @@ def test_experts_are_a_loop_over_tokens(chosen: list[list[int]]):
         nn.init.normal_(p, generator=generator)
     numbers = torch.tensor(chosen)
     x = torch.randn(1, len(chosen), 8, generator=generator, requires_grad=True)
-    weights = torch.rand(numbers.shape, generator=generator, requires_grad=True)
+    weights = torch.rand(numbers.shape, generator=generator).masked_fill(numbers == 4, 0.0).requires_grad_()
     inputs = [x, weights, *module.parameters()]
     out, truth = module(x, numbers, weights), naive(module, x, numbers, weights)
     torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
@@ -223,7 +247,7 @@ def test_the_balance_loss_is_the_closed_form_of_each_document():
     labels = torch.zeros(2, 10, dtype=torch.int64)
     labels[1, 7:] = -100
     documents = torch.tensor([[0] * 4 + [1] * 6, [0] * 7 + [1] * 3])
-    found = routing.report(router(x), routing.texts_of(labels, documents, None), losses=True)
+    found = routing.report(router(x), routing.texts_of(labels, documents, None, cfg), losses=True)
     logits = (x @ router.weight.t()).detach().double()
     balance = z = 0.0
     load = torch.zeros(4)
@@ -306,6 +330,8 @@ def test_a_published_mixture_has_its_published_size_and_costs_what_its_active_pa
         ({"expert_groups": 2, "groups_per_token": 3}, "no more groups per token than groups"),
         ({"experts_per_token": 5, "expert_groups": 2}, "more than the 4 experts that a token may use"),
         ({"router_bias_rate": 0.1}, "without a bias: expected router_bias=true"),
+        ({"capacity_factor": -1.0}, "greater than or equal to 0"),
+        ({"capacity_factor": 1.0000001}, r"capacity_factor=1.0000001 has more digits .*: expected at most six after"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str):

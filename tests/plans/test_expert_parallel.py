@@ -27,6 +27,7 @@ CASES: dict[str, list[list[list[int]]]] = {
     "an expert without a token": [[[0, 3], [2, 5]], [[5, 0]], [[3, 2], [0, 5], [5, 3]], [[2, 3], [0, 2]]],
     "one token": [[[4, 1]], [[1, 4]], [[4, 1]], [[0, 5]]],
     "all tokens for one rank": [[[0, 1]] * 3, [[2, 0]] * 2, [[1, 0]], [[2, 1]] * 4],
+    "dropped pairs, with number 6": [[[6, 3], [2, 5]], [[6, 6]], [[3, 6], [0, 5], [6, 3]], [[2, 3], [0, 2]]],
 }
 
 
@@ -45,7 +46,8 @@ def tokens(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The activations [1, N, D], experts and weights of a rank's tokens."""
     numbers = torch.tensor(CASES[case][rank])
     n = len(numbers)
-    return drawn(1, n, D, seed=10 + rank).requires_grad_(), numbers, drawn(n, K, seed=20 + rank).requires_grad_()
+    weights = drawn(n, K, seed=20 + rank).masked_fill(numbers == E, 0.0)
+    return drawn(1, n, D, seed=10 + rank).requires_grad_(), numbers, weights.requires_grad_()
 
 
 def result_of(module: Experts, inputs: tuple[Tensor, Tensor, Tensor], rank: int) -> list[Tensor]:

@@ -101,6 +101,18 @@ def test_the_losses_of_routers_are_in_the_loss_of_training_and_not_in_that_of_an
     assert all(line["val_balance"] >= 0.5 for line in evaluations)
 
 
+def test_the_share_of_dropped_pairs_is_reported_and_is_in_no_loss(tmp_path, corpus):
+    # Each token uses both experts, and each expert takes half of them.
+    keys = {"model__name": "moe", "model__n_layers": 2, "model__n_experts": 2, "model__capacity_factor": 0.5}
+    keys |= {"train__steps": 1, "eval__interval": 1, "eval__steps": 1, "eval__sample_tokens": 0}
+    assert run(tmp_path, corpus, **keys) == 0
+    steps = [line for line in lines(tmp_path) if "loss" in line]
+    evaluations = [line for line in lines(tmp_path) if "val_loss" in line]
+    assert [(line["dropped"], line["loss"]) for line in steps] == [(0.5, line["lm"]) for line in steps]
+    assert [(e["val_dropped"], e["val_loss"]) for e in evaluations] == [(0.5, e["val_lm"]) for e in evaluations]
+    assert (len(steps), len(evaluations)) == (1, 2)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_during_an_evaluation_ends_it_after_the_batch_and_the_step_is_saved(tmp_path, keys, truth, number):
     with signal_in_batch(12 + 2, number) as batches:

@@ -117,6 +117,11 @@ def _write(
             directory = Path(model.directory) if family.directory else source.directory
             options["other_files"] = card.texts(directory, source.rows, name=folder.name)
         family.export(weights, folder, model, json, **options)
+        if startup.rank == 0 and (factor := getattr(model, "capacity_factor", 0)):
+            print(
+                f"[model] capacity_factor={factor} is not in the folder: transformers drops no token. So its losses "
+                f"differ from those of training, as generated texts do not"
+            )
     elif startup.rank == 0 and target == "megatron":
         _write_for_megatron(args, family, model, weights, tokenizer)
     elif startup.rank == 0:

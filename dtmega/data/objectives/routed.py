@@ -1,4 +1,4 @@
-"""An objective together with the losses of routers, which mixtures of experts return beside the objective's sums."""
+"""An objective together with the losses and dropped pairs of mixtures of experts, which return them as further sums."""
 
 from __future__ import annotations
 
@@ -15,30 +15,41 @@ from dtmega.data.objectives.sums import Sum
 
 @dataclass(frozen=True)
 class _Routed:
-    """An objective with further sums, each divided by the number of labels times the number of layers with experts."""
+    """An objective with further sums over the layers with experts.
+
+    Losses are divided by the number of labels times the number of these layers, and dropped pairs by the number of
+    pairs in them.
+    """
 
     objective: Objective
     further: tuple[Sum, ...]
     n_layers: int
+    experts_per_token: int
 
     @property
     def sums(self) -> tuple[Sum, ...]:
         return (*self.objective.sums, *self.further)
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        return {**self.objective.counts(microbatch), "routed": self.n_layers * labelled(microbatch)}
+        routed = self.n_layers * labelled(microbatch)
+        counts = {"routed": routed, "pairs": self.experts_per_token * routed}
+        return {**self.objective.counts(microbatch), **counts}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.objective, name)
 
 
 def with_router_losses(model: MoE, objective: Objective) -> Objective:
-    """The objective with the router losses that have a weight.
+    """The objective with the router losses that have a weight, and the share of pairs that experts dropped.
 
-    Each is reported as a mean over the layers, and the loss has the sum over the layers.
+    Each is reported as a mean over the layers, and the loss has the sum of the losses over the layers.
     """
     further = []
     for name, weight in (("balance", model.balance_loss), ("router_z", model.router_z_loss)):
         if weight:
             further.append(Sum(name, "routed", weight * model.n_mixtures, trains_only=True))
-    return cast(Objective, _Routed(objective, tuple(further), model.n_mixtures)) if further else objective
+    if model.capacity_factor:
+        further.append(Sum("dropped", "pairs", weight=0))
+    if not further:
+        return objective
+    return cast(Objective, _Routed(objective, tuple(further), model.n_mixtures, model.experts_per_token))
