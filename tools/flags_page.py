@@ -6,7 +6,8 @@ from pathlib import Path
 
 from dtmega import config
 from dtmega.config.schema import SectionClasses
-from dtmega.interop.megatron.launch.flags import FLAGS, Flag
+from dtmega.interop.megatron.launch.flags import FLAGS
+from dtmega.interop.megatron.launch.row import Flag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-megatron.md"
 OPENING = """\
