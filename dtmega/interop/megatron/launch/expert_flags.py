@@ -104,10 +104,11 @@ EXPERTS = (
         "moe-enable-deepep moe-shared-expert-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute "
         "overlap-dispatch-backward-with-experts-wgrad moe-layer-recompute moe-extended-tp moe-paged-stash "
         "moe-hybridep-pad-uneven-dispatch-inputs moe-ncclep-static-shape moe-ncclep-zero-copy "
-        "moe-pad-experts-for-cuda-graph-inference",
+        "moe-pad-experts-for-cuda-graph-inference inference-moe-disable-fused-quant-kernels",
         0,
         AS_FAST,
     ),
+    gone("moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size", 1, "the order of rows in a matrix"),
     gone("moe-router-padding-for-fp8 moe-router-padding-for-quantization", 0, "a setting of --fp8-format"),
     gone("moe-per-layer-logging", 0, "metrics.jsonl has the loads of experts"),
     *FORKS,
