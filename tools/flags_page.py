@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-megatron.md"
 OPENING = """\
 # Coming from Megatron
 
-<!-- Written by tools/flags_page.py from dtmega/interop/megatron/launch/flags.py. -->
+<!-- Written by tools/flags_page.py from the flags in dtmega/interop/megatron/launch/. -->
 
 `dtmega from-megatron` translates a launch script, or a command in quotes, into a TOML file. The script is followed as
 text, with bash's grammar, and never run. It needs the extra `megatron`.
@@ -37,7 +37,12 @@ the text is not bash, has no command, or depends on a condition that only a runn
   tells the version, `--original megatron-lm`, `megatron-deepspeed` or `megatron-core` does.
 - **Llama:** a GPT with rotary positions, SwiGLU, RMSNorm, no biases and no dropout is our `llama`, with grouped
   queries, `--qk-layernorm`, `--window-size`, and tied or untied weights. What differs from it is refused by name:
-  partial or interleaved rotary positions, `--apply-layernorm-1p`, `--squared-relu`, experts.
+  partial or interleaved rotary positions, `--apply-layernorm-1p`, `--squared-relu`.
+- **Experts:** a Llama with `--num-experts` is our `moe` ([its flags](#experts)). The weights of experts and the losses
+  of routers are those of megatron-core's formulas (0.16.1), with the same coefficients. What counts over a microbatch
+  is refused by name, because the layout would change it: `aux_loss` with more than one sequence, `global_aux_loss`,
+  `sinkhorn`, capacity. So is what a `moe` does not have: dense layers after the first ones, gates of shared experts,
+  jitter, upcycling, the experts of the forks for DeepSpeed.
 - **DeepSpeed's JSON** is read if the script writes it, or if it lies in the script's folder. It sets the loss scale and
   the limit of the gradient's norm, as DeepSpeed reads them.
 

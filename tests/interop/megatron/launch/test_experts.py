@@ -333,6 +333,13 @@ def test_flags_for_experts_are_keys(flags: str, keys: dict[str, Any]) -> None:
     assert {key: found.get(f"model.{key}") for key in keys} == keys
 
 
+def test_without_a_width_of_its_own_an_expert_has_that_of_a_gated_layer() -> None:
+    # validate_args in megatron/training/arguments.py: 8/3 D in multiples of 64, here 256.
+    line = f"{MOE.replace('--ffn-hidden-size 160', '')} --moe-shared-expert-intermediate-size 512"
+    assert keys_of(line)["model.shared_experts"] == 2
+    assert model_of(line).expert_ffn == 256
+
+
 REFUSED = {
     "--moe-layer-freq 2": "only the first layers can be without experts",
     "--moe-layer-freq [0,0,0]": "only the first layers can be without experts",
