@@ -72,7 +72,7 @@ torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} ${MOE_ARGS[@]} ${TR
     ${MODEL_PARALLEL_ARGS[@]} --data-path $DATA_PATH --vocab-size 32000 --save $CHECKPOINT_PATH
 """
 # Megatron-LM's examples/post_training/modelopt/conf/Qwen/Qwen3-30B-A3B.sh: the flags of the model. The file leaves out
-# the rate of RMSNorm, the size of the vocabulary and dropout.
+# the epsilon of RMSNorm, the size of the vocabulary and dropout.
 QWEN3 = (
     "pretrain_gpt.py --micro-batch-size 1 --bf16 --no-masked-softmax-fusion --disable-bias-linear "
     "--untie-embeddings-and-output-weights --position-embedding-type rope --no-rope-fusion --normalization RMSNorm "
