@@ -6,13 +6,14 @@ from pathlib import Path
 
 from dtmega import config
 from dtmega.config.schema import SectionClasses
-from dtmega.interop.megatron.launch.flags import FLAGS, Flag
+from dtmega.interop.megatron.launch.flags import FLAGS
+from dtmega.interop.megatron.launch.row import Flag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-megatron.md"
 OPENING = """\
 # Coming from Megatron
 
-<!-- Written by tools/flags_page.py from dtmega/interop/megatron/launch/flags.py. -->
+<!-- Written by tools/flags_page.py from the flags in dtmega/interop/megatron/launch/. -->
 
 `dtmega from-megatron` translates a launch script, or a command in quotes, into a TOML file. The script is followed as
 text, with bash's grammar, and never run. It needs the extra `megatron`.
@@ -36,7 +37,12 @@ the text is not bash, has no command, or depends on a condition that only a runn
   tells the version, `--original megatron-lm`, `megatron-deepspeed` or `megatron-core` does.
 - **Llama:** a GPT with rotary positions, SwiGLU, RMSNorm, no biases and no dropout is our `llama`, with grouped
   queries, `--qk-layernorm`, `--window-size`, and tied or untied weights. What differs from it is refused by name:
-  partial or interleaved rotary positions, `--apply-layernorm-1p`, `--squared-relu`, experts.
+  partial or interleaved rotary positions, `--apply-layernorm-1p`, `--squared-relu`.
+- **Experts:** a Llama with `--num-experts` is our `moe` ([its flags](#experts)). The weights of experts and the losses
+  of routers are those of megatron-core's formulas (0.16.1), with the same coefficients. What counts over a microbatch
+  is refused by name, because the layout would change it: `aux_loss` with more than one sequence, `global_aux_loss`,
+  `sinkhorn`, capacity. So is what a `moe` does not have: dense layers after the first ones, gates of shared experts,
+  jitter, upcycling, the experts of the forks for DeepSpeed.
 - **DeepSpeed's JSON** is read if the script writes it, or if it lies in the script's folder. It sets the loss scale and
   the limit of the gradient's norm, as DeepSpeed reads them.
 

@@ -137,7 +137,7 @@ MODEL = (
     Synonym("model.shared_experts", "n_shared_experts", "with name = 'moe'"),
     Synonym("model.dense_layers", "first_k_dense_replace", "with name = 'moe'"),
     Synonym("model.normalize_weights", "norm_topk_prob", "with name = 'moe'"),
-    Synonym("model.routed_scale", "routed_scaling_factor", "with name = 'moe'"),
+    Synonym("model.routed_scale", "routed_scaling_factor moe_router_topk_scaling_factor", "with name = 'moe'"),
     Synonym("model.balance_loss", "router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha", "with name = 'moe'"),
     Synonym("model.router_z_loss", "moe_z_loss_coeff", "with name = 'moe'"),
     Synonym("model.capacity_factor", "moe_expert_capacity_factor moe_capacity_factor", "with name = 'moe'"),
@@ -426,9 +426,9 @@ MESH = (
     ),
     Synonym("mesh.sequence_parallel", "enable_sequence_parallel use_sequence_parallel", "on by default with tp"),
     Synonym(
-        "mesh.tp",
-        "expert_model_parallel_size expert_parallel_degree expert_parallel_size ep_size ep ep_degree",
-        "with name = 'hf' each of the tp ranks holds 1 / tp of the experts, with name = 'moe' a part of each expert",
+        "mesh.ep mesh.tp",
+        "expert_model_parallel_size expert_parallel_degree expert_parallel_size ep_size ep_degree",
+        "with name = 'moe'; with name = 'hf' each of the tp ranks holds 1 / tp of the experts",
     ),
 )
 

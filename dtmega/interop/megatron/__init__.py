@@ -1,7 +1,8 @@
 """Conversion from and to Megatron: command-line flags, launch scripts and checkpoints.
 
-Flags: `launch/flags.py` is the table of Megatron's flags and of the configuration keys that replace the flags. `bash/`
-finds the flags in a launch script without running the script. `launch/translate.py` makes a configuration from flags.
+Flags: `launch/flags.py` is the table of Megatron's flags and of the configuration keys that replace the flags, with
+rows from `model_flags.py` and `expert_flags.py`. `bash/` finds the flags in a launch script without running the script.
+`launch/translate.py` makes a configuration from flags.
 
 Checkpoints: `names.py` has the tables of tensor names, and `forms.py` makes a `Format` for each family from a table;
 `core_forms.py` has megatron-core's formats. To read a checkpoint, `folder.py` finds its folder. `ranks.py`

@@ -287,3 +287,45 @@ def test_a_variant_of_llama_that_is_not_built_is_refused_by_the_name_of_its_argu
     assert convert(written_llama(tmp_path / "in", llama(), **args), tmp_path / "out") == exit_codes.REFUSED
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+ROUTER = {"decoder.layers.mlp.router.weight": torch.ones(3, 8, 64)}
+# The two matrices of 8 experts of three layers, by the names that megatron-core has given them: SequentialMLP, and
+# TEGroupedMLP in a distributed checkpoint and in a state_dict.
+EXPERTS: dict[str, dict[str, Tensor]] = {
+    "one by one": {
+        f"decoder.layers.mlp.experts.local_experts.{expert}.linear_fc{i}.weight": torch.ones(3, *shape)
+        for expert in range(8)
+        for i, shape in ((1, (192, 64)), (2, (64, 96)))
+    },
+    "stacked": {
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight": torch.ones(3, 8, 192, 64),
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight": torch.ones(3, 8, 64, 96),
+    },
+    "numbered": {
+        f"decoder.layers.{layer}.mlp.experts.linear_fc{i}.weight{expert}": torch.ones(shape)
+        for layer in range(3)
+        for expert in range(8)
+        for i, shape in ((1, (192, 64)), (2, (64, 96)))
+    },
+}
+
+
+@pytest.mark.parametrize("names", EXPERTS)
+def test_a_checkpoint_with_experts_is_refused_by_their_names_even_if_its_arguments_do_not_tell(
+    tmp_path: Path, names: str, capsys: pytest.CaptureFixture[str]
+):
+    written_llama(tmp_path / "in", llama(), more={**ROUTER, **EXPERTS[names]})
+    assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.REFUSED
+    message = capsys.readouterr().err
+    assert "has no place for decoder.layers.mlp.router.weight, decoder.layers." in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_configuration_of_a_moe_does_not_make_a_checkpoint_readable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    written_llama(tmp_path / "in", llama(), more={**ROUTER, **EXPERTS["stacked"]})
+    assert convert(tmp_path / "in", tmp_path / "out", "--config", "mixtral-8x7b.toml") == exit_codes.REFUSED
+    assert "megatron-core has no model like this one of name = 'moe'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

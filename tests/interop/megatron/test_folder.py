@@ -298,6 +298,11 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object], str]] = {
         put("adapter.weight", torch.ones(1)),
         "'encoder.adapter.weight' is not the name of a tensor in Megatron's",
     ),
+    "experts": (
+        "mp_rank_0[01]_000",
+        put("layers.0.mlp.local_experts.0.dense_h_to_4h.weight", torch.ones(1)),
+        "'encoder.layers.0.mlp.local_experts.0.dense_h_to_4h.weight' is not the name of a tensor in Megatron's",
+    ),
     "a shard of another shape": (
         "mp_rank_01_001",
         put("layers.0.mlp.dense_h_to_4h.bias", torch.ones(7)),
@@ -398,6 +403,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
         "are of the same rank",
     ),
     "a folder of another name": (lambda folder: (folder / "iter_0000007/mp_rank_x").mkdir(), "expected a name such as"),
+    "a folder of a rank of experts": (
+        lambda folder: (folder / "iter_0000007/mp_rank_00_000").rename(folder / "iter_0000007/mp_rank_00_000_000"),
+        "expected a name such as",
+    ),
     "a file that is missing": (lambda folder: file_of(folder).unlink(), "model_optim_rng.pt: No such file"),
     "a link": (
         lambda folder: file_of(folder).rename(folder / "x") and file_of(folder).symlink_to(folder / "x"),

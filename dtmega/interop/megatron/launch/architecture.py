@@ -9,6 +9,7 @@ from typing import Any
 from dtmega.interop.megatron.core_forms import windows
 from dtmega.interop.megatron.launch.command import Command
 from dtmega.interop.megatron.launch.draft import Draft, as_number
+from dtmega.interop.megatron.launch.experts import has_experts, has_experts_of_fork
 
 # Script -> family of the trained model, unless the flags select another family.
 FAMILY_OF_SCRIPT = {
@@ -29,6 +30,7 @@ THEIR_T5: Mapping[str, Any] = MappingProxyType(
         "init": "normal",
     }
 )
+LLAMAS = ("llama", "moe")  # families with Llama's attention
 ROTARY = ("rotary", "rope")
 ABSOLUTE = ("absolute", "learned_absolute")
 # Llama 3.1's scaling of rotary frequencies. Source: megatron-core, `rotary_pos_embedding.py`, _apply_scaling.
@@ -84,7 +86,9 @@ def family_of(command: Command) -> str:
     family = FAMILY_OF_SCRIPT[command.script]
     if family != "gpt":
         return family
-    return {"alibi": "bloom", "rope": "llama"}.get(positions_of(command), "gpt")
+    is_mixture = has_experts(command) and not has_experts_of_fork(command)
+    of_positions = {"alibi": "bloom", "rope": "moe" if is_mixture else "llama"}
+    return of_positions.get(positions_of(command), "gpt")
 
 
 def set_model(draft: Draft) -> None:
@@ -96,13 +100,13 @@ def set_model(draft: Draft) -> None:
     _check_positions(draft)
     _check_parts(draft)
     _set_gelu(draft)
-    if draft.family == "llama":
+    if draft.family in LLAMAS:
         _set_llama(draft)
     elif draft.family == "t5":
         draft.keys |= {f"model.{key}": value for key, value in THEIR_T5.items()}
-    if draft.has("swiglu") and draft.family != "llama":
+    if draft.has("swiglu") and draft.family not in LLAMAS:
         _set_swiglu(draft)
-    if draft.has("untie-embeddings-and-output-weights") and draft.family != "llama":
+    if draft.has("untie-embeddings-and-output-weights") and draft.family not in LLAMAS:
         if "tied" in draft.fields_of("model") and draft.family != "t5":
             draft.keys["model.tied"] = False
         else:
@@ -125,7 +129,7 @@ def _set_length(draft: Draft) -> None:
 def _check_positions(draft: Draft) -> None:
     """Refuse a position embedding or an embedding LayerNorm that does not fit the family."""
     kind = positions_of(draft.command)
-    expected = {"bloom": "alibi", "llama": "rope"}.get(draft.family, "absolute")
+    expected = {"bloom": "alibi", "llama": "rope", "moe": "rope"}.get(draft.family, "absolute")
     if kind != expected:
         name = "rotary" if kind == "rope" else kind
         draft.refuse(_positions_flag(draft), f"{name} positions in a {draft.family} are not built")
@@ -140,19 +144,19 @@ def _check_positions(draft: Draft) -> None:
 
 def _check_parts(draft: Draft) -> None:
     """Refuse norms, biases and grouped heads that do not fit the family."""
-    family = draft.family
+    family, is_llama = draft.family, draft.family in LLAMAS
     norm = (draft.value("normalization") or "").lower()
-    if norm != ("rmsnorm" if family == "llama" else "layernorm"):
+    if norm != ("rmsnorm" if is_llama else "layernorm"):
         if draft.has("normalization"):
             draft.refuse("--normalization", f"a {family} does not have it")
         else:
             _refuse_positions(draft, "--normalization RMSNorm", "a llama has RMSNorm")
-    if draft.has("disable-bias-linear") != (family == "llama"):
-        if family == "llama":
+    if draft.has("disable-bias-linear") != is_llama:
+        if is_llama:
             _refuse_positions(draft, "--disable-bias-linear", "a llama has no biases")
         else:
             draft.refuse("--disable-bias-linear", f"a {family} has biases")
-    if family != "llama":
+    if not is_llama:
         for flag in OF_LLAMA:
             if flag in draft.command.values:
                 draft.refuse(flag, f"a {family} has none")
@@ -187,12 +191,12 @@ def _set_gelu(draft: Draft) -> None:
         draft.keys["model.gelu"] = gelu
     elif draft.family == "t5":
         draft.keys["model.activation"] = f"gelu_{gelu}"
-    elif is_erf and draft.family != "llama" and not (draft.has("swiglu") or draft.has("glu-activation")):
+    elif is_erf and draft.family not in LLAMAS and not (draft.has("swiglu") or draft.has("glu-activation")):
         draft.refuse("--no-bias-gelu-fusion", f"a {draft.family} has the GELU with tanh")
 
 
 def _set_swiglu(draft: Draft) -> None:
-    """Set the keys for a SwiGLU feed-forward in a family other than llama."""
+    """Set the keys for a SwiGLU feed-forward in a family other than llama and moe."""
     if "glu" not in draft.fields_of("model"):
         draft.refuse("--swiglu", f"a {draft.family} has no gated feed-forward with SiLU")
         return
@@ -209,7 +213,7 @@ def _set_gated_width(draft: Draft) -> None:
 
 
 def _set_llama(draft: Draft) -> None:
-    """Set the keys of a llama, and refuse flags that do not fit a llama."""
+    """Set the keys of a llama or moe, and refuse flags that do not fit a llama."""
     if draft.has("swiglu"):
         _set_gated_width(draft)
     else:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from dtmega.interop.megatron.bash import run
 from dtmega.interop.megatron.bash.words import Unknown, Word, known, unknowns, written
-from dtmega.interop.megatron.launch.flags import MANY, by_name, first_name
+from dtmega.interop.megatron.launch.flags import by_name, first_name
+from dtmega.interop.megatron.launch.row import MANY
 
 SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
 # Programs that can have a pretrain_*.py as an argument without running the script.

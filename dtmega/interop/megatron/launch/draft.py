@@ -10,12 +10,14 @@ import tomli_w
 from dtmega import config
 from dtmega.config.schema import SectionClasses
 from dtmega.interop.megatron.launch.command import Command
-from dtmega.interop.megatron.launch.flags import Flag, by_name, first_name
+from dtmega.interop.megatron.launch.flags import by_name, first_name
+from dtmega.interop.megatron.launch.row import Flag
 
 # Family -> key in the table of flags -> name of the key in this family.
 RENAMED = {
     "t5": {"model.layer_norm_eps": "model.norm_eps"},
     "llama": {"model.layer_norm_eps": "model.rms_norm_eps"},
+    "moe": {"model.layer_norm_eps": "model.rms_norm_eps"},
 }
 # If one of these flags is missing, Megatron refuses to start or chooses a value that depends on the machine.
 REQUIRED_FLAGS = (

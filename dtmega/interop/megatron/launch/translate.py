@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dtmega.interop.megatron.launch import architecture, command, corpora, layout, precision, schedule
+from dtmega.interop.megatron.launch import architecture, command, corpora, experts, layout, precision, schedule
 from dtmega.interop.megatron.launch.command import Command
 from dtmega.interop.megatron.launch.draft import Draft, by_section
 
@@ -97,6 +97,7 @@ def _filled_draft(found: Command, original: str) -> Draft:
     draft.copy_values()
     for step in (
         architecture.set_model,
+        experts.set_experts,
         corpora.set_vocabulary,
         schedule.set_batch,
         schedule.set_length,

@@ -51,7 +51,7 @@ def test_a_command_that_says_everything_leaves_nothing_open(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
-        ("--num-experts 8", "experts are not translated; name = 'moe' has them"),
+        ("--num-experts 8", "experts are built in a moe only, which has rotary positions"),
         ("--nonsense 3", "unknown flag"),
         ("--mup", "not built"),
         ("--lr-warmup-init 1e-7", "a warm-up begins at 0"),
@@ -102,7 +102,10 @@ def test_what_changes_no_number_leaves_nothing_open(flag: str) -> None:
 
 def test_a_flag_that_is_known_to_be_missing_is_named_and_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["from-megatron", f"{GPT} --num-experts 8", "--allow-missing", "--num-experts"]) == 0
-    assert "--num-experts 8: experts are not translated; name = 'moe' has them (allowed)" in capsys.readouterr().err
+    assert (
+        "--num-experts 8: experts are built in a moe only, which has rotary positions (allowed)"
+        in capsys.readouterr().err
+    )
     assert main(["from-megatron", f"{GPT} --lr $LR", "--allow-missing", "lr"]) == 0
     assert main(["from-megatron", GPT, "--allow-missing", "--mup"]) == 2
     assert "--allow-missing --mup: nothing with this name is missing" in capsys.readouterr().err
