@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.training.metrics import parse_line
+from dtmega.training.records.lines import parse_line
 
 MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends cannot fill the memory
 MAX_KEYS = 200  # maximum number of keys that are read; in a damaged file, each line could have different keys
