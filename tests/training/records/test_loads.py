@@ -24,23 +24,21 @@ from dtmega.training.records.loads import LoadsFile
 from tests.layouts import FAMILIES, write_text
 from tests.resumed import Training, flags, train_all
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED = 4, 3
 # The weights stay as they were drawn, but for 1e-12.
 KEYS: dict[str, Any] = FAMILIES["moe"] | {
-    "optim.lr": 1e-12,
-    "optim.min_lr": 0.0,
+    "model.n_layers": 3,
     "model.router_bias": False,
     "batch.micro_batch_size": 2,
+    "optim.lr": 1e-12,
+    "optim.min_lr": 0.0,
     "train.steps": STEPS,
+    "train.drift_interval": 0,
     "eval.interval": 0,
     "eval.sample_tokens": 0,
     "log.num_zeros": False,
     "log.params_norm": False,
-}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "dp 2": (2, {"mesh.dp_shard": 2}),
-    "pp 2": (2, {"mesh.pp": 2}),
+    "checkpoint.final": False,
 }
 
 
@@ -63,25 +61,26 @@ def kept_batches(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def long_lines() -> Iterator[None]:
-    """A line ends when it covers all steps, so that of these runs only step 1 has a line before the save."""
+    """A line ends when it covers all steps, so that after the one of step 1 only a save ends a line."""
     with patch.object(loads, "LINES", 1):
         yield
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run on one process, and one on two data ranks that goes on from its save, in the same folder, on two stages."""
     folder = tmp_path_factory.mktemp("loads")
     keys = KEYS | write_text(folder)
-    trainings = []
-    for name, (n, mesh) in LAYOUTS.items():
-        plant = partial(kept_batches, folder / name) if n == 1 else contextlib.nullcontext
-        trainings.append(Training(n, keys | mesh, folder / name, plant))
-    saving = keys | {"checkpoint.interval": SAVED, "checkpoint.keep": 9}
-    trainings.append(Training(1, saving, folder / "resumed", long_lines))
-    again = {"checkpoint.resume": str(folder / "resumed" / "checkpoints" / resume.name(SAVED))}
-    trainings.append(Training(2, saving | again | {"mesh.pp": 2}, folder / "resumed", long_lines))
-    train_all(trainings)
-    return {name: folder / name for name in [*LAYOUTS, "resumed"]}
+    saving = keys | {"checkpoint.interval": SAVED}
+    saved = str(folder / "resumed" / "checkpoints" / resume.name(SAVED))
+    train_all(
+        [
+            Training(1, keys, folder / "one process", partial(kept_batches, folder / "one process")),
+            Training(2, saving | {"mesh.dp_shard": 2}, folder / "resumed", long_lines),
+            Training(2, saving | {"mesh.pp": 2, "checkpoint.resume": saved}, folder / "resumed", long_lines),
+        ]
+    )
+    return {name: folder / name for name in ("one process", "resumed")}
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +113,18 @@ def routed(routing: Routing) -> Tensor:
     return routing.experts
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loads_on_each_layout_are_those_of_a_forward_with_the_same_tokens(layout, ran, counted):
-    assert [(line["first"], line["step"]) for line in lines_of(ran[layout])] == [(n, n) for n in range(1, STEPS + 1)]
-    assert [line["loads"] for line in lines_of(ran[layout])] == counted
-    assert [*counted[0]] == ["1", "2", "3"]  # the first layer is dense
+def test_the_loads_of_each_step_are_those_of_a_forward_with_the_same_tokens(ran, counted):
+    found = lines_of(ran["one process"])
+    assert [(line["first"], line["step"]) for line in found] == [(step, step) for step in range(1, STEPS + 1)]
+    assert [line["loads"] for line in found] == counted
+    assert [*counted[0]] == ["1", "2"]  # the first layer is dense
     assert any(label == IGNORED for label in torch.load(ran["one process"] / "1.pt")[0]["labels"].flatten())
 
 
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_each_step_once(ran, counted):
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_on_another_layout_has_the_loads_of_each_step_once(ran, counted):
     found = lines_of(ran["resumed"])
-    assert [(line["first"], line["step"]) for line in found] == [(1, 1), (2, 2), (3, 4)]
-    expected = [counted[0], counted[1], added(counted[2], counted[3])]
-    assert [line["loads"] for line in found] == expected
+    assert [(line["first"], line["step"]) for line in found] == [(1, 1), (2, 3), (4, 4)]
+    assert [line["loads"] for line in found] == [counted[0], added(counted[1], counted[2]), counted[3]]
 
 
 def added(first: dict[str, list[int]], second: dict[str, list[int]]) -> dict[str, list[int]]:
