@@ -75,7 +75,7 @@ def read(path: Path) -> Record:
     not_finite: list[int] = []
     last_step = 0
     damaged_lines = 0
-    for line in _lines(path):
+    for line in raw_lines(path):
         record = parse_line(line)
         if record is None:
             damaged_lines += 1
@@ -123,7 +123,7 @@ def validation_name(key: str) -> str:
     return key.removesuffix("_loss").replace("val", "validation", 1).replace("_", " ", 1)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, in pieces of at most MAX_LINE_BYTES; no lines if the file does not exist."""
     try:
         file: BinaryIO = path.open("rb")

@@ -72,6 +72,8 @@ class LoadsFile:
             # Dense layers have no loads.
             if any(loads):
                 found[str(layer)] = loads
+        if not found:
+            return
         try:
             self._lines = self._lines or StepLines(self._path, self._say)
             self._lines.write({"first": self._first, "step": self._newest, "loads": found})

@@ -19,6 +19,7 @@ from dtmega.checkpoint import resume
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.initial import init_weights
 from dtmega.models.routing import Loads, Routing
+from dtmega.report.loads import columns
 from dtmega.training.records import loads
 from dtmega.training.records.loads import LoadsFile
 from tests.layouts import FAMILIES, write_text
@@ -125,6 +126,14 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_on_another_layout_has_the
     found = lines_of(ran["resumed"])
     assert [(line["first"], line["step"]) for line in found] == [(1, 1), (2, 3), (4, 4)]
     assert [line["loads"] for line in found] == [counted[0], added(counted[1], counted[2]), counted[3]]
+
+
+def test_the_report_reads_what_a_run_has_written(ran, counted):
+    found = columns.read(ran["one process"])
+    assert found is not None
+    for layer in ("1", "2"):
+        assert found.loads[int(layer)].T.tolist() == [counts[layer] for counts in counted]
+    assert found.damaged_lines == 0
 
 
 def added(first: dict[str, list[int]], second: dict[str, list[int]]) -> dict[str, list[int]]:
