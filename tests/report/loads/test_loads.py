@@ -125,7 +125,7 @@ def test_each_run_of_a_comparison_that_has_experts_has_its_map(folder: Path, tmp
     places = [attributes["id"] for tag, attributes in tags.tags if tag == "div" and "id" in attributes]
     figures = [attributes["data-place"] for tag, attributes in tags.tags if "data-place" in attributes]
     assert [place for place in places if place in ("loads-0", "loads-1", "loads-2")] == ["loads-0", "loads-2"]
-    assert sorted(figures) == sorted(places)
+    assert {*figures} == {*places}
     maps = {place: json.loads(script) for place, script in zip(figures, tags.scripts, strict=False)}
     assert cells_of(maps["loads-2"]["data"][1]).shape == (2, 5)
     assert cells_of(maps["loads-0"]["data"][1]).shape == (2, 100)
