@@ -59,7 +59,7 @@ tests:
 
 test-extras: .venv/installed-extras
 	.venv/bin/python tools/check_extras.py
-	.venv/bin/pytest tests/report/test_page.py tests/report/test_browser.py tests/training/test_trackers.py tests/inference/test_lm_eval_harness.py \
+	.venv/bin/pytest tests/report/test_page.py tests/report/test_browser.py tests/training/records/test_trackers.py tests/inference/test_lm_eval_harness.py \
 		tests/launch tests/test_notebook.py tests/test_lora.py tests/interop/hf/test_lora.py tests/interop/megatron/test_core_ranks.py
 
 test-full: test

@@ -129,7 +129,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
             start.write_files(settings, world, checkpoints, loaded, at, end, exit_status.attempt)
-        metrics = start.open_metrics(settings, world, at, end)
+        metrics = start.open_metrics(settings, world, model, at, end)
         closing.callback(metrics.close)
         digests = Record(cfg, world, at.step)
         closing.callback(digests.close)

@@ -206,24 +206,32 @@ def _largest(scores: Tensor, k: int) -> Tensor:
 
 
 class Loads:
-    """The loads of a run's experts: numbers for the record, and a warning about experts that no token uses."""
+    """The loads of a run's experts: numbers for the record, and a warning about experts that no token uses.
+
+    Attributes:
+        last: number of pairs of each expert in the last step's global batch, [L, E]; None before the first step.
+    """
 
     def __init__(self) -> None:
-        self._last: Tensor | None = None  # of the last step, [L, E]
+        self.last: Tensor | None = None
         self._total: Tensor | None = None  # since the last call of `unused`, [L, E]
         self._said: set[tuple[int, int]] = set()
 
     def add(self, loads: Tensor) -> None:
         """Add the number of pairs of each expert in a step's global batch, [L, E]; dense layers have zeros."""
-        self._last = loads.clone()
+        self.last = loads.clone()
         self._total = loads.clone() if self._total is None else self._total + loads
 
     def numbers(self) -> dict[str, float]:
-        """The last step's largest load of an expert, as a multiple of its layer's mean; {} before the first step."""
-        if self._last is None:
+        """The last step's extreme loads of an expert, as multiples of its layer's mean; {} if nothing was counted."""
+        if self.last is None:
             return {}
-        mean = self._last.mean(1, keepdim=True)
-        return {"expert_load_max": (self._last / mean.clamp(min=1e-9)).max().item()}
+        loads = self.last.cpu()
+        loads = loads[loads.any(1)]
+        if not len(loads):
+            return {}
+        multiples = loads / loads.mean(1, keepdim=True)
+        return {"expert_load_max": multiples.max().item(), "expert_load_min": multiples.min().item()}
 
     def unused(self) -> str:
         """A warning about experts that no token has used since the last call. Each expert is named once; '' if none."""

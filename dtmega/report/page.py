@@ -14,6 +14,7 @@ import numpy as np
 
 from dtmega import mesh
 from dtmega.report import compare, document, layout, profile_section, scores, verdict
+from dtmega.report.loads import section as loads_section
 from dtmega.report.markup import breakable, cut, keys_in_toml, names, swatch, table, text, times, unbroken
 from dtmega.report.run import Part, Run, layout_in_words, numbers, percentile
 from dtmega.report.units import duration, moment, seconds, short
@@ -37,8 +38,8 @@ def page(
 
     Args:
         runs: the runs to show.
-        figures: JSON of the plotly figures, by id of the HTML element to draw in. The ids are "curves" and, if there
-            are step times, "tail".
+        figures: JSON of the plotly figures, by id of the HTML element to draw in. The ids are "curves", if there are
+            step times, "tail", and one for the loads of each mixture of experts.
         plotly: plotly's JavaScript.
         colours: colour of each run.
         page_folder: folder that the page is written to. Links to files are relative to this folder.
@@ -49,6 +50,7 @@ def page(
         *_head(runs, title, colours, now),
         document.NO_SCRIPT,
         '<section><div id="curves"></div></section>',
+        *loads_section.section(runs, colours),
         *(_tail(runs, colours) if "tail" in figures else []),
         *profile_section.section(runs, colours, page_folder),
         *_layouts(runs, colours),

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.training.metrics import parse_line
+from dtmega.training.records.lines import parse_line
 
 MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends cannot fill the memory
 MAX_KEYS = 200  # maximum number of keys that are read; in a damaged file, each line could have different keys
@@ -75,7 +75,7 @@ def read(path: Path) -> Record:
     not_finite: list[int] = []
     last_step = 0
     damaged_lines = 0
-    for line in _lines(path):
+    for line in raw_lines(path):
         record = parse_line(line)
         if record is None:
             damaged_lines += 1
@@ -123,7 +123,7 @@ def validation_name(key: str) -> str:
     return key.removesuffix("_loss").replace("val", "validation", 1).replace("_", " ", 1)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, in pieces of at most MAX_LINE_BYTES; no lines if the file does not exist."""
     try:
         file: BinaryIO = path.open("rb")

@@ -16,6 +16,8 @@ from dtmega.distributed.exit_codes import MAX_STEP, ExitRecord
 from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import read_object
 from dtmega.report import profiles, record, scores
+from dtmega.report.loads import columns
+from dtmega.report.loads.columns import LoadColumns
 from dtmega.report.profiles import Profiles
 from dtmega.report.record import Event, Record, Series, is_validation
 from dtmega.report.scores import Scores
@@ -71,6 +73,7 @@ class Run(NamedTuple):
         sample: text that the finished model generated; '' if there is none.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
+        loads: loads of a mixture's experts over the steps; None if there are none.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if none of these files exists.
         is_claimed: whether a process holds its claim on the directory; False if that process is gone, None if unknown
             (`process.is_claimed`).
@@ -87,6 +90,7 @@ class Run(NamedTuple):
     sample: str
     scores: Scores
     profiles: Profiles
+    loads: LoadColumns | None
     written: datetime | None
     is_claimed: bool | None
 
@@ -188,6 +192,7 @@ def _read(directory: Path, name: str) -> Run:
         sample=_sample(directory, run_record.last_step),
         scores=run_scores,
         profiles=profiles.read(directory),
+        loads=columns.read(directory),
         written=_written(path, directory / history.NAME, directory / process.LOCK),
         is_claimed=is_claimed,
     )

@@ -50,10 +50,14 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
 
     from dtmega.report import page, plots
     from dtmega.report.colours import colour
+    from dtmega.report.loads import plot, section
 
     figures = {"curves": plots.over_steps(runs)}
     if any(plots.has_tail(each) for each in runs):
         figures["tail"] = plots.tail(runs)
+    mixtures = {number: each.loads for number, each in enumerate(runs) if each.loads is not None}
+    for number, found in mixtures.items():
+        figures[section.place_of(number)] = plot.heat_map(found, plot.MAX_CELLS // len(mixtures))
     colours = [colour(number) for number in range(len(runs))]
     with atomic.replaced(output) as file:
         file.write(page.page(runs, figures, get_plotlyjs(), colours, output.parent))

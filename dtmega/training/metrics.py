@@ -13,10 +13,8 @@ record, and the key `reason` names this number.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -29,15 +27,16 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from dtmega.config import Config, RunEnd
-from dtmega.distributed.exit_codes import MAX_STEP
 from dtmega.files import atomic
 from dtmega.files.console import counted
-from dtmega.files.untrusted_json import parse_object
+from dtmega.models.routing import Loads
 from dtmega.ops import cost
 from dtmega.ops.cost import Piece
 from dtmega.training import device_peaks
 from dtmega.training.device_peaks import PeakMemory
-from dtmega.training.trackers import ABANDON_S, CLOSE_S, Trackers
+from dtmega.training.records.lines import StepLines, keep_until
+from dtmega.training.records.loads import NAME, LoadsFile
+from dtmega.training.records.trackers import ABANDON_S, CLOSE_S, Trackers
 
 Item = TypeVar("Item")
 
@@ -55,6 +54,7 @@ class Metrics:
             last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
             TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
         write: whether this rank writes the reports; only one rank does so.
+        loads: loads of the experts in a mixture, which are written to expert_loads.jsonl; None if there are no experts.
 
     Attributes:
         peak_memory: memory counter of this process, set on all ranks, even if `write` is False.
@@ -70,6 +70,7 @@ class Metrics:
         *,
         start_step: int = 0,
         write: bool = True,
+        loads: Loads | None = None,
     ) -> None:
         self.write = write
         self.peak_memory = PeakMemory(device)
@@ -88,10 +89,11 @@ class Metrics:
         self._run_dir = run_dir = Path(config.run.dir)
         atomic.make_folder(run_dir)
         path = run_dir / ("evaluation.jsonl" if config.eval.only else "metrics.jsonl")
+        self._loads = None
         if not config.eval.only:
             keep_until(path, start_step, finished=start_step >= self._total_steps)
-        # The file is line-buffered, so that a killed run loses no line.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._loads = LoadsFile(run_dir / NAME, loads or Loads(), start_step, self.message)
+        self._file = StepLines(path, self.message)
         atomic.sync_folder(run_dir)
         self._tensorboard = None
         if config.log.tensorboard and not config.eval.only:
@@ -159,6 +161,8 @@ class Metrics:
             step_time_s=step_time_s,
             **more,
         )
+        if self._loads:
+            self._loads.after_step(step)
         self._recent.append((tokens, step_time_s))
         self._first = self._first or (step, time.monotonic())
         speed, eta = f"{self._tokens_per_s():,.0f} tok/s", f"eta {tqdm.format_interval(self._eta_s(step))}"
@@ -275,11 +279,9 @@ class Metrics:
         """Flush the record to disk. Call this method before a save: a resumed run needs the lines of earlier steps."""
         if not self.write:
             return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self.message(f"WARNING: metrics.jsonl may not survive a power cut: {error}")
+        self._file.sync()
+        if self._loads:
+            self._loads.sync()
 
     def message(self, text: str) -> None:
         """Print a line on stdout, above the progress bar if there is one."""
@@ -292,9 +294,9 @@ class Metrics:
             return
         if self._bar:
             self._bar.close()
-        self.sync()
-        with contextlib.suppress(OSError):  # the disk may be full
-            self._file.close()
+        self._file.close()
+        if self._loads:
+            self._loads.close()
         if self._tensorboard:
             with contextlib.suppress(OSError):
                 self._tensorboard.close()
@@ -315,11 +317,7 @@ class Metrics:
         odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
         record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
-        try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        # If the disk is full, this line stays in the buffer and is written together with the next line.
-        except OSError as error:
-            self._line(step, f"WARNING: metrics.jsonl cannot be written: {error}")
+        self._file.write(record)
         self._newest = step
         numbers = {name: value for name, value in values.items() if name not in odd and type(value) in (int, float)}
         if self._tensorboard:
@@ -387,44 +385,6 @@ def describe_run(
 def several(means: Mapping[str, float]) -> dict[str, float]:
     """The means whose weighted sum is the loss; {} if there is only one mean, which is the loss itself."""
     return dict(means) if len(means) > 1 else {}
-
-
-def keep_until(path: Path, step: int, finished: bool = False) -> None:
-    """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
-
-    The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the first
-    free name of metrics.1.jsonl, metrics.2.jsonl, ...
-
-    Args:
-        path: path of metrics.jsonl, which need not exist.
-        step: number of steps done before this start.
-        finished: whether the run has done all its steps. The run will then repeat the evaluations after the last
-            step, so the lines of these evaluations are removed.
-    """
-    if not path.exists():
-        return
-    if step == 0:
-        path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
-        return
-    with path.open("rb") as old, atomic.replaced(path) as new:
-        for line in old:
-            record = parse_line(line)
-            if record is None:
-                continue
-            is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
-            again = finished and record["step"] == step and is_evaluation
-            if line.endswith(b"\n") and record["step"] <= step and not again:
-                new.write(line.decode("utf-8"))
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None if the line is not a JSON object with a valid step."""
-    try:
-        record = parse_object(line, "a line")
-    except ValueError:
-        return None
-    step = record.get("step")
-    return record if type(step) is int and 0 <= step <= MAX_STEP else None
 
 
 def perplexity(loss: float) -> float:

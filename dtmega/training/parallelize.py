@@ -317,7 +317,7 @@ class ShardedModel:
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """Zeros in the last gradient, the norm of all parameters, and the largest load of a mixture's experts."""
+        """Zeros in the last gradient, the norm of all parameters, and the extreme loads of a mixture's experts."""
         device = self.world.device
         group = self.world.groups["shards"]
         values = self.loads.numbers()

@@ -33,13 +33,13 @@ from dtmega.models.trainable import Elements
 from dtmega.ops import optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
-from dtmega.training import accumulation, exact, history, out_of_memory, rank_log, trackers
+from dtmega.training import accumulation, exact, history, out_of_memory, rank_log
 from dtmega.training.checks import check
 from dtmega.training.metrics import Metrics, describe_run
 from dtmega.training.parallelize import ShardedModel, compiling, parallelize, with_micro_batch_size, with_params_dtype
 from dtmega.training.phases import Phases
 from dtmega.training.profile import Profiler, check_profile
-from dtmega.training.rank_log import RankLog
+from dtmega.training.records import trackers
 
 
 class Settings(NamedTuple):
@@ -176,12 +176,12 @@ def claim_run_directory(
     return found.CandidatePaths(**step.received)
 
 
-def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> RankLog:
+def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> rank_log.RankLog:
     """Open this rank's log. From here on, everything that the rank prints is logged."""
     cfg = settings.cfg
     folder = Path(cfg.run.dir, rank_log.FOLDER) if cfg.log.ranks == "all" else None
     with startup.step("rank logs"):
-        return closing.enter_context(RankLog(folder, startup.rank, settings.sizes, settings.device))
+        return closing.enter_context(rank_log.RankLog(folder, startup.rank, settings.sizes, settings.device))
 
 
 def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
@@ -286,7 +286,7 @@ def write_files(
     )
 
 
-def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) -> Metrics:
+def open_metrics(settings: Settings, world: World, model: ShardedModel, at: Progress, end: RunEnd) -> Metrics:
     """Create the reporter of the run's steps. Only rank 0 writes reports."""
     return Metrics(
         settings.cfg,
@@ -296,6 +296,7 @@ def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) ->
         end,
         start_step=at.step,
         write=world.rank == 0,
+        loads=model.loads,
     )
 
 

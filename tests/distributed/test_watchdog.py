@@ -27,7 +27,7 @@ from dtmega.distributed import exit_codes, process
 from dtmega.distributed.watchdog import CodePlace, Watch, place_of
 from dtmega.models.bloom import Block
 from dtmega.ops import optim
-from dtmega.training import trackers
+from dtmega.training.records import trackers
 from tests.distributed.test_process import PATIENCE_S, ROOT, TORCHRUN, script, started
 from tests.layouts import DEBUG, write_text
 from tests.ranks import forks

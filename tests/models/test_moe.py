@@ -298,12 +298,21 @@ def test_an_expert_that_no_token_uses_is_named_once():
     assert (loads.unused(), loads.numbers()) == ("", {})
     loads.add(torch.tensor([[0.0, 0, 0], [4, 0, 5]]))
     loads.add(torch.tensor([[0.0, 0, 0], [6, 0, 0]]))
-    assert loads.numbers() == {"expert_load_max": 3.0}
+    assert loads.numbers() == {"expert_load_max": 3.0, "expert_load_min": 0.0}
     assert loads.unused().endswith("(each is named once): layer 1: 1")
     loads.add(torch.tensor([[0.0, 0, 0], [6, 0, 0]]))
     assert loads.unused().endswith("layer 1: 2")
     loads.add(torch.tensor([[0.0, 0, 0], [6, 0, 0]]))
     assert loads.unused() == ""
+
+
+def test_the_extreme_loads_are_of_the_layers_with_experts_in_the_last_step_each_by_its_own_mean():
+    loads = routing.Loads()
+    loads.add(torch.tensor([[0.0, 0, 0], [9, 0, 0], [0, 9, 0]]))
+    loads.add(torch.tensor([[0.0, 0, 0], [6, 3, 3], [30, 45, 15]]))
+    assert loads.numbers() == {"expert_load_max": 1.5, "expert_load_min": 0.5}
+    loads.add(torch.zeros(3, 3))
+    assert loads.numbers() == {}
 
 
 PUBLISHED = [("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)]

@@ -10,12 +10,10 @@ equal on all data layouts. A run that resumes removes the lines of the steps tha
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ from dtmega.fsdp import digests
 from dtmega.fsdp.exact import ExactSums
 from dtmega.mesh import World
 from dtmega.ops import host
-from dtmega.training.metrics import keep_until
+from dtmega.training.records.lines import StepLines, keep_until
 
 NAME = "digests.jsonl"
 
@@ -80,13 +78,12 @@ class Record:
 
     def __init__(self, cfg: Config, world: World, at_step: int) -> None:
         self._world = world
-        self._file: TextIO | None = None
+        self._lines: StepLines | None = None
         self._begun = False
         if cfg.run.exact and not cfg.eval.only and world.rank == 0:
             path = Path(cfg.run.dir, NAME)
             keep_until(path, at_step)
-            # The file is line-buffered, so that a killed run loses no line.
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._lines = StepLines(path, console.say)
 
     def write(self, step: int, found: StepDigests | None) -> None:
         """Write a step's line. All ranks call this method.
@@ -105,26 +102,15 @@ class Record:
         update, *microbatches = (f"{digest % 2**64:016x}" for digest in (found.update, *found.microbatches))
         self._line({"step": step, "update": update, "microbatches": microbatches})
 
-    def _line(self, content: Mapping[str, object]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(content) + "\n")
-        # If the disk is full, this line stays in the buffer and is written together with the next line.
-        except OSError as error:
-            console.say(f"WARNING: {NAME} cannot be written: {error}")
-
     def sync(self) -> None:
         """Flush the file to disk. Call this method before a save: a resumed run keeps the lines of earlier steps."""
-        if self._file is None:
-            return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            console.say(f"WARNING: {NAME} may not survive a power cut: {error}")
+        if self._lines is not None:
+            self._lines.sync()
 
     def close(self) -> None:
-        if self._file is not None:
-            self.sync()
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
+
+    def _line(self, content: Mapping[str, object]) -> None:
+        if self._lines is not None:
+            self._lines.write(content)

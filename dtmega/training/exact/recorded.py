@@ -17,7 +17,7 @@ from dtmega import mesh
 from dtmega.files import console
 from dtmega.files.console import counted
 from dtmega.training.exact.record import NAME, Record, StepDigests
-from dtmega.training.metrics import parse_line
+from dtmega.training.records.lines import parse_line
 
 Hexadecimal = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 

@@ -22,8 +22,9 @@ from dtmega import config
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.watchdog import Watch
 from dtmega.ops import cost
-from dtmega.training import device_peaks, metrics, trackers
+from dtmega.training import device_peaks, metrics
 from dtmega.training.metrics import Metrics
+from dtmega.training.records import trackers
 
 STEPS, BATCH = 6, 4
 

@@ -1,0 +1,104 @@
+"""Files with one JSON object per line, each with its `step`: metrics.jsonl, digests.jsonl, expert_loads.jsonl.
+
+keep_until(path, step)              # a run that resumes first removes damaged lines, and lines of later steps
+lines = StepLines(path, say=print)
+lines.write({"step": 12, "loss": 2.5})
+lines.sync()                        # before a save: a resumed run keeps the lines of earlier steps
+lines.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtmega.distributed.exit_codes import MAX_STEP
+from dtmega.files import atomic
+from dtmega.files.untrusted_json import parse_object
+
+
+class StepLines:
+    """A writer that appends lines to a file. If a line cannot be written, a warning says so, and the run goes on.
+
+    Args:
+        path: path of the file, in a folder that exists.
+        say: receiver of warnings.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], object]) -> None:
+        self._name = path.name
+        self._say = say
+        # The file is line-buffered, so that a killed run loses no line.
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line."""
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        # If the disk is full, this line stays in the buffer and is written together with the next line.
+        except OSError as error:
+            self._say(f"WARNING: {self._name} cannot be written: {error}")
+
+    def sync(self) -> None:
+        """Flush the file to disk."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._say(f"WARNING: {self._name} may not survive a power cut: {error}")
+
+    def close(self) -> None:
+        """Flush the file to disk, and close it."""
+        self.sync()
+        with contextlib.suppress(OSError):  # the disk may be full
+            self._file.close()
+
+
+def keep_until(path: Path, step: int, finished: bool = False) -> None:
+    """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
+
+    The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the first
+    free name of metrics.1.jsonl, metrics.2.jsonl, ...
+
+    Args:
+        path: path of metrics.jsonl, which need not exist.
+        step: number of steps done before this start.
+        finished: whether the run has done all its steps. The run will then repeat the evaluations after the last
+            step, so the lines of these evaluations are removed.
+    """
+    if not path.exists():
+        return
+    if step == 0:
+        path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
+        return
+    with path.open("rb") as old, atomic.replaced(path) as new:
+        for line in old:
+            record = parse_line(line)
+            if record is None:
+                continue
+            is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
+            again = finished and record["step"] == step and is_evaluation
+            if line.endswith(b"\n") and record["step"] <= step and not again:
+                new.write(line.decode("utf-8"))
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl; None if the line is not a JSON object with a valid step."""
+    try:
+        record = parse_object(line, "a line")
+    except ValueError:
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step <= MAX_STEP else None

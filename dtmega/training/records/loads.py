@@ -1,0 +1,83 @@
+"""`expert_loads.jsonl`: how many tokens used each expert of a mixture, over the steps.
+
+    {"first": 203, "step": 205, "loads": {"1": [731, 802, ...], "2": [699, 815, ...]}}
+
+`loads` has a list for each layer with experts, by the layer's number from 0: for each expert, the tokens of the global
+batches of steps `first` to `step` that used it. As for the balance, only tokens with a label count. A skipped step adds
+nothing.
+
+Each of the first 100 steps has a line; later a line covers a hundredth of the steps so far. So a long run has about
+100 lines for each factor of 2.7 in steps, as fine as `dtmega report` draws them at any time. A line ends at each save,
+too, so that a resumed run has each step once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from dtmega.models.routing import Loads
+from dtmega.training.records.lines import StepLines, keep_until
+
+NAME = "expert_loads.jsonl"
+LINES = 100  # a line covers at least this fraction of the steps so far
+
+
+class LoadsFile:
+    """The writer of expert_loads.jsonl. A run without routed experts gets no file.
+
+    Args:
+        path: path of the file. Lines of steps that the run will repeat are removed; a new run sets the old file aside.
+        loads: loads of the run's experts.
+        at_step: number of steps done before this start.
+        say: receiver of warnings.
+    """
+
+    def __init__(self, path: Path, loads: Loads, at_step: int, say: Callable[[str], object]) -> None:
+        keep_until(path, at_step)
+        self._path, self._loads, self._say = path, loads, say
+        self._lines: StepLines | None = None
+        self._first = at_step + 1
+        self._newest = at_step
+        self._sum: Tensor | None = None  # since the last line, [L, E]
+
+    def after_step(self, step: int) -> None:
+        """Add the loads of a step that has changed the weights, and write a line if it is time."""
+        loads = self._loads.last
+        if loads is None:
+            return
+        self._sum = loads if self._sum is None else self._sum + loads
+        self._newest = step
+        if LINES * (step - self._first + 1) >= step:
+            self._write()
+
+    def sync(self) -> None:
+        """End the line, and flush the file to disk. Call this method before a save."""
+        self._write()
+        if self._lines is not None:
+            self._lines.sync()
+
+    def close(self) -> None:
+        self._write()
+        if self._lines is not None:
+            self._lines.close()
+
+    def _write(self) -> None:
+        if self._sum is None:
+            return
+        found: dict[str, list[int]] = {}
+        for layer, loads in enumerate(self._sum.long().tolist()):
+            # Dense layers have no loads.
+            if any(loads):
+                found[str(layer)] = loads
+        if not found:
+            return
+        try:
+            self._lines = self._lines or StepLines(self._path, self._say)
+            self._lines.write({"first": self._first, "step": self._newest, "loads": found})
+        except OSError as error:
+            self._say(f"WARNING: {NAME} cannot be written: {error}")
+        self._sum = None
+        self._first = self._newest + 1
