@@ -1,6 +1,6 @@
 """Trains `transformers` models and cuts them over ranks; class names, parameter names and file formats do not change.
 
-`dtmega/families.py` is the only core module that imports this package, so you may skip the package at first.
+`dtmega/families.py` is the only core module that imports this package, so you may skip the package on a first reading.
 
     families.py      facts about each family, as data
     directory.py     reads the config of a transformers directory, and builds the model

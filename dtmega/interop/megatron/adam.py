@@ -1,4 +1,4 @@
-"""Adam's moments, step and fp32 masters from one rank's Megatron-LM file, matched with the weights' names.
+"""Reads Adam's moments, step and fp32 masters from one rank's Megatron-LM file, and matches them with weight names.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: {state, param_groups}, fp32_from_fp16_params: [[...], [...]], grad_scaler: ...}

@@ -145,7 +145,7 @@ class SavedFile:
         """Read a tensor into host memory. The first read from a storage verifies the storage's checksum.
 
         Args:
-            part: non-empty range (start, stop) to read in each dim; None to read the whole tensor.
+            part: non-empty range (start, stop) to read in each dim; None if the whole tensor is to be read.
 
         Raises:
             ValueError: the file is damaged. The message names the path.

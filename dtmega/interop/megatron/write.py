@@ -77,7 +77,7 @@ def write(
     """Write a checkpoint completely, or not at all. Only one rank's file is in memory at a time.
 
     Args:
-        folder: path of the checkpoint, a new folder or an empty one.
+        folder: path of the checkpoint, a new or empty folder.
         source: the whole model under Megatron's names, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.

@@ -45,7 +45,7 @@ def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
 
     The new config keeps everything that affects how tp cuts: whether there are fewer kv heads than query heads or
     ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. Each
-    rank gets two heads and two experts, so that a wrong order of heads or experts becomes visible.
+    rank gets two heads and two experts, so that a wrong order of heads or experts changes the results.
 
     Args:
         config: the large model's config, which is not changed.
@@ -213,7 +213,7 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
 
 
 def summed_loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> Tensor:
-    """The model's loss, summed over the labels. `rows` are further arguments of its forward."""
+    """The model's loss, summed over the labels. `rows` are further arguments of the model's forward."""
     logits = model(input_ids=tokens, use_cache=False, **rows).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
