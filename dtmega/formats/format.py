@@ -18,12 +18,12 @@ class Key(NamedTuple):
         ours: the key's name in [model].
         theirs: the other program's names for the key, oldest first. The first name that is present is read; the last
             name is written.
-        default: the other program's default, used if none of the names is present. None if the key is required; its
-            value must then be a positive integer.
+        default: the other program's default, used if none of the names is present; None if the key is required, in
+            which case the value must be a positive integer.
         free: whether a run that starts from the weights may choose a different value, because the weights have
             the same meaning for every value.
-        resolved: name of the `config.Model` property that gives the effective value, if 0 as the key's value stands
-            for "the usual value"; '' if the key itself holds the effective value.
+        resolved: name of the `config.Model` property that gives the effective value, for a key whose value 0 stands
+            for "the usual value"; '' if the key itself always holds the effective value.
     """
 
     ours: str

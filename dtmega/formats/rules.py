@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-VIEWS = ("transpose", "stack")  # these change what counts as a row; the other words change the order of rows
+VIEWS = ("transpose", "stack")  # words that change what counts as a row; the other words change the order of rows
 FORM_WORDS = ("same", "concat", "heads", *VIEWS)
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Add to `result` the tensors that one rule names at one place in the model.
+    """Add the tensors that one rule names at one place in the model to `result`.
 
     Args:
         ours: shapes of our tensors in the rule, by name.
@@ -150,7 +150,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
-        if len(ours) > 1:  # then their tensor is the one sorted by head
+        if len(ours) > 1:  # in this case, their tensor is sorted by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():

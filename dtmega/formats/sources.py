@@ -57,7 +57,7 @@ class Renamed:
 
 
 class Cast:
-    """A source's tensors in another dtype; NaN, infinities and overflow in the new dtype are refused."""
+    """A source's tensors, cast to another dtype. A read refuses NaN, infinities, and overflow in the new dtype."""
 
     def __init__(
         self,

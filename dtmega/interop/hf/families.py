@@ -22,8 +22,8 @@ QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
-# Row orders in a weight that fuses several matrices: head by head, each with q, k and v; all of q, then all of k, then
-# all of v; or all of the gate, then all of the values.
+# Row orders in a weight that fuses several matrices: q, k and v of each head in turn; all of q, then all of k, then all
+# of v; or all of the gate, then all of the values.
 BY_HEAD, Q_K_V, GATE_UP = "by head", "q, k, v", "gate, up"
 
 # Stand-ins that replace a module on pipeline stages without that module.
@@ -55,13 +55,13 @@ WHOLE_SEQUENCES = {
     "deepseek_v3": "its heads of values have another size than its heads of queries and keys",
 }
 
-# Family whose conversations may not share a row ([data] pack) -> reason. For every other family, the start of a run
-# checks that attention begins anew wherever positions do (`packing_proof.py`).
+# Family whose conversations may not share a row ([data] pack) -> reason. For every other family, a run checks at
+# startup that attention restarts wherever positions restart (`packing_proof.py`).
 DOES_NOT_PACK = {
     "bloom": "its class takes no positions (name = 'bloom' with init_from trains the same model)",
     "opt": "its mask ignores the positions",
 }
-# Families whose results have equal bits on all layouts ([run] exact), as benchmarks/exact.py and
+# Families whose results are bit-identical on all layouts ([run] exact), as benchmarks/exact.py and
 # tests/fsdp/test_exact.py prove.
 EXACT = ("llama",)
 

@@ -31,7 +31,7 @@ def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: An
     """Return the `Cut` that divides a linear layer's fused weight into matrices.
 
     Args:
-        kind: one of `families.BY_HEAD`, `families.Q_K_V` and `families.GATE_UP`.
+        kind: order of the matrices: `families.BY_HEAD`, `families.Q_K_V` or `families.GATE_UP`.
         module: an nn.Linear, or a Conv1D, which stores its weight as [in, out].
         facts: facts about the family.
         hf_config: config of the model.

@@ -118,7 +118,7 @@ def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: An
             f"{' + '.join(str(len(group)) for group in groups)} weights"
         )
     masters: dict[TensorPlace, Stored] = {}
-    for group, pickled_tensors in zip(groups, lists, strict=False):  # lists is empty, or complete
+    for group, pickled_tensors in zip(groups, lists, strict=False):  # `lists` is empty or complete
         for place, pickled in zip(group, pickled_tensors, strict=True):
             masters[place] = file.tensor(pickled)
     return masters

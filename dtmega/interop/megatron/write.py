@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     Attributes:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        split: index of the stage where the decoder begins; 0 without a decoder, or with a single stage.
+        split: index of the stage where the decoder begins; 0 if there is no decoder or only one stage.
     """
 
     tp: int
@@ -148,7 +148,7 @@ def new_release(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Replace the error that torch raises on closing the zip file with the OSError of the failed write."""
+    """If a write fails, raise the write's OSError, not the later error that torch raises when it closes the zip file."""
     try:
         yield
     except RuntimeError as error:

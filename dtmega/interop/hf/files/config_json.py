@@ -79,7 +79,7 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     return config
 
 
-@functools.lru_cache(maxsize=8)  # the start of a run reads the same config.json several times
+@functools.lru_cache(maxsize=8)  # a run reads one config.json several times at startup
 def _config_of(content: str) -> Any:
     """Make a transformers config from the content of a config.json. Callers must copy the config before changing it."""
     import transformers

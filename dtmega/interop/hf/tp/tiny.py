@@ -129,7 +129,8 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     if n_experts and per_token and not getattr(config, "n_group", None):
         # Keep at least two experts for each rank, and more experts than a token uses.
         _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
-    # The next keys decide which layers are dense. If any layer has experts, the clone's second layer must have experts.
+    # The keys below decide which layers are dense. If any layer has experts, the clone's second layer must have
+    # experts.
     _put(config, new, ("first_k_dense_replace",), 1)
     _put(config, new, ("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
     _put(config, new, ("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
