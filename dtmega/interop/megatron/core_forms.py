@@ -203,8 +203,8 @@ GPT_CORE = replace(
 )
 LLAMA_CORE = Format(
     rules=LLAMA_RULES,
-    # Rules that only some Llamas need are not in `rules`, because `rules` decides whether stored names belong to a Llama
-    # or to a GPT.
+    # Rules that only some Llamas need are not in `rules`, because `rules` decides whether stored names belong to a
+    # Llama or to a GPT.
     rules_of=lambda model: QK_NORMS if getattr(model, "qk_norm", False) else (),
     heads=lambda model: Heads(model.n_heads, getattr(model, "kv_heads", model.n_heads)),
     fixed={

@@ -148,7 +148,7 @@ def new_release(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """If a write fails, raise the write's OSError, not the later error that torch raises when it closes the zip file."""
+    """If a write fails, raise the write's OSError instead of the later error that torch raises on close."""
     try:
         yield
     except RuntimeError as error:
@@ -167,7 +167,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
     depths = {stack: _depth(source, stack) for stack in STACKS}
     layout = Layout(tp, pp)
     if depths["decoder"] and pp > 1:
-        # Divide the stages in proportion to the two stacks' layer counts.
+        # Divide the stages between the two stacks, in proportion to the stacks' layer counts.
         layout = Layout(tp, pp, split=pp * depths["encoder"] // sum(depths.values()))
     for stack, depth in depths.items():
         n_stages = len(layout.stages_of(stack))

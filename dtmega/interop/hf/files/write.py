@@ -151,7 +151,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """Path of the temporary folder that receives the files; it is next to the final folder."""
+        """Path of the temporary folder to which all ranks write. The temporary folder is next to the final folder."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:
