@@ -17,7 +17,7 @@ from dtmega.ops import host
 
 
 def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
-    """Check that the ranks' random states are equal, because all ranks must drop the same elements of a hidden state.
+    """Check that the ranks' random states are equal: all ranks must drop the same elements of a whole hidden state.
 
     Raises:
         ValueError: the ranks of `group` have different random states.
