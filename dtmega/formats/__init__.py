@@ -1,10 +1,10 @@
-"""The storage formats of other programs, described as data: one `Format` per program and family of models.
+"""The storage formats of other programs, described as data: one `Format` per program and model family.
 
     rules.py      rules that relate our tensors to theirs, and the row runs that follow from the rules
     sources.py    named tensors, read by slice, and wrappers that rename, cast or assemble tensors
     format.py     `Format`: one program's rules, and the keys of the configuration stored next to the weights
     whole.py      applies a `Format` to all tensors of a model, in both directions
 
-"Ours" means dtmega's tensors and keys; "theirs" means the other program's tensors and keys. Files are opened by
-interop/, not here.
+"Ours" means dtmega's tensors and keys; "theirs" means the other program's tensors and keys. This package opens no
+files; interop/ does.
 """

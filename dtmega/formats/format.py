@@ -1,4 +1,4 @@
-"""One program's storage format for a family of models: tensor names and configuration keys."""
+"""One program's storage format for a model family: tensor names and configuration keys."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Key(NamedTuple):
         ours: the key's name in [model].
         theirs: the other program's names for the key, oldest first. The first name that is present is read; the last
             name is written.
-        default: the other program's default, used if none of the names is present. None if the key is required; its
-            value must then be a positive integer.
+        default: the other program's default, used if none of the names is present; None if the key is required, in
+            which case the value must be a positive integer.
         free: whether a run that starts from the weights may choose a different value, because the weights have
             the same meaning for every value.
-        resolved: name of the section's property with the effective value, if the key's value 0 stands for "the usual
-            value"; '' if the key itself has the effective value.
+        resolved: name of the `config.Model` property that gives the effective value, for a key whose value 0 stands
+            for "the usual value"; '' if the key itself always holds the effective value.
     """
 
     ours: str
@@ -42,19 +42,20 @@ def _nothing(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    """One program's storage format for one family of models.
+    """One program's storage format for one model family.
 
     Attributes:
         rules: rules that relate our tensors to theirs.
-        rules_of: function that returns further rules for a model, if tensor names depend on the model's configuration.
+        rules_of: function that returns further rules for a model; needed if tensor names depend on the model's
+            configuration.
         keys: keys of [model] that each correspond to a single key of the other program's configuration.
         fixed: entries that the other program's configuration has for every model of the family, including
-            `model_type`. If a configuration has one of these keys, the value must be equal, except for the class names
-            (`architectures`).
-        base: prefix of most of the other program's tensor names. The names in files of a bare base model lack this
-            prefix.
+            `model_type`. If a configuration has one of these keys, its value must equal the value here; only the class
+            names (`architectures`) may differ.
+        base: prefix that most of the other program's tensor names share. Names in the files of a bare base model lack
+            this prefix.
         ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
-        older: current name suffix for each name suffix in old files.
+        older: map from each name suffix in old files to the current suffix.
         implied: [model] values shared by all models in this format. If a program stores a family in several formats,
             these values determine which format applies.
         heads: function that returns the model's head counts, for rules with the word "heads".
@@ -103,8 +104,8 @@ class Format:
             stored: the tensors stored next to the configuration, under the other program's names; None if unknown.
 
         Raises:
-            ValueError: the configuration describes another family or a variant that dtmega does not have, or lacks a
-                size.
+            ValueError: the configuration describes another family or a variant that dtmega does not support, or lacks
+                a size.
         """
         for name, expected in self.fixed.items():
             value = theirs.get(name)
@@ -147,7 +148,8 @@ class Format:
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
         keys = [key for key in self.keys if not key.free]
         keys += [Key(ours, ()) for ours in self._further_keys(theirs, stored)]
-        # A key in both lists is compared once. The entry from `_further_keys` wins, as in `section`.
+        # If `self.keys` and `_further_keys` both contain a key, the dict compares the key once. The entry from
+        # `_further_keys` wins, as in `section`.
         values = {key.ours: (key.value(described), key.value(model)) for key in keys}
         wrong = []
         for key, (stored_value, asked_value) in values.items():

@@ -5,14 +5,14 @@
     Rule("layers.{}.mlp.experts.down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "stack")
 
 A name that ends in a dot names a module, and stands for the module's weight and bias; any other name names a tensor.
-`{}` is a layer number. The form is one or more of these words:
+`{}` is a layer number. The third argument is the rule's form, which is one or more of these words:
 
     same        both tensors are equal
     transpose   their matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
     concat      a tensor on one side concatenates, along the rows, several equally sized tensors of the other side
     heads       one side has the rows of q, k and v one after another (or in three tensors); the other side has one
                 tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted by head, unless
-                the rule names several of our tensors. Two names on one side are k and v, without q.
+                the rule names several of our tensors. If a side has two names, the names are k and v; q is absent.
     stack       our tensor is [entries, rows per entry, ...], and each of their tensors is one entry; their name has one
                 more `{}` for the entry's number. With concat, each of our entries concatenates, along the rows, several
                 of their tensors
@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-VIEWS = ("transpose", "stack")  # these change what counts as a row; the other words change the order of rows
+VIEWS = ("transpose", "stack")  # words that change what counts as a row; the other words change the order of rows
 FORM_WORDS = ("same", "concat", "heads", *VIEWS)
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -68,9 +68,9 @@ class RowRun(NamedTuple):
     """Consecutive rows of a tensor that are also consecutive in one tensor on the other side.
 
     Attributes:
-        at: first row in the assembled tensor.
+        at: number of the run's first row in the assembled tensor.
         tensor: name of the tensor on the other side.
-        start: first row in the tensor on the other side.
+        start: number of the run's first row in the tensor on the other side.
         rows: number of rows.
     """
 
@@ -129,7 +129,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Add to `result` the tensors that one rule names at one place in the model.
+    """Add the tensors that one rule names at one place in the model to `result`.
 
     Args:
         ours: shapes of our tensors in the rule, by name.
@@ -150,7 +150,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
-        if len(ours) > 1:  # then their tensor is the one sorted by head
+        if len(ours) > 1:  # in this case, their tensor is sorted by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():
@@ -165,7 +165,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Number of rows in each of their tensors in one rule, by tensor name, before any transpose.
+    """Count the rows of each of their tensors in one rule, before any transpose; the result is keyed by tensor name.
 
     Args:
         total: number of rows in all our tensors in the rule.
@@ -187,9 +187,9 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
-    """Runs of rows in a fused QKV: (first row if sorted by head, first row in the other order, number of rows).
+    """List runs of rows in a fused QKV: (first row in order by head, first row in order by matrix, number of rows).
 
-    The order by head is [groups, (the group's q heads, k, v), K]; the other order is [(q, k, v), heads of each, K].
+    Order by head is [groups, (the group's q heads, k, v), K]; order by matrix is [(q, k, v), heads of each, K].
     """
     n_q = 0 if without_q else heads.n
     head_rows, remainder = divmod(total, n_q + 2 * heads.n_kv)
@@ -244,7 +244,7 @@ def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
 
 
 def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
-    """The runs in order; runs that follow each other on both sides are merged into one."""
+    """Sort runs, and merge runs that are adjacent on both sides."""
     merged: list[RowRun] = []
     for run in sorted(runs):
         if merged and merged[-1].tensor == run.tensor and merged[-1].start + merged[-1].rows == run.start:

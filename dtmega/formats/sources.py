@@ -43,7 +43,7 @@ class Renamed:
         """Rename tensors of a source, and hide all other tensors.
 
         Args:
-            names: name in the source for each new name.
+            names: map from each new name to the name in the source.
             on_read: function that is called before each read.
         """
         self._source = source
@@ -57,7 +57,7 @@ class Renamed:
 
 
 class Cast:
-    """A source's tensors in another dtype; NaN, infinities and overflow in the new dtype are refused."""
+    """A source's tensors, cast to another dtype. A read refuses NaN, infinities, and overflow in the new dtype."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Cast:
 
         Args:
             where: path of the source, for messages.
-            dtype: dtype of the tensors that `read` returns; None to keep each tensor's own dtype.
+            dtype: dtype of the tensors that `read` returns; if None, each tensor keeps its own dtype.
             allowed: names of tensors that may hold NaN and infinities.
             kind: kind of the tensors if they are not weights, such as "exp_avg", for messages.
             unchanged: names of tensors that keep their own dtype.
@@ -133,8 +133,8 @@ class Combined:
 class Translated:
     """Tensors of one side of `Directions`, assembled from a source that has the other side's tensors.
 
-    A read fetches only the rows that make up the requested box, and fetches adjacent rows together. Memory is
-    needed for the box and for one copy of these rows.
+    A read fetches only the rows that make up the requested box, and fetches adjacent rows together. A read needs memory
+    for the box and for one copy of the fetched rows.
     """
 
     def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:
@@ -154,7 +154,7 @@ class Translated:
     def read(self, name: str, index: Slices | None = None) -> Tensor:
         """Read the part `index` of a tensor, or the whole tensor if `index` is None.
 
-        The result for a transposed tensor is a view that is not contiguous.
+        For a transposed tensor, the result is a non-contiguous view.
         """
         assembly = self._assemblies[name]
         box = _box(assembly, index)
@@ -173,10 +173,11 @@ class Translated:
         return result
 
     def _part(self, name: str, rows: slice, others: Sequence[slice]) -> Tensor:
-        """Read some rows of a tensor, counted as in the tensor's assembly.
+        """Read some rows of a tensor.
 
         Args:
-            others: the part of each row to return, one slice per further dim.
+            rows: range of row numbers, counted by the `view` of the tensor's assembly.
+            others: slices that select the part of each row to return, one slice per further dim.
         """
         assembly = self._assemblies[name]
         runs = [_clipped(run, rows) for run in assembly.runs if run.at < rows.stop and rows.start < run.at + run.rows]
@@ -222,7 +223,7 @@ def _clipped(run: RowRun, rows: slice) -> RowRun:
 
 
 def _stretches(runs: Iterable[RowRun]) -> list[list[RowRun]]:
-    """Group runs whose rows follow each other in the source."""
+    """Group runs whose rows are adjacent in the source."""
     stretches: list[list[RowRun]] = []
     for run in sorted(runs, key=lambda run: (run.tensor, run.start)):
         before = stretches[-1][-1] if stretches else None

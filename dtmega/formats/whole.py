@@ -49,7 +49,7 @@ def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames:
-    """Each tensor's name in our format and in the other format.
+    """Find each tensor's names in our format and in the other program's format.
 
     Args:
         build: function that builds the whole model; called on the meta device, with an unpadded vocabulary.
@@ -64,7 +64,7 @@ def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames
 
 
 class Deduplicated:
-    """A source under our names that has each tied parameter once, even if the files store several copies.
+    """A source under our names that holds each parameter once, even if the files store several copies of it.
 
     Attributes:
         tensors: dtype and shape of each tensor, by name; a tied parameter appears under its first name.
@@ -75,7 +75,7 @@ class Deduplicated:
 
         Args:
             weights: the stored tensors, with all copies.
-            copies: names of each parameter in `weights`, by parameter name.
+            copies: names under which `weights` stores each parameter, by parameter name.
             where: path of the source, for messages.
             otherwise: end of the message "... are stored with different values, but ...".
         """
@@ -89,7 +89,7 @@ class Deduplicated:
         """Read the part `index` of a tensor, or the whole tensor if `index` is None, in the stored dtype.
 
         Raises:
-            ValueError: another stored copy of this tied parameter has different values in that part.
+            ValueError: the stored copies of a tied parameter differ in that part.
         """
         first, *others = self._copies[name]
         part = self._weights.read(first, index)
@@ -134,8 +134,8 @@ def check_stored(model: config.Model, stored: Source, where: str) -> None:
         where: path of the source, for messages.
 
     Raises:
-        ValueError: the model has more layers than there are stored tensors, or a size larger than every dim of these
-            tensors.
+        ValueError: the model has more layers than there are stored tensors, or a size that exceeds both its plausible
+            limit and every dim of the stored tensors.
     """
     if model.n_layers > len(stored.tensors):
         raise ValueError(f"{where} has n_layers={model.n_layers}, but {len(stored.tensors)} tensors")
@@ -201,11 +201,11 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
 
 
 def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
-    """The key of the format that fits these tensor names best, with the fewest missing or unknown modules.
+    """Return the key of the format that fits some tensor names best: the fewest modules are missing or unknown.
 
     Args:
         names: names of the tensors.
-        forms: all formats of one program, by key, in any order; not empty.
+        forms: all formats of one program, by key, in any order; at least one format.
     """
     stored_modules = {_module(name) for name in names}
 
@@ -223,7 +223,7 @@ def _module(name: str) -> str:
     """The name of the module that holds a tensor, with `{}` in place of layer numbers.
 
     Args:
-        name: name of a tensor, or a name from a rule, which may end in a dot.
+        name: name of a tensor, or a name from a rule (such a name may end in a dot).
     """
     return re.sub(r"\.\d+\.", ".{}.", name).rpartition(".")[0]
 

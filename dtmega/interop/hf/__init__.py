@@ -1,13 +1,13 @@
 """Trains `transformers` models and cuts them over ranks; class names, parameter names and file formats do not change.
 
-`dtmega/families.py` is the only core module that imports this package, so you may skip the package at first.
+`dtmega/families.py` is the only core module that imports this package, so you may skip the package on a first reading.
 
     families.py      facts about each family, as data
     directory.py     reads the config of a transformers directory, and builds the model
     initial.py       finds the distributions of the family's initial values
     model.py         wraps the transformers model for the trainer, whole or as one pipeline stage
     resolve.py       fills in the configuration keys that the directory determines
-    files/           transformers directories: config.json, safetensors, export; also for our own models
+    files/           reads and writes transformers directories (config.json, safetensors), also for our own models
     names/           transformers' names for the weights and config keys of dtmega's own families
     record.py        the family record, with the methods that the trainer calls; connects model.py with tp/
     tp/              cuts a model over ranks, and proves that the results do not change; works without the trainer

@@ -1,8 +1,8 @@
 """Attention for `transformers` models when several ranks share each sequence ([mesh] cp).
 
-transformers looks up two functions by the name in `config._attn_implementation`: one makes the attention mask of a
-forward, and one computes attention in each layer. `switch` changes the name, so that transformers finds the functions
-of this module:
+transformers looks up two functions by the name in `config._attn_implementation`: the mask function makes a forward's
+attention mask, and the attention function computes attention in each layer. `switch` changes the name, so that
+transformers finds the functions of this module:
 
     _mask         makes the attention rules of the current tokens, once per forward    {window: rule}
     _attention    receives these rules as `attention_mask`, and picks the rule for the layer's window
@@ -36,7 +36,7 @@ class Tokens:
         places: each token's place in its sequence, [B, S / cp].
         document_ids: document index of each token, [B, S / cp]; None if each sequence is one document.
         context: ranks that share the sequences.
-        fused: argument of `attention_rule`.
+        fused: value that `attention_rule` receives as its argument `fused`.
     """
 
     def __init__(self, places: Tensor, document_ids: Tensor | None, context: ContextParallel, fused: bool) -> None:
@@ -81,7 +81,7 @@ def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, 
 
     Args:
         model: the model, whole or one pipeline stage.
-        own: result of an earlier call, to undo that call; None to switch to the functions of this module.
+        own: result of the earlier call to undo; None if the model switches to the functions of this module.
 
     Returns:
         The attention implementation that each config in the model named before the call, by config id.
@@ -165,7 +165,7 @@ def _check(
             f"{value.shape[-1]}"
         )
     for keyword, given in others.items():
-        # False only switches a feature off, for example `output_attentions`.
+        # False only switches off a feature, such as `output_attentions`.
         if keyword != "is_causal" and keyword not in WITHOUT_EFFECT and given is not None and given is not False:
             raise ValueError(
                 f"{name} passes '{keyword}' to its attention, which is unknown where ranks share sequences: expected "

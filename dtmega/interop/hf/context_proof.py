@@ -1,4 +1,4 @@
-"""Checks on a small clone, before a run, that ranks sharing sequences compute the same results as one process."""
+"""Before a run, checks on a small clone that ranks sharing sequences compute the same results as one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
         ValueError: no clone can be made, the clone raises an error, or the loss or a gradient deviates.
     """
     kind, size = model.config.model_type, ranks.group.size()
-    # Each rank needs two slices of the same length.
+    # Each rank needs two slices of equal length.
     length = 2 * size * -(-LEAST_TOKENS // (2 * size))
     try:
         # With `by_heads`, cp divides the heads among the ranks, as tp does.

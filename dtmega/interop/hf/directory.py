@@ -54,7 +54,7 @@ def read_config(path: str) -> Any:
 
 
 def build(hf_config: Any) -> Any:
-    """Build the model that a config describes, in fp32, without dropout or other noise."""
+    """Build a config's model in fp32, without dropout or other noise."""
     from transformers import AutoModelForCausalLM
 
     hf_config = copy.deepcopy(hf_config)
@@ -65,9 +65,10 @@ def build(hf_config: Any) -> Any:
 
 
 class _NothingDrawnOnMeta(TorchFunctionMode):
-    """A mode that skips the initial values of tensors on meta, which torch would take longer over than over the rest.
+    """A mode that draws no initial values for tensors on meta.
 
-    Initial values on other devices are drawn as usual.
+    torch would spend more time on these draws than on the rest of the build. Initial values on other devices are drawn
+    as usual.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

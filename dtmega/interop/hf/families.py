@@ -5,7 +5,7 @@ which tensor parallelism cuts each module, and the config.json keys that affect 
 `transformers` 5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number.
 `model.py` uses `FamilyFacts.ends`, and `tp/plan.py` uses `FamilyFacts.styles`.
 
-If a family has no row, or a row without `styles`, its models are cut by transformers' own plan (`tp/native.py`). A
+transformers' own plan (`tp/native.py`) cuts the models of each family that has no row, or a row without `styles`. A
 family without a row cannot run in a pipeline.
 """
 
@@ -17,13 +17,13 @@ from typing import TypeAlias
 # Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-# A linear whose rows are [q, k, v] head by head, or the queries of all heads followed by one shared k and one shared v.
+# A linear layer whose rows are [q, k, v] head by head, or the queries of all heads and then one shared k and v.
 QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
-# Contents of a weight that fuses several matrices: q, k and v of one head after the other, all of q before all of k and
-# then v, or all of the gate before all of the values.
+# Row orders in a weight that fuses several matrices: q, k and v of each head in turn; all of q, then all of k, then all
+# of v; or all of the gate, then all of the values.
 BY_HEAD, Q_K_V, GATE_UP = "by head", "q, k, v", "gate, up"
 
 # Stand-ins that replace a module on pipeline stages without that module.
@@ -31,7 +31,7 @@ NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
 ZERO = "zero"  # a module that returns 0, because the first stage has already added the positions
 
-# Keys of config.json. Each line lists the keys that different families use for the same quantity.
+# Keys of config.json. Each line lists the keys that different families use for one quantity.
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
 HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
@@ -55,13 +55,14 @@ WHOLE_SEQUENCES = {
     "deepseek_v3": "its heads of values have another size than its heads of queries and keys",
 }
 
-# Family whose conversations may not share a row ([data] pack) -> reason. For all others, each start proves whether
-# attention begins anew where positions do (`packing_proof.py`).
+# Family whose conversations may not share a row ([data] pack) -> reason. For every other family, a run checks at
+# startup that attention restarts wherever positions restart (`packing_proof.py`).
 DOES_NOT_PACK = {
     "bloom": "its class takes no positions (name = 'bloom' with init_from trains the same model)",
     "opt": "its mask ignores the positions",
 }
-# Families that keep every bit on all layouts ([run] exact): benchmarks/exact.py and tests/fsdp/test_exact.py prove it.
+# Families whose results are bit-identical on all layouts ([run] exact), as benchmarks/exact.py and
+# tests/fsdp/test_exact.py prove.
 EXACT = ("llama",)
 # Mixtures whose experts can be divided over ranks with different tokens: tests/interop/hf/test_training.py proves it.
 OVER_EP = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3")
@@ -76,8 +77,8 @@ class Attention:
         alibi: name of the keyword argument with one bias per head; `divide[0]` then names the attribute that counts the
             heads.
         divide: names of attributes that count heads or features; each count is divided by tp.
-        groups: name of the attribute with the number of query heads per kv head.
-        kv_heads: name of the attribute with the number of kv heads.
+        groups: name of the attribute that holds the number of query heads per kv head.
+        kv_heads: name of the attribute that holds the number of kv heads.
     """
 
     also: tuple[str, ...] = ()
@@ -114,10 +115,10 @@ class PipelineEnds:
     and `later` must give the attribute a value that switches the change off.
 
     Attributes:
-        first: modules that only the first stage holds, each as name -> the stand-in on the other stages. These modules
-            are children of the module that runs the blocks.
-        last: modules that only the last stage holds, each as name -> the stand-in on the other stages.
-        later: attributes of the module that runs the blocks, each as name -> value on every stage except the first.
+        first: modules that only the first stage holds: name -> stand-in on all later stages. These modules are
+            children of the module that runs the blocks.
+        last: modules that only the last stage holds: name -> stand-in on all earlier stages.
+        later: attributes of the module that runs the blocks: name -> value on every stage except the first.
     """
 
     first: dict[str, str]
@@ -130,7 +131,7 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: modules that run blocks, each as module name -> name of the block list in the module.
+        stacks: modules that run blocks: module name -> name of the module's block list.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: style for each module name pattern. A pattern without a match is skipped: a model may lack an optional
@@ -142,9 +143,9 @@ class FamilyFacts:
         kv_heads: config key for the number of kv heads; None if each head has its own keys.
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
-        fused: weights that fuse several matrices, each as name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
+        fused: weights that fuse several matrices: name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
         sizes: further config keys whose values tp must divide.
-        refused: config keys that must not be set, each as key -> reason.
+        refused: config keys that must not be set: key -> reason.
     """
 
     stacks: dict[str, str]

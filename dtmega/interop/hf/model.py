@@ -29,10 +29,10 @@ from dtmega.ops.optim import Cut
 
 
 def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: Any) -> Cut:
-    """The matrices in the weight of a linear layer.
+    """Return the `Cut` that divides a linear layer's fused weight into matrices.
 
     Args:
-        kind: one of `families.BY_HEAD`, `families.Q_K_V` and `families.GATE_UP`.
+        kind: order of the matrices: `families.BY_HEAD`, `families.Q_K_V` or `families.GATE_UP`.
         module: an nn.Linear, or a Conv1D, which stores its weight as [in, out].
         facts: facts about the family.
         hf_config: config of the model.
@@ -46,7 +46,7 @@ def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: An
     n_repeats = facts.head_blocks if kind == families.Q_K_V else heads
     if kv_heads == heads:
         return Cut(dim, (length // (3 * n_repeats),) * 3)
-    # Heads of queries that share one of keys are stored apart from it, in both forms.
+    # If several query heads share a key head, both forms store all queries first, then all keys, then all values.
     head_dim = length // (heads + 2 * kv_heads)
     return Cut(dim, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
 
@@ -72,8 +72,8 @@ class HF(Model):
 
     Attributes:
         hf: the transformers model; only the last stage keeps the head.
-        takes_positions: whether its forward has an argument `position_ids`.
-        is_clone: whether this is a small clone, made by a config of its own.
+        takes_positions: whether `hf.forward` has an argument `position_ids`.
+        is_clone: whether the model is a small clone, built from a separate config.
     """
 
     def __init__(self, cfg: config.Model, small_config: Any = None) -> None:

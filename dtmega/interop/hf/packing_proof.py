@@ -1,7 +1,7 @@
-"""Check on a small clone, before a run, that conversations packed into one row do not see each other.
+"""Before a run, checks on a small clone that conversations packed into one row do not see each other.
 
-transformers cuts attention where `position_ids` begin again, if there is no mask. A mask of four dimensions would do so
-as well, but nine families drop their sliding windows without a word if they get one.
+Without a mask, transformers cuts attention wherever `position_ids` restart. A four-dimensional mask could cut attention
+at the same places, but nine families silently drop their sliding windows if they receive such a mask.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import torch
 from dtmega.interop.hf.tp import tiny
 from dtmega.interop.hf.tp.verify import Verification, deviation
 
-LENGTHS = (11, 3, 10)  # tokens of the clone's conversations, two of them longer than its attention windows of 6 tokens
-# Right gradients deviate by at most 1e-5 in fp32, those of a family that ignores the positions by 1e-1 and more.
+LENGTHS = (11, 3, 10)  # tokens per conversation; two are longer than the clone's attention windows of 6 tokens
+# In fp32, correct gradients deviate by at most 1e-5; if a family ignores the positions, gradients deviate by at least
+# 1e-1.
 TOLERANCE = 1e-4
 
 
 def prove(model: Any, device: torch.device) -> None:
-    """Compare a small clone's losses and gradients of a packed row with those of each conversation alone.
+    """On a small clone, compare the loss and gradients of a packed row with those of the separate conversations.
 
     Args:
         model: `transformers` model on meta; only its class and its config are used.
         device: device of this rank.
 
     Raises:
-        ValueError: no clone can be made, the clone raises an error, or a packed conversation sees another one.
+        ValueError: no clone can be made, the clone raises an error, or a packed conversation sees another conversation.
     """
     kind = model.config.model_type
     remedy = "expected pack=false, one conversation in a row ([data] pack)"

@@ -96,7 +96,8 @@ class Transformers:
             )
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
-        # transformers would round these buffers to the parameters' dtype, but dtmega keeps stored buffers unchanged.
+        # Find the stored buffers that transformers would round to the parameters' dtype. dtmega keeps stored buffers
+        # unchanged.
         rounded = [name for name, _ in whole.stored_buffers() if not _always_fp32(whole.hf, name)]
         if rounded and cfg.precision.params != "float32":
             raise ValueError(

@@ -102,7 +102,7 @@ def sizes(directory: str) -> dict[str, int]:
         "vocab_size": hf_config.vocab_size,
         "hidden_size": hf_config.hidden_size,
         "n_layers": len(blocks),
-        "n_heads": getattr(hf_config, "num_attention_heads", 0),  # Mamba has none
+        "n_heads": getattr(hf_config, "num_attention_heads", 0),  # Mamba has no heads
         "ffn_hidden_size": feed_forward or 0,
     }
 

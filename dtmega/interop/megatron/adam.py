@@ -1,4 +1,4 @@
-"""Adam's moments, step and fp32 masters from one rank's Megatron-LM file, matched with the weights' names.
+"""Reads Adam's moments, step and fp32 masters from one rank's Megatron-LM file, and matches them with weight names.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: {state, param_groups}, fp32_from_fp16_params: [[...], [...]], grad_scaler: ...}
@@ -118,7 +118,7 @@ def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: An
             f"{' + '.join(str(len(group)) for group in groups)} weights"
         )
     masters: dict[TensorPlace, Stored] = {}
-    for group, pickled_tensors in zip(groups, lists, strict=False):  # lists is empty, or complete
+    for group, pickled_tensors in zip(groups, lists, strict=False):  # `lists` is empty or complete
         for place, pickled in zip(group, pickled_tensors, strict=True):
             masters[place] = file.tensor(pickled)
     return masters

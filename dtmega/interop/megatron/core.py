@@ -174,7 +174,7 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Split a stored weight into the layers' tensors; return an assembly for each, by the tensor's name.
+    """Split a stored weight into the layers' tensors, and return an assembly for each tensor, by name.
 
     Args:
         name: name of the weight; the name shows whether the weight is a stack.

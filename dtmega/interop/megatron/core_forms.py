@@ -31,7 +31,7 @@ STATEFUL_IN_LAYER = (
     *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
-NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # stateful, too, in a model with them
+NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # also stateful, if the model has them
 STATEFUL_AT_END = "decoder.final_layernorm"
 
 # Further arguments that change the model, in addition to PLAIN. Only these values are supported.
@@ -46,7 +46,7 @@ ROTARY: Mapping[str, Any] = {
     **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_interleaved": False},
     **{"rotary_seq_len_interpolation_factor": None, "no_rope_freq": None},
 }
-# Arguments in PLAIN and FURTHER_PLAIN that may have other values in a Llama: some are read, and
+# Arguments in PLAIN and FURTHER_PLAIN that may have other values in a Llama: dtmega reads some of these arguments, and
 # `use_rotary_position_embeddings` only repeats `position_embedding_type`.
 READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "window_size")
 # megatron-core scales rotary frequencies as Llama 3.1 does, with these values; only the factor can be set.
@@ -111,19 +111,19 @@ def _args_of_gpt(model: config.Model) -> dict[str, Any]:
 
 
 def windows(size: Any, frequency: Any, n_layers: int) -> dict[str, Any]:
-    """The keys of [model] for the windows of attention.
+    """The [model] keys for attention windows.
 
     Source: `is_layer_window_attention` in megatron-core's `transformer/utils.py`.
 
     Args:
-        size: value of `window_size`: how many tokens a query sees before and after its own, -1 for all of them; None
-            for no window. A causal query sees none after its own.
-        frequency: value of `window_attn_skip_freq`: None if all layers have the window; N if every N-th layer has none;
-            or a list with 1 for each layer that has the window, and 0 for the others.
+        size: value of `window_size`: the numbers of tokens that a query sees before and after its own token (-1 means
+            all tokens); None if there is no window. A causal query sees no token after its own.
+        frequency: value of `window_attn_skip_freq`: None if all layers have the window; a number N if every N-th layer
+            lacks the window; or a list with one entry per layer, which is 1 if the layer has the window and 0 if not.
         n_layers: number of layers.
 
     Raises:
-        ValueError: a value is none of these.
+        ValueError: `size` or `frequency` has any other value.
     """
     if size is not None and (type(size) not in (tuple, list) or len(size) != 2 or {*map(type, size)} != {int}):
         raise ValueError(f"window_size={size!r:.80}, expected two numbers ([model] window)")
@@ -179,7 +179,7 @@ def _args_of_llama(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse_scaling(model: config.Model) -> None:
-    """Refuse a model whose rotary frequencies are scaled in a way that megatron-core has no flags for.
+    """Refuse a model whose scaling of rotary frequencies cannot be expressed by megatron-core's flags.
 
     Raises:
         ValueError: the frequencies are scaled with values other than the values in SCALING.
@@ -203,7 +203,8 @@ GPT_CORE = replace(
 )
 LLAMA_CORE = Format(
     rules=LLAMA_RULES,
-    # Not in `rules`, by which a Llama and a GPT are told apart.
+    # Rules that only some Llamas need are not in `rules`, because `rules` decides whether stored names belong to a
+    # Llama or to a GPT.
     rules_of=lambda model: QK_NORMS if getattr(model, "qk_norm", False) else (),
     heads=lambda model: Heads(model.n_heads, getattr(model, "kv_heads", model.n_heads)),
     fixed={

@@ -4,8 +4,9 @@
     megatron-core          iter_......./metadata.json, common.pt       core.py
     Megatron-DeepSpeed     global_step*/layer_*-model_*                deepspeed.py, zero.py
 
-The path to open is one of these folders, or the parent folder, which contains a `latest_checkpointed_iteration.txt` or
-a `latest`. Nothing in a file is executed, and a tensor is read only when it is needed.
+The path to open is one of these folders, or the parent folder, which contains a file
+`latest_checkpointed_iteration.txt` or `latest`. Nothing in a file is executed, and a tensor is read only when it is
+needed.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
         feed_forward: variant in the feed-forward, "erf" or "tanh".
         head: variant in BERT's language-model head; '' for a model without this head.
     """
-    # openai_gelu selects the tanh variant in both places; the fused kernel selects it only in the feed-forward.
+    # openai_gelu selects the tanh variant in the feed-forward and in the head; the fused kernel does so only in the
+    # feed-forward.
     openai = head == "tanh"
     return {"bias_gelu_fusion": feed_forward == "tanh" and not openai, "openai_gelu": openai, "onnx_safe": None}
 
@@ -202,7 +203,7 @@ def _refuse_gated(model: config.Model) -> None:
 
 
 def _refuse_bert(model: config.Model) -> None:
-    """Refuse a BERT that Megatron has no arguments for.
+    """Refuse a BERT that Megatron's arguments cannot express.
 
     Raises:
         ValueError: the model has a gated feed-forward, or GELU variants that Megatron cannot combine.

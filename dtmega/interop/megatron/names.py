@@ -112,8 +112,8 @@ BERT_ROWS = (
     TableRow("order.pooler.", "pooler.dense."),
     TableRow("order.classifier.", "binary_head."),
 )
-# The stage where the decoder begins has copies of both embeddings. The file of that stage calls the copies `embedding`,
-# the same name as in the file of the first stage. In this table, the copies have names of their own.
+# The stage where the decoder begins has copies of both embeddings. That stage's file names the copies `embedding`, just
+# as the first stage's file names the embeddings themselves. This table gives the copies separate names.
 T5_ROWS = (
     *(WORDS, POSITIONS, *_block_of_t5("encoder")),
     TableRow("decoder_embed.", "decoder_embedding.word_embeddings.", "vocabulary"),

@@ -256,7 +256,7 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
     """A message for the user about copies that have drifted apart.
 
     Args:
-        drifts: drifts of all tensors with differing copies, worst first; not empty.
+        drifts: drifts of all tensors with differing copies, worst first; at least one drift.
         average: whether the mean of the copies is read, which is allowed for drifts of any size.
 
     Raises:

@@ -30,7 +30,8 @@ def config_of_args(
 
     Args:
         args: the run's arguments as plain values; empty if only the model is known.
-        order: value of [data] order, for a checkpoint that a run can resume from; '' for weights alone.
+        order: value of [data] order, for a checkpoint that a run can resume from; '' if the checkpoint has only
+            weights.
 
     Returns:
         The text of a TOML file, with comments for the keys that are not known; and the sections that the
@@ -72,7 +73,7 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
         else:
             items = value if isinstance(value, list) else [value]
             flags[name] = [str(item) for item in items]
-    # If the run's length is given in samples, Megatron computes `train_iters` from the samples, so leave this flag out.
+    # If the run's length is given in samples, Megatron computes `train_iters` from the samples, so omit --train-iters.
     if "--train-samples" in flags:
         flags.pop("--train-iters", None)
     return flags

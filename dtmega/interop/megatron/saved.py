@@ -145,7 +145,7 @@ class SavedFile:
         """Read a tensor into host memory. The first read from a storage verifies the storage's checksum.
 
         Args:
-            part: non-empty range (start, stop) to read in each dim; None to read the whole tensor.
+            part: non-empty range (start, stop) to read in each dim; None if the whole tensor is to be read.
 
         Raises:
             ValueError: the file is damaged. The message names the path.
@@ -302,7 +302,7 @@ def _element_bytes(value: Any) -> dict[str, int]:
         ValueError: the type of a storage is unknown, or one storage has two types with different sizes.
     """
     element_bytes: dict[str, int] = {}
-    seen: set[int] = set()  # each part is visited once, although a pickle may put the same part in many places
+    seen: set[int] = set()  # each part is visited once, although a pickle may put one part in many places
     parts = [value]
     while parts:
         part = parts.pop()

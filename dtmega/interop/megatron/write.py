@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     Attributes:
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        split: index of the stage where the decoder begins; 0 without a decoder, or with a single stage.
+        split: index of the stage where the decoder begins; 0 if there is no decoder or only one stage.
     """
 
     tp: int
@@ -77,7 +77,7 @@ def write(
     """Write a checkpoint completely, or not at all. Only one rank's file is in memory at a time.
 
     Args:
-        folder: path of the checkpoint, a new folder or an empty one.
+        folder: path of the checkpoint, a new or empty folder.
         source: the whole model under Megatron's names, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.
@@ -148,7 +148,7 @@ def new_release(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Replace the error that torch raises on closing the zip file with the OSError of the failed write."""
+    """If a write fails, raise the write's OSError instead of the later error that torch raises on close."""
     try:
         yield
     except RuntimeError as error:
@@ -167,7 +167,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
     depths = {stack: _depth(source, stack) for stack in STACKS}
     layout = Layout(tp, pp)
     if depths["decoder"] and pp > 1:
-        # Divide the stages in proportion to the two stacks' layer counts.
+        # Divide the stages between the two stacks, in proportion to the stacks' layer counts.
         layout = Layout(tp, pp, split=pp * depths["encoder"] // sum(depths.values()))
     for stack, depth in depths.items():
         n_stages = len(layout.stages_of(stack))

@@ -71,7 +71,7 @@ def write(
     """Write a checkpoint completely, or not at all. Only one layer is in memory at a time.
 
     Args:
-        folder: path of the checkpoint, a new folder or an empty one.
+        folder: path of the checkpoint, a new or empty folder.
         source: the whole model under the names in core_forms.py, each tensor once, without vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tokenizer: the model's tokenizer spec. If a Megatron run has a vocabulary, Megatron's loader checks the kind of
@@ -84,8 +84,8 @@ def write(
     """
     check_new(folder)
     dtype, (n_tokens, *_) = source.tensors[WORDS]
-    # The multiple depends on the number of ranks. If the run that loads the checkpoint pads to another multiple,
-    # megatron-core loads the rows that exist with both paddings, and fills any further rows with zeros.
+    # The padding multiple depends on the number of ranks. If the run that loads the checkpoint pads to another
+    # multiple, megatron-core loads the rows that exist with both paddings, and fills any further rows with zeros.
     padded = -(-n_tokens // MULTIPLE) * MULTIPLE
     all_args = {**args, **args_of_files(Layout(1, 1), padded, dtype, tokenizer), **FORM}
     content = {"args": argparse.Namespace(**all_args), "checkpoint_version": 3.0, "iteration": 0}
@@ -193,7 +193,7 @@ def _state(module: str, number: int, n_layers: int) -> Entry:
 
     def read() -> io.BytesIO:
         pickled = io.BytesIO()
-        # megatron-core stores a list. All versions of Transformer Engine take None as "no state".
+        # megatron-core stores a list. All versions of Transformer Engine treat None as "no state".
         torch.save([None], pickled)
         return pickled
 

@@ -79,7 +79,8 @@ def open_optimizer(
         n_stages: number of pipeline stages in the run.
 
     Returns:
-        Kind ("master" or a moment) -> name -> one part for each tensor-parallel rank; and the number of updates made.
+        The parts, as kind ("master" or a moment) -> name -> one part for each tensor-parallel rank; and the number of
+        updates made.
 
     Raises:
         IncompleteMoments: a file or some elements of a tensor are missing, or files have different update counts. The

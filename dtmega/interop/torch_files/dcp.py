@@ -125,8 +125,8 @@ class DCPFolder:
         """Read a part of a tensor into host memory. Only chunks that overlap the part are opened.
 
         Args:
-            index: slices without steps, for the first dims or for all dims; the remaining dims are read whole. None to
-                read the whole tensor.
+            index: slices without steps, for the first dims or for all dims; the remaining dims are read whole. If
+                None, the whole tensor is read.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor '{name}'")

@@ -46,7 +46,7 @@ def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
 
     Args:
         pickle: bytes of the pickle, or a stream of several pickles. Decoding begins at the stream's position and leaves
-            the stream at the end of that one pickle.
+            the stream at the end of the decoded pickle.
         names: names that the pickle may ask for, each as "module qualname". The name "persistent id" allows references
             to objects outside of the pickle.
 
@@ -86,7 +86,7 @@ class _Decoder:
         return stack[0]
 
     def pop(self, n: int) -> list[Any]:
-        """Take the top n values off the stack, in the order of pushing."""
+        """Remove the top n values from the stack, and return them in the order in which they were pushed."""
         stack = self.stack
         if not 0 <= n <= len(stack):
             raise ValueError(f"damaged pickle: takes {n} values of {len(stack)}")
@@ -108,11 +108,11 @@ class _Decoder:
         self.stack.append(arg)
 
     def memoize(self, arg: Any) -> None:
-        """Keep the top value of the stack in the memo, under the next free number."""
+        """Store the top value of the stack in the memo, under the next free number."""
         self.memo[len(self.memo)] = self.stack[-1]
 
     def put(self, number: int) -> None:
-        """Keep the top value of the stack in the memo, under a number that the pickle chooses."""
+        """Store the top value of the stack in the memo, under a number that the pickle chooses."""
         self.memo[number] = self.stack[-1]
 
     def get(self, number: int) -> None:

@@ -213,9 +213,9 @@ def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise ValueError(f"expected an archive of torch.save ({error})") from None
-    # zipfile gives only the position of each record's header. A name and an extra field follow the header; torch aligns
-    # the content with the extra field. Read the lengths of both fields from the header, because the lengths in the
-    # zip's directory may differ.
+    # zipfile gives only the position of each record's header. A name and an extra field follow the header; torch uses
+    # the extra field as padding that aligns the content. Read the lengths of both fields from the header, because the
+    # lengths in the zip's directory may differ.
     records = {}
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:

@@ -79,9 +79,9 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     return config
 
 
-@functools.lru_cache(maxsize=8)  # the start of a run reads the same config.json several times
+@functools.lru_cache(maxsize=8)  # a run reads one config.json several times at startup
 def _config_of(content: str) -> Any:
-    """The transformers config of the content of a config.json. The caller must copy the config before changing it."""
+    """Make a transformers config from the content of a config.json. Callers must copy the config before changing it."""
     import transformers
 
     # AutoConfig applies its own rules to the content, but reads only directories. So write the content to a temporary
@@ -96,7 +96,7 @@ def _count_tensors(directory: str | Path) -> int:
 
 
 def _walk(value: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values of all objects in a JSON value, at every depth."""
+    """Yield the keys and values of all objects in a JSON value, at every depth."""
     if isinstance(value, dict):
         for key, inside in value.items():
             yield key, inside

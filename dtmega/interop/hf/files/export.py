@@ -63,14 +63,14 @@ def export(
         folder: output folder, new or empty.
         config_values: entries of config.json; with an `original`, only the entries that differ from the original.
         original: directory with the config.json used to train the weights; None for one of dtmega's own models.
-        tokenizer_json: content of a tokenizer.json that replaces all of the original's tokenizer files; None to keep
-            the original's files.
+        tokenizer_json: content of a tokenizer.json that replaces all of the original's tokenizer files; None if the
+            original's files are kept.
         rank, size, barrier, max_file_bytes: arguments of `write.write`.
         token_ids: special tokens' ids in the tokenizer, by config key (eos_token_id, ...).
         end_ids: further ids that end a generated text, such as those that end a turn.
         other_files: contents of further files, by name; only rank 0's files are written. For one of dtmega's own
             models, `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that
-            training started from. If the tokenizer has not changed since, this generation_config.json is written
+            training started from. If the tokenizer has not changed since then, this generation_config.json is written
             unchanged; otherwise the file gets the new tokenizer's token ids.
 
     Raises:
@@ -139,7 +139,7 @@ def _tokenizer_files(
 
 
 def _ending_at(generation: bytes, end_ids: Sequence[int]) -> bytes:
-    """A generation_config.json that ends texts at further ids."""
+    """Return the generation_config.json with further ids at which a text ends."""
     values = parse_object(generation, f"{GENERATION} of the source")
     stored = values.get("eos_token_id")
     known = stored if isinstance(stored, list) else [] if stored is None else [stored]

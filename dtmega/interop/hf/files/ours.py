@@ -40,7 +40,7 @@ def open_weights(path: Path, form: Format, model: config.Model, build: Build) ->
     def name_of(key: str) -> str | None:
         old_ending = next((ending for ending in form.older if key.endswith(ending)), None)
         name = key if old_ending is None else key.removesuffix(old_ending) + form.older[old_ending]
-        # If a directory holds only the base model, without a head, the names lack the prefix `form.base`.
+        # If a directory holds only the base model, without a head, the stored names lack the prefix `form.base`.
         for candidate in (name, form.base + name):
             if candidate in stored_tensors:
                 return candidate

@@ -1,4 +1,4 @@
-"""Writes adapters as a folder that the library peft loads onto a transformers model: `PeftModel.from_pretrained`.
+"""Writes adapters as a folder that the peft library loads onto a transformers model: `PeftModel.from_pretrained`.
 
 OUT/adapter_config.json          rank, alpha, and the layers that have adapters
 OUT/adapter_model.safetensors    base_model.model.LAYER.lora_A.weight [r, in] and lora_B.weight [out, r]
@@ -26,11 +26,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class TheirLayer(NamedTuple):
-    """A linear layer of a transformers model that computes what one of dtmega's layers does, or a part of it.
+    """A linear layer of a transformers model that corresponds to all or part of one of dtmega's layers.
 
     Attributes:
         layer: name of dtmega's layer.
-        rows: output features of that layer, in the order of the transformers layer; empty for all of them in order.
+        rows: output features of dtmega's layer that the transformers layer has, in the transformers layer's order;
+            empty if both layers have the same features in the same order.
     """
 
     layer: str
@@ -47,7 +48,7 @@ class Adapters(NamedTuple):
         stored: source of the adapters' parameters.
         layers: names of dtmega's layers with adapters.
         lora: section [lora] of the run.
-        base: path of the run's base.
+        base: path of the run's base model.
         transposed: names of the layers whose weights are stored as [in, out].
     """
 
@@ -61,7 +62,7 @@ class Adapters(NamedTuple):
 def layers_of(
     form: Format, model: config.Model, build: Build, layers: Collection[str]
 ) -> tuple[TheirLayers, list[str]]:
-    """The layers of a transformers model that compute what layers of one of dtmega's models do.
+    """Find the layers of a transformers model that correspond to dtmega's layers with adapters.
 
     Args:
         form: format in which transformers stores the model.
@@ -70,10 +71,11 @@ def layers_of(
         layers: names of dtmega's layers with adapters.
 
     Returns:
-        The layers by their module names, and the names of all modules with weights.
+        The transformers layers, by module name, and the names of all transformers modules with weights.
 
     Raises:
-        ValueError: transformers joins several of dtmega's layers into one, for which there is no adapter of the rank.
+        ValueError: a transformers layer joins several of dtmega's layers, whose adapters cannot be joined into one
+            adapter of the same rank.
     """
     theirs = tensor_names(form, model, build).translation.theirs
     found: TheirLayers = {}
@@ -115,7 +117,7 @@ def write_peft(
     """
     tensors = _InTheirForm(adapters.stored, theirs)
     files = {**other_files, CONFIG: to_json(_config(adapters, theirs, modules))}
-    # peft reads one file, however large.
+    # peft reads a single weights file, however large the file is.
     write(
         tensors,
         folder,
@@ -130,7 +132,7 @@ def write_peft(
 
 
 class _InTheirForm:
-    """The parameters of adapters under the names that peft gives them, as a `Source` of whole tensors.
+    """The adapters' parameters under peft's names, as a `Source` of whole tensors.
 
     Args:
         stored: source of the adapters' parameters.
@@ -177,7 +179,7 @@ def _config(adapters: Adapters, theirs: Mapping[str, TheirLayer], modules: Colle
 
 
 def targets(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """The value of `target_modules`: last parts of names if these name the same layers, otherwise whole names.
+    """Choose the value of `target_modules`: last parts of names if they match no other layer, otherwise whole names.
 
     Args:
         layers: names of the layers with adapters.

@@ -47,8 +47,8 @@ class TensorFiles:
 
         Raises:
             ValueError: the directory or its weights are missing; a file is not safetensors; the index is malformed,
-                names a file that does not exist, or lists a tensor that its file does not hold; a tensor occurs twice
-                or has an unknown dtype.
+                names a file that does not exist, or assigns a tensor to a file without that tensor; a tensor occurs
+                twice or has an unknown dtype.
         """
         from safetensors import SafetensorError, safe_open
 

@@ -33,7 +33,7 @@ STACKS_JOINED = [*STACKS, ("Concatenate", 1)]
 
 
 def conversions(model: Any) -> list[Any]:
-    """The renamings and converters that transformers applies when it loads a model of the same class."""
+    """The renamings and converters that transformers applies when it loads a model of this model's class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     # FSDP2 replaces a model's class, but transformers looks up conversions by class name.

@@ -97,7 +97,7 @@ def write(
     elif contents:
         contents = {single: contents[SINGLE]}
     writer = _Writer(source, folder.absolute(), contents, other_files, rank, size)
-    barrier()  # so that nothing is created if any rank has refused
+    barrier()  # ensures that no rank creates anything if any rank has refused
     # From here on every rank reaches every barrier, even after an error of its own, because the other ranks wait there.
     errors: list[Exception] = []
     for step in (writer.prepare, writer.write_weights, writer.publish):
@@ -112,7 +112,7 @@ def write(
 
 
 def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """The tensors of each file, in their order within the file, by file name."""
+    """Assign the tensors to files: file name -> the file's tensors, in the order within the file."""
     by_name = {tensor.name: tensor for tensor in tensors}
     n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
     contents: dict[str, list[TensorSpec]] = {}
@@ -134,7 +134,7 @@ def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
 
 @dataclass(frozen=True)
 class _Writer:
-    """The steps in which all ranks write a folder together. A barrier follows each step.
+    """Writes a folder in steps that all ranks take together. A barrier follows each step.
 
     Attributes:
         folder: absolute final path of the folder.
@@ -151,7 +151,7 @@ class _Writer:
 
     @property
     def temporary(self) -> Path:
-        """Path of the temporary folder, next to the final folder, in which the files are written."""
+        """Path of the temporary folder to which all ranks write. The temporary folder is next to the final folder."""
         return self.folder.with_name(f".tmp-{self.folder.name}")
 
     def prepare(self) -> None:

@@ -1,7 +1,8 @@
 """Names of Llama's weights and config keys in transformers' LlamaForCausalLM, MistralForCausalLM and Qwen3ForCausalLM.
 
-The three classes have the same names. Mistral's attention may have a window, and Qwen3 has norms on queries and keys,
-and a window in some layers. A model without both is written as a Llama, also if it was read from a Mistral directory.
+The three classes use the same names. Mistral's attention may have a window. Qwen3 has norms on queries and keys, and
+may have a window in some layers. A model with neither windows nor these norms is written as a Llama, even if it was
+read from a Mistral directory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] keys for rotary positions, read from a config.json.
 
     Raises:
-        ValueError: config.json scales the positions in a way that dtmega does not have.
+        ValueError: config.json scales the positions in a way that dtmega does not support.
     """
     # transformers 5 stores all these values in one object; earlier versions store theta outside the object.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
@@ -57,10 +58,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # entries of `layer_types
 
 
 def _check_layer_types(layer_types: Any, n_layers: int, allowed: tuple[str, ...]) -> None:
-    """Check the kinds of the layers in a config.json, if it has them.
+    """Check the entry `layer_types` of a config.json, if the entry exists.
 
     Raises:
-        ValueError: they are not a list with one of the allowed words for each layer.
+        ValueError: `layer_types` is not a list with one of the allowed words for each layer.
     """
     if layer_types is None:
         return
@@ -72,10 +73,10 @@ def _check_layer_types(layer_types: Any, n_layers: int, allowed: tuple[str, ...]
 
 
 def _mistral(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys for positions and window, read from the config.json of a Mistral.
+    """The [model] keys for positions and window, read from the config.json of a Mistral model.
 
     Raises:
-        ValueError: config.json gives some layers a window and others none, which transformers' Mistral ignores.
+        ValueError: `layer_types`, which transformers' Mistral ignores, contradicts `sliding_window`.
     """
     window = theirs.get("sliding_window", 4096) or 0
     _check_layer_types(theirs.get("layer_types"), theirs["num_hidden_layers"], (SLIDING if window else FULL,))
@@ -83,10 +84,11 @@ def _mistral(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys for positions and windows, read from the config.json of a Qwen3.
+    """The [model] keys for positions and windows, read from the config.json of a Qwen3 model.
 
     Raises:
-        ValueError: the kinds of the layers are not known, or do not fit the other entries.
+        ValueError: `layer_types` contains an unknown word or contradicts the other entries, or `max_window_layers` is
+            not an integer.
     """
     n_layers, layer_types = theirs["num_hidden_layers"], theirs.get("layer_types")
     window = theirs.get("sliding_window", 4096) or 0
@@ -183,8 +185,8 @@ def keys_of_class(*, without: tuple[str, ...] = (), **defaults: Any) -> tuple[Ke
     return tuple(key._replace(default=defaults.get(key.ours, key.default)) for key in kept)
 
 
-# Format for transformers' MistralForCausalLM. If the number of key/value heads is missing, transformers takes 8, but if
-# it is null, as many as query heads; a directory without the number is refused.
+# Format for transformers' MistralForCausalLM. If the number of key/value heads is missing, transformers assumes 8; if
+# the number is null, transformers uses the number of query heads. dtmega refuses a directory without the number.
 MISTRAL = replace(
     LLAMA,
     implied={"qk_norm": False, "window_layers": []},
@@ -206,5 +208,5 @@ QWEN3 = replace(
     to_section=_qwen3,
     from_section=_qwen3_entries,
 )
-# All of transformers' formats for Llamas. The first one that fits is written.
+# All of transformers' formats for Llama models. An export uses the first format that fits.
 HF = (LLAMA, MISTRAL, QWEN3)

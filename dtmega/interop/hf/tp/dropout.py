@@ -17,7 +17,7 @@ from dtmega.ops import host
 
 
 def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
-    """Check that the ranks have the same random state, so that they drop the same elements of a whole hidden state.
+    """Check that the ranks' random states are equal: all ranks must drop the same elements of a whole hidden state.
 
     Raises:
         ValueError: the ranks of `group` have different random states.

@@ -22,7 +22,7 @@ from dtmega.plans.loss import vocab_parallel_cross_entropy
 from dtmega.plans.products import product
 
 _T: Any = torch.Tensor
-# Functions that need only shape, dtype or device.
+# Functions that need only the logits' shape, dtype or device.
 _METADATA = {
     *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn")),
     *(getattr(_T, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_leaf", "is_sparse", "is_quantized")),

@@ -33,11 +33,11 @@ def plan_for(
         tp: number of ranks to cut over.
         sequence_parallel: argument of `parallelize_hf`.
         loss_parallel: argument of `parallelize_hf`.
-        generic: whether to plan any model: modules stay whole if no way to cut them is known, and a model without
-            any plan computes on DTensors.
+        generic: whether to accept any model: a module stays whole if no way to cut the module is known, and a model
+            without any plan computes on DTensors.
 
     Raises:
-        ValueError: the model has no plan, or tp does not divide its sizes.
+        ValueError: the model has no plan, or tp does not divide the model's sizes.
     """
     plan.check(model, "meta")
     family = model.config.model_type
@@ -76,7 +76,8 @@ def parallelize_hf(
     process is the mean of the data ranks' losses.)
 
     Args:
-        model: `transformers` model, on meta or with weights. All ranks must have the same weights, which is checked.
+        model: `transformers` model, on meta or with weights. The weights must be the same on all ranks; this function
+            compares them.
         mesh: 1-D mesh, or a mesh with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
         sequence_parallel: whether to give each rank S/tp of the tokens between attention and feed-forward. Plain
             tensor parallelism remains for forwards whose S is not divisible by tp, for forwards with
@@ -92,8 +93,8 @@ def parallelize_hf(
         `model` itself.
 
     Raises:
-        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has
-            unsupported dims, or transformers' own plan is wrong. After an error, the model is unchanged.
+        ValueError: the model has no plan, tp does not divide the model's sizes, weights differ between ranks, the mesh
+            has unsupported dims, or transformers' own plan is wrong. After an error, the model is unchanged.
     """
     tp, _ = meshes(mesh)
     plan.check(model, mesh.device_type)
@@ -118,7 +119,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
         proven: whether transformers' own plan has been verified already.
 
     Raises:
-        ValueError: the model has no plan, tp does not divide its sizes, or transformers' own plan is wrong.
+        ValueError: the model has no plan, tp does not divide the model's sizes, or transformers' own plan is wrong.
     """
     if tp.size() > 1:
         hf_plan = plan_for(model, tp.size(), sequence_parallel)
@@ -149,7 +150,7 @@ def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify transformers' own plan: compare a small clone of the model that is cut by the plan with an uncut clone.
+    """Verify transformers' own plan: cut a small clone of the model by the plan, and compare it with an uncut clone.
 
     Raises:
         ValueError: the cut clone's results differ from the uncut clone's results.
@@ -214,7 +215,7 @@ def watch_labels(model: nn.Module, head: LogitsHead) -> None:
 
 
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, to keep tied weights together."""
+    """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, which keeps tied weights together."""
     allow_views()
     for module in (*(model.get_submodule(name) for name in blocks), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)

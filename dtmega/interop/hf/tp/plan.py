@@ -37,7 +37,7 @@ class HFPlan:
         table: style for each module name pattern; an argument of `plans.apply_plan`.
         blocks: names of the modules that FSDP2 wraps one by one.
         head: style of the language model head; None if the model has no linear head.
-        parameters: parameter names of the matching modules, for each module name pattern.
+        parameters: map from each module name pattern to the parameter names of the matching modules.
         native: whether this plan is based on transformers' own plan for the model.
         notes: further lines to print for the user.
     """
@@ -179,7 +179,7 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
     Raises:
         ValueError: the plan has no style for a module's parameters.
     """
-    # These styles change a module's inputs and outputs, but not its parameters.
+    # Styles that change a module's inputs or outputs, but not the module's parameters.
     without_parameters = (Guard, StackBoundary, Counts, Enter)
     modules = list(model.named_modules())
     styled_modules: set[str] = set()
@@ -265,7 +265,7 @@ def dropouts(model: Any) -> list[str]:
 
 
 def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
-    """The parameter names of the matching modules, without duplicates, for each module name pattern."""
+    """Map each module name pattern to the parameter names of the matching modules, without duplicates."""
     names_of: dict[str, list[str]] = {}
     modules = list(model.named_modules())
     for pattern in plan.table:

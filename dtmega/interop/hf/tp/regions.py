@@ -96,8 +96,8 @@ class StackBoundary(ParallelStyle):
 
     Args:
         stack: the stack of blocks.
-        first: whether this is the first block.
-        last: whether this is the last block. In a stack with only one block, the block is both first and last.
+        first: whether the module is the first block.
+        last: whether the module is the last block. In a stack with only one block, the block is both first and last.
     """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:

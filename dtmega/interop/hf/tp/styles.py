@@ -1,7 +1,7 @@
 """Stacks of `transformers` models, and the styles that these models need in addition to `plans/styles.py`.
 
-Inside a block, attention and feed-forward compute on this rank's heads and features. Outside the blocks, every rank has
-the whole hidden state and does the same computation. If a replicated parameter sees only this rank's tokens or heads,
+Inside a block, attention and feed-forward compute on this rank's heads and features. Outside the blocks, all ranks have
+the whole hidden state and do identical computations. If a replicated parameter sees only this rank's tokens or heads,
 autograd sums the parameter's gradient over tp. So all gradients are complete after each backward, and any training loop
 is correct without changes.
 """

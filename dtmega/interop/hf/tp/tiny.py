@@ -45,7 +45,7 @@ def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
 
     The new config keeps everything that affects how tp cuts: whether there are fewer kv heads than query heads or
     ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. Each
-    rank gets two heads and two experts, so that a wrong order of heads or experts becomes visible.
+    rank gets two heads and two experts, so that a wrong order of heads or experts changes the results.
 
     Args:
         config: the large model's config, which is not changed.
@@ -129,7 +129,8 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     if n_experts and per_token and not getattr(config, "n_group", None):
         # Keep at least two experts for each rank, and more experts than a token uses.
         _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
-    # The next keys decide which layers are dense. If any layer has experts, the clone's second layer must have experts.
+    # The keys below decide which layers are dense. If any layer has experts, the clone's second layer must have
+    # experts.
     _put(config, new, ("first_k_dense_replace",), 1)
     _put(config, new, ("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
     _put(config, new, ("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
@@ -213,7 +214,7 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
 
 
 def summed_loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> Tensor:
-    """The model's loss, summed over the labels. `rows` are further arguments of its forward."""
+    """The model's loss, summed over the labels. `rows` are further arguments of the model's forward."""
     logits = model(input_ids=tokens, use_cache=False, **rows).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 

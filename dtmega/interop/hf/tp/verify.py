@@ -27,8 +27,8 @@ class Verification:
     """The result of comparing a clone cut over ranks with an uncut clone. Print the object to see a table.
 
     Attributes:
-        errors: (case, tensor name) -> relative deviation from the uncut clone, the maximum over all ranks; inf if the
-            tensor is missing.
+        errors: relative deviations from the uncut clone, by (case, tensor name); each value is the maximum over all
+            ranks, or inf if the tensor is missing.
         raised: errors that the cut clone raised on this rank.
         tolerance: largest deviation at which a plan counts as correct.
     """

@@ -55,8 +55,8 @@ class LogitsHead(VocabStyle):
         parameter, version, call = module.weight, module.weight._version, self.calls
 
         def unchanged() -> bool:
-            # In each forward, FSDP2 gathers the weight into the same memory without changing the tensor's version. So
-            # after a later forward, the weight counts as changed.
+            # In every forward, FSDP2 gathers the weight into one reused buffer without changing the tensor's version.
+            # So after a later forward, the weight counts as changed.
             return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
 
         start = 0 if group is None else self.first_row(parameter)

@@ -26,7 +26,7 @@ def evaluate(text: str, read: Callable[[str], str], write: Callable[[str, str], 
 
     Args:
         text: the expression.
-        read: function that returns a variable's text, which is an expression too, or raises NotKnown.
+        read: function that returns a variable's text (itself an expression), or raises NotKnown.
         write: function that sets a variable, given its name and its new text.
         depth: nesting depth of this expression inside other expressions; 0 at the top level.
 

@@ -49,7 +49,7 @@ class Control(Shell):
             condition: description of the condition, for messages.
             first: function that follows the branch for a true condition.
             second: function that follows the branch for a false condition.
-            held: value of the condition; None to use the status of the last command.
+            held: value of the condition; None if the status of the last command is the value.
         """
         value = self.scope.status if held is None else held
         if value is not None:
@@ -135,7 +135,7 @@ class Control(Shell):
         return self.then(left, operator, right) if flow is Flow.NEXT else flow
 
     def then(self, left: Node, operator: str, right: Node) -> Flow:
-        """Follow the right side of a list. The left side has already been followed."""
+        """Follow the right side of a list, after the caller has followed the left side."""
         if operator == "||":
             self.scope.status = conditions.negated(self.scope.status)
 

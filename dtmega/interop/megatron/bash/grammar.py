@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 DEEPEST = 150  # limit for nested constructs, far below Python's recursion limit
-# A placeholder in a published example, for the reader to fill in: NAME=<Specify path>. Bash rejects placeholders.
+# A placeholder that the reader of a published example must replace: NAME=<Specify path>. Bash rejects placeholders.
 PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?[A-Za-z_]\w*=)(<[A-Za-z][^<>\n]*>)", re.MULTILINE)
-# Prefix of the variables that stand in for unknown pieces of the text while it is parsed.
+# Prefix of the variables that stand in for unknown pieces of a text during parsing.
 STAND_IN = "__unknown_"
 
 
@@ -26,7 +26,7 @@ class Source(NamedTuple):
     Attributes:
         text: the text as UTF-8; the syntax tree's nodes hold offsets into these bytes.
         starts: offsets at which the script's line number changes, in ascending order.
-        lines: line numbers in the script, one for each offset in `starts`, valid up to the next offset.
+        lines: line numbers in the script, one for each offset in `starts`; each number is valid up to the next offset.
         unknown: unknown pieces of the text, by name of the stand-in variable.
         root: root node of the syntax tree.
     """

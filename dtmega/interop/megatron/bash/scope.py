@@ -81,7 +81,7 @@ class Scope:
         )
 
     def items(self, name: str) -> dict[str, Word] | None:
-        """A variable's items by index (item 0 if it is not an array); None if the variable was never set."""
+        """A variable's items by index (only item 0 for a plain variable); None if the variable was never set."""
         variable = self.variables.get(name)
         if variable is None:
             return None

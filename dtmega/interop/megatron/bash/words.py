@@ -29,7 +29,8 @@ class Unknown(NamedTuple):
     Attributes:
         text: the piece as written in the script.
         line: line number in the script.
-        name: variables that a user can set to make the value known, separated by blanks; '' if no variable would help.
+        name: names of variables that a user can set to make the value known, separated by blanks; '' if no variable
+            would help.
         condition: condition on which the value depends, with its line; '' if the value does not depend on a condition.
         path: path that the piece stands for, relative to the script's folder; '' if the path is not known.
     """
@@ -49,7 +50,7 @@ class Undecided(ValueError):
     """Raised if a wanted command depends on a condition with an unknown value."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
-        # `$@` and `$*` need the number of arguments. Quote `#`, because a shell takes an unquoted # for a comment.
+        # `$@` and `$*` need the number of arguments. Quote `#`, because an unquoted # starts a comment in a shell.
         known_by = ["'#=VALUE'" if name in ("#", "@", "*") else f"{name}=VALUE" for name in names if name]
         options = " ".join(f"--set {option}" for option in dict.fromkeys(known_by))
         cure = f"give it with {options}" if options else "write the script without it"
