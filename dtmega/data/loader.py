@@ -209,9 +209,10 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The rows of each step, or the error for which they cannot be read.
+    """The rows of each step, or a `DataLost` error in place of rows that cannot be read.
 
-    An error that a worker raises would come to the trainer as the text of a traceback.
+    The error is returned rather than raised, because the trainer would receive a raised error only as the text of a
+    traceback.
     """
 
     rows: Rows

@@ -319,12 +319,12 @@ def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
     In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.
-    The fingerprint distinguishes one data set from another, but does not detect damage. It is the same on a disk and in
-    an object store.
+    The fingerprint distinguishes one data set from another, but does not detect damage. A data set has the same
+    fingerprint on a disk and in an object store.
 
     Args:
         prefix: path of the two files without their suffixes.
-        stored: objects of a data set in an object store; None for files.
+        stored: objects of a data set in an object store; None for files on a disk.
 
     Raises:
         ValueError: the object store does not answer, or an object has changed.
