@@ -81,7 +81,7 @@ def put_new(store: Any, key: str, data: bytes) -> None:
             store.put(key, data, mode="create", use_multipart=False)
             return
         except BaseError as error:
-            # The store may have carried out an earlier try whose answer was lost. The key then exists with this data.
+            # The store may have carried out a request although its answer was lost. The key then exists with this data.
             with reported(), contextlib.suppress(FileNotFoundError):
                 if bytes(store.get(key).bytes()) == data:
                     return
