@@ -50,7 +50,7 @@ class StepBatch:
 
 
 class TrainBatches:
-    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first loop.
+    """An endless iterator of `StepBatch`es from `start_sample` on. A second `for` loop resumes where the first stopped.
 
     The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
     a different number of workers or data ranks. StatefulDataLoader's own state is less flexible: with a different

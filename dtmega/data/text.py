@@ -83,7 +83,7 @@ class Text(NamedTuple):
         return samples
 
     def samples_in(self, n_epochs: int) -> int:
-        """Number of whole samples in the first epochs of the training data."""
+        """Number of whole samples in the first `n_epochs` epochs of the training data."""
         samples = self.samples("train")
         return samples.first_row(n_epochs) if isinstance(samples, Packs) else int(n_epochs * samples.n_samples)
 
@@ -273,7 +273,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """One line for the user, as a list, if a split has fewer samples than an evaluation reads; otherwise []."""
+    """A list with one line for the user if a split has fewer samples than an evaluation reads; otherwise []."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):

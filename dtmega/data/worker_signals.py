@@ -1,7 +1,7 @@
 """Signals in the processes that make batches: the trainer alone decides when a worker ends.
 
-Terminals, torchrun and SLURM send a signal to all processes of a job. The trainer then finishes its step, for which it
-needs its workers.
+Terminals, torchrun and SLURM send a signal to all processes of a job. The trainer then finishes the current step, and
+still needs its workers for that step.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Startup:
         step.received = verdict["sent"]
 
     def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, and send a heartbeat before each item. Use this in a loop that may exceed timeout_s."""
+        """Yield the items, and send a heartbeat before each item. Loops that may exceed timeout_s need this method."""
         for item in items:
             self.heartbeat()
             yield item

@@ -151,7 +151,7 @@ class ExitStatus:
             self.write()
 
     def set(self, code: int, reason: str) -> int:
-        """Set the exit code and the reason, and tell torchrun the reason. Returns the code."""
+        """Set the exit code and the reason, and pass the reason to torchrun. Returns the code."""
         self.code = code
         self.reason = reason
         if code != DONE:

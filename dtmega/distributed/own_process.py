@@ -64,10 +64,10 @@ def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess]
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the `with` block. Processes that start inside the block never receive SIGINT.
+    """Delay Ctrl-C until the end of the `with` block, and block SIGINT permanently in processes that start inside it.
 
-    These processes inherit the signal mask. The resource tracker is started first, because up to Python 3.11 its start
-    would unblock SIGINT inside the block.
+    These processes inherit the signal mask. The resource tracker is started first, because up to Python 3.11 starting
+    the tracker would unblock SIGINT inside the block.
     """
     resource_tracker.ensure_running()
     received: list[int] = []

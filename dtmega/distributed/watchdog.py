@@ -1,4 +1,4 @@
-"""A thread that ends the process if the main thread hangs or is stuck after a signal, and names the rank to blame.
+"""A thread that ends the process, and names the rank to blame, if the main thread hangs or is stuck after a signal.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
@@ -147,7 +147,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function for the watching thread to call before it ends the process, limited to CALLBACK_S."""
+        """Set a function that the watching thread calls before it ends the process. The call may take CALLBACK_S."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:

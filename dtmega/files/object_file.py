@@ -3,8 +3,8 @@
     file = ObjectFile.open("s3://bucket/data/mine.bin", "[data] path")
     first, second = file.read([(0, 4096), (9_000_000, 9_004_096)])  # two concurrent requests
 
-One request reads all ranges that have small gaps between them, because a request takes as long as the transfer of some
-100 KB.
+Ranges with small gaps between them are read in one request, because the latency of a request equals the transfer time
+of some 100 KB.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ObjectFile:
 
 
 def matching(pattern: str, key: str) -> list[str]:
-    """The URLs of the objects that match a pattern. `*`, `?` and `[...]` have a meaning only in its last part.
+    """The URLs of the objects that match a pattern. `*`, `?` and `[...]` are wildcards only in the last part of a URL.
 
     Args:
         pattern: URL with a pattern as its last part.

@@ -41,7 +41,7 @@ class TrainedModel(NamedTuple):
         step: number of steps that the model was trained for.
         tokenizer: the run's tokenizer.
         show: kind of sample that `dtmega generate` prints for this model family, such as continuations of prompts.
-        model: a whole `Model`, or a `Relay` of pipeline stages; both are called in the same way.
+        model: the whole `Model`, or a `Relay` of pipeline stages, which is called like a `Model`.
         end_ids: ids of the tokens that end a turn in the run's training conversations; [] if the run has none.
     """
 

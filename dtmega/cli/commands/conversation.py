@@ -104,7 +104,7 @@ def _from_first(read: Callable[[], T]) -> T:
     """Call a function on the first process, and return its result on all processes.
 
     Raises:
-        ValueError: the function raised ValueError on the first process; then all processes raise it.
+        ValueError: the function raised ValueError on the first process. All processes raise an equal error.
     """
     from dtmega import mesh
 

@@ -178,7 +178,7 @@ class IndexedDataset:
 
     @property
     def index_state(self) -> str:
-        """Path, size and modification time or version of the index. If they change, the data set may have changed."""
+        """Path, size and modification time (or version) of the index. A change means that the data set may be new."""
         if self.stored is not None:
             return self.stored.index_state
         stat = os.stat(self.index_path)

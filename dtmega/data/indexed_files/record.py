@@ -30,7 +30,7 @@ from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.untrusted_json import parse_object, read_object
 
-# Key of a run's identity, which the run's checkpoints store: ids of the tokens that end a learned turn.
+# Key in a run's identity, which checkpoints store. Its value is the list of ids of the tokens that end a learned turn.
 END_IDS = "ids that end a turn"
 LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 

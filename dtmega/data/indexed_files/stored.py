@@ -92,7 +92,7 @@ class StoredPair(NamedTuple):
         return self.idx if suffix == ".idx" else self.bin
 
     def read(self, suffix: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
-        """Read byte ranges (start, stop) of .idx or .bin in one batch. This method serves only to open a data set.
+        """Read byte ranges (start, stop) of .idx or .bin in one batch, while the data set is being opened.
 
         Raises:
             ValueError: the store does not answer, or the object has changed.
@@ -109,7 +109,7 @@ class StoredPair(NamedTuple):
 
     @property
     def index_state(self) -> str:
-        """URL, size and version of the .idx. If one of them changes, the data set may have changed."""
+        """URL, size and version of the .idx. A change means that the data set may be new."""
         return f"{self.idx.url} {self.idx.size} {self.idx.version}"
 
     def map_index(self) -> NDArray[np.uint8]:

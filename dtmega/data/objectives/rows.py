@@ -115,8 +115,8 @@ class ConversationRows:
     position_ids  int64 [B, S]  0, 1, ..., restarting at 0 in each conversation and in the padding
     document_ids  int64 [B, S]  0, 1, ...: index of each conversation in its row; the padding has the next index
 
-    Without [data] pack, a row holds one conversation, and no token of the conversation sees the padding in a causal
-    model.
+    Without [data] pack, a row holds one conversation, and in a causal model no token of the conversation attends to the
+    padding.
     """
 
     samples: AnySamples

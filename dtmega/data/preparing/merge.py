@@ -95,7 +95,7 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
 
 
 def _bin(part: Part) -> str | ObjectFile:
-    """The .bin of a part: a path, or an object."""
+    """The .bin of a part: the path of a file, or an object in an object store."""
     stored = part.dataset.stored
     return f"{part.dataset.prefix}.bin" if stored is None else stored.bin
 

@@ -157,10 +157,10 @@ class Renderer:
             conversation: dict with the keys `messages` and `tools`; the value of `tools` may be None.
 
         Returns:
-            A dict that always has the keys `template` (digest) and `by` (MARKERS or PREFIXES). A conversation in tokens
-            also has `ids`, `learned` (ranges of tokens), `ends` and `end_ids` (names and ids of the tokens that end the
-            learned turns). A refused conversation has `cause` and `why`. If `own` renders a different text, the dict
-            has `differs`, a description of the difference.
+            A dict that always has the keys `template` (digest) and `by` (MARKERS or PREFIXES). For an accepted
+            conversation, the dict also has `ids`, `learned` (ranges of tokens), `ends` and `end_ids` (names and ids of
+            the tokens that end the learned turns). For a refused conversation, the dict also has `cause` and `why`. If
+            `own` renders a different text, the dict also has `differs`, a description of the difference.
         """
         messages, tools = conversation["messages"], conversation["tools"]
         try:
@@ -182,7 +182,7 @@ class Renderer:
         }
 
     def _check_content(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse a conversation whose content contains a special token, because it could begin or end a turn."""
+        """Refuse a conversation whose content contains a special token, which could begin or end a turn."""
         for text in _strings([{**message, "role": None} for message in messages]):
             for name in self._special:
                 if name in text:
@@ -240,7 +240,10 @@ class Renderer:
         return turns[-1:]
 
     def _marked_turns(self, whole: Text) -> list[list[Span]]:
-        """Find the turns inside the markers. A marked part that does not end a turn is continued by the next part."""
+        """Find the turns inside the markers.
+
+        If a marked part does not end with the end of a turn, the turn continues in the next marked part.
+        """
         turns: list[list[Span]] = []
         parts: list[Span] = []
         for start, stop in whole.marked:
