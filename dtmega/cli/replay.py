@@ -1,8 +1,8 @@
-"""The replay of steps of a run with [run] exact, on any data layout, which compares every bit (`dtmega replay`).
+"""`dtmega replay`: replay steps of a run with [run] exact, on any data layout, and compare every bit.
 
-A replay is a run of its own, in a temporary folder: it resumes from the run's newest checkpoint before the step, with
-the recipe of the start that took the step. Instead of writing digests down, it compares them with the run's
-(`training/exact/recorded.py`), and ends with the first step that differs.
+A replay is a separate run in a temporary folder. The replay resumes from the original run's newest checkpoint before
+the step, and uses the recipe that the original run had at that step. The replay does not record its digests, but
+compares them with the original run's digests (`training/exact/recorded.py`), and stops at the first step that differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtmega.training.step import Run
 
 SECTIONS = ("mesh", "pipeline", "fsdp")
 KEYS = ("data.path", "data.train", "data.tokenizer", "data.num_workers", "model.path", "run.timeout_s")
-# Keys of the recipe that change no bit of a step.
+# Recipe keys that do not affect the bits of a step.
 ENDINGS = ("exit_interval", "exit_duration_min", "drift_interval", "max_skipped")
 
 
@@ -41,8 +41,8 @@ class Source(NamedTuple):
     """The part of a run that a replay needs.
 
     Attributes:
-        recorded: digests that the run has written down.
-        cfg: configuration of the replay, without the keys of its command line.
+        recorded: digests that the run recorded.
+        cfg: configuration of the replay, without the keys from the command line.
     """
 
     recorded: Recorded
@@ -50,20 +50,21 @@ class Source(NamedTuple):
 
 
 def replay(run_dir: str, step: int, keys: Sequence[str], scratch: str | None, startup: Startup) -> int:
-    """Compute the steps after the newest checkpoint before a step again, up to this step. All ranks call this function.
+    """Replay a run from its newest checkpoint before `step` up to `step`. All ranks call this function.
 
     Args:
         run_dir: the run directory, which is only read.
-        step: number of the step.
-        keys: keys of the command line, with their values.
-        scratch: folder for temporary files; None: the system's.
-        startup: meeting point of the ranks.
+        step: number of the last step to replay.
+        keys: configuration keys from the command line, with their values.
+        scratch: folder for temporary files; None for the system's folder.
+        startup: `Startup` of the ranks.
 
     Returns:
-        The exit code: DONE if all bits are equal, and DIFFERS on rank 0 if not.
+        The exit code: DONE if all bits are equal; DIFFERS on rank 0 if a bit differs; PREEMPTED if a signal ended the
+        replay.
 
     Raises:
-        Refused: the step cannot be replayed; the reason has been printed.
+        Refused: the step cannot be replayed. The reason has already been printed.
     """
     comparison = Comparison(None)
     exit_status = ExitStatus()
@@ -94,7 +95,8 @@ def replay(run_dir: str, step: int, keys: Sequence[str], scratch: str | None, st
         if differs:
             doubt = f" (but {elsewhere})" if elsewhere else ""
             run.metrics.message(comparison.difference + doubt)
-            # A launcher that sees the code of another rank first would end rank 0 before its folder is removed.
+            # Only rank 0 exits with DIFFERS. If another rank did so first, the launcher would kill rank 0 before rank 0
+            # could remove its folder.
             return exit_status.set(exit_codes.DIFFERS, comparison.difference) if startup.rank == 0 else exit_codes.DONE
         run.metrics.message(comparison.summary())
         if reached < step:
@@ -103,15 +105,15 @@ def replay(run_dir: str, step: int, keys: Sequence[str], scratch: str | None, st
 
 
 def go_over(run: Run, at: Progress, step: int) -> tuple[bool, int]:
-    """Take steps until a digest differs, the last step is done, or a signal comes.
+    """Run steps until a digest differs, the last step is done, or a signal arrives.
 
     Args:
-        run: the replay. On rank 0, its digests are compared with the run's.
+        run: the replay. Rank 0 compares the replay's digests with the original run's digests.
         at: progress before the first step.
         step: number of the last step.
 
     Returns:
-        A flag that is True if a digest differs, and the number of steps done; the same on all ranks.
+        A flag that is True if a digest differs, and the number of the last step done. Both are equal on all ranks.
     """
     end = run.cfg.end(at.step, at.samples)
     seen = torch.zeros(2, dtype=torch.int32, device=run.world.device)
@@ -128,7 +130,7 @@ def check_keys(keys: Sequence[str]) -> None:
     """Refuse keys that could change the bits of a step, or write into the run.
 
     Raises:
-        ValueError: a key is none of the layout or of a path to the data.
+        ValueError: a key is neither in SECTIONS nor in KEYS.
     """
     words = iter(keys)
     for word in words:
@@ -142,10 +144,10 @@ def check_keys(keys: Sequence[str]) -> None:
 
 
 def source_of(run_dir: Path, step: int) -> Source:
-    """Find what a replay of a step needs.
+    """Find the digests and the configuration for the replay of a step.
 
     Raises:
-        ValueError: this directory has no run with [run] exact, or the step cannot be replayed.
+        ValueError: the directory does not hold a run with [run] exact, or the step cannot be replayed.
     """
     cfg = config.read(run_dir / "config.toml")
     if not cfg.run.exact:
@@ -170,7 +172,7 @@ def source_of(run_dir: Path, step: int) -> Source:
 
 
 def recipe_of(run_dir: Path, begin: int, step: int) -> Mapping[str, Mapping[str, Any]]:
-    """The configuration of the start that took a step; {} if it is not known.
+    """The configuration that the run had at a step; {} if the configuration is unknown.
 
     Args:
         run_dir: the run directory.
@@ -178,7 +180,7 @@ def recipe_of(run_dir: Path, begin: int, step: int) -> Mapping[str, Mapping[str,
         step: number of the step.
 
     Raises:
-        ValueError: a start after the checkpoint has changed the recipe.
+        ValueError: the run was restarted with a different recipe after the checkpoint.
     """
     parts = [start for start in history.parts(history.read(run_dir)) if start.step < step]
     if not parts:
@@ -204,7 +206,7 @@ def configured(recipe: Mapping[str, Mapping[str, Any]], checkpoint: str, fixed: 
     Args:
         recipe: configuration of the run, by section.
         checkpoint: path of the checkpoint that the replay resumes from.
-        fixed: values that the run's first step has recorded (`training/exact`).
+        fixed: values that the run recorded at its first step (`training/exact`).
     """
     replaced: dict[str, dict[str, Any]] = {
         "mesh": {
@@ -227,7 +229,7 @@ def configured(recipe: Mapping[str, Mapping[str, Any]], checkpoint: str, fixed: 
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: [3, 4, 5, 9] -> 3 to 5, 9."""
+    """Format ascending numbers as ranges: [3, 4, 5, 9] -> 3 to 5, 9."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

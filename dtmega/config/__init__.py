@@ -127,7 +127,8 @@ class Config(Section):
         """Refuse a run that is too short.
 
         Raises:
-            ValueError: the run has no whole step, or ends before something that must happen in it.
+            ValueError: the run is shorter than one step, ends before [profile] steps, or is too short for [optim]
+                wsd_decay.
         """
         end = self.end(0, 0)
         if end.steps < 1:
@@ -153,7 +154,7 @@ class Config(Section):
             )
 
     def completed(self, samples_in: Callable[[int], int]) -> Config:
-        """The configuration with the number of samples that [train] epochs stands for, if [train] epochs is set.
+        """The configuration with [train] epochs converted into a number of samples, if [train] epochs is set.
 
         Args:
             samples_in: function from a number of epochs to their number of samples (`Text.samples_in`).

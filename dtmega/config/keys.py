@@ -255,7 +255,7 @@ class Batch(Section):
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """The ramp-up's stairs (one batch size each), starting at `samples` consumed samples.
+        """The ramp-up's stairs, each with its own batch size, starting at `samples` consumed samples.
 
         Yields:
             Pairs (size, until): a step that starts before `until` consumed samples has the global batch size `size`.

@@ -200,7 +200,8 @@ class Llama(NativeModel):
         """Check the layers that have a window.
 
         Raises:
-            ValueError: there is no window, the numbers are not numbers of layers in rising order, or are all layers.
+            ValueError: layers are listed although no window is set, the list has all layers, or the list is not an
+                ascending list of layer numbers.
         """
         layers = self.window_layers
         if layers and not self.window:
@@ -228,7 +229,7 @@ class Llama(NativeModel):
         return self.n_kv_heads or self.n_heads
 
     def window_of(self, layer: int) -> int:
-        """The window of a layer, by its number from 0; 0 if its attention has no window."""
+        """The window of layer number `layer`, counted from 0; 0 if the layer's attention has no window."""
         return self.window if not self.window_layers or layer in self.window_layers else 0
 
 

@@ -84,7 +84,7 @@ class Group(NamedTuple):
 
 
 def groups_of(kind: type[BaseModel]) -> list[Group]:
-    """All sections' keys, in groups. Within a section, keys shared by all classes come first.
+    """The keys of all sections, in groups. Within a section, keys shared by all classes come first.
 
     Args:
         kind: class of the configuration, with one field per section.

@@ -42,7 +42,7 @@ class SimilarKeys:
         Args:
             section: the section that the user wrote, which may not exist; '' if there was no section.
             key: the key as the user wrote it.
-            families: discriminator's value in the configuration, for each section with several classes.
+            families: section with several classes -> value of the section's discriminator in the configuration.
             option: whether the key comes from the command line; the suggestion is then written as an option too.
         """
         here = self.section(section)

@@ -50,7 +50,7 @@ class StepBatch:
 
 
 class TrainBatches:
-    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first loop.
+    """An endless iterator of `StepBatch`es from `start_sample` on. A second `for` loop resumes where the first stopped.
 
     The state is one integer, the number of samples delivered so far. A run resumes exactly from this number, even with
     a different number of workers or data ranks. StatefulDataLoader's own state is less flexible: with a different
@@ -209,9 +209,10 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The rows of each step, or the error for which they cannot be read.
+    """The rows of each step, or a `DataLost` error in place of rows that cannot be read.
 
-    An error that a worker raises would come to the trainer as the text of a traceback.
+    The error is returned rather than raised, because the trainer would receive a raised error only as the text of a
+    traceback.
     """
 
     rows: Rows

@@ -83,7 +83,7 @@ class Text(NamedTuple):
         return samples
 
     def samples_in(self, n_epochs: int) -> int:
-        """Number of whole samples in the first epochs of the training data."""
+        """Number of whole samples in the first `n_epochs` epochs of the training data."""
         samples = self.samples("train")
         return samples.first_row(n_epochs) if isinstance(samples, Packs) else int(n_epochs * samples.n_samples)
 
@@ -273,7 +273,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """One line for the user, as a list, if a split has fewer samples than an evaluation reads; otherwise []."""
+    """A list with one line for the user if a split has fewer samples than an evaluation reads; otherwise []."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):
@@ -319,12 +319,12 @@ def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
     In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.
-    The fingerprint distinguishes one data set from another, but does not detect damage. It is the same on a disk and in
-    an object store.
+    The fingerprint distinguishes one data set from another, but does not detect damage. A data set has the same
+    fingerprint on a disk and in an object store.
 
     Args:
         prefix: path of the two files without their suffixes.
-        stored: objects of a data set in an object store; None for files.
+        stored: objects of a data set in an object store; None for files on a disk.
 
     Raises:
         ValueError: the object store does not answer, or an object has changed.

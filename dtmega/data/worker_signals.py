@@ -1,7 +1,7 @@
 """Signals in the processes that make batches: the trainer alone decides when a worker ends.
 
-Terminals, torchrun and SLURM send a signal to all processes of a job. The trainer then finishes its step, for which it
-needs its workers.
+Terminals, torchrun and SLURM send a signal to all processes of a job. The trainer then finishes the current step, and
+still needs its workers for that step.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def hear_only_the_trainer(worker: int) -> None:
 
     When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
     """
-    # The trainer may have died before this line runs. torch's watchdog would then take the new parent (init) for the
-    # trainer, and the worker would never end.
+    # The trainer may have died before this line runs. torch's watchdog would then mistake the new parent (init) for
+    # the trainer, and the worker would never end.
     trainer = multiprocessing.parent_process()
     if trainer is not None and os.getppid() != trainer.pid:
         os._exit(0)

@@ -41,7 +41,8 @@ LONGEST_POLL_S = 0.5
 HEARTBEAT_S = 1.0  # shortest time between two heartbeats that a rank publishes
 SHOWN_KEYS = 8
 SHOWN_CHARACTERS = 100
-# Configuration keys that may differ between ranks, because they hold paths on a node. The files' contents must match.
+# Configuration keys that may differ between ranks, because their values are node-local paths. The contents of the files
+# at these paths must match.
 PATH_KEYS = ("[data] path", "[data] tokenizer")
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class Step:
     """The data that ranks exchange at the end of a step.
 
     Attributes:
-        must_match: values, by key, that must be equal on all ranks when written as JSON.
+        must_match: mapping from keys to values. The values must be equal on all ranks when written as JSON.
         send: value that rank 0 sends to all ranks, limited to types that JSON can represent.
         received: value that rank 0 sent, set at the end of the step.
     """
@@ -99,7 +100,7 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
 
 
 class Startup:
-    """Starts all ranks of a command together, or all ranks of a training job up to the first step.
+    """Coordinates all ranks of a command, or all ranks of a training job until the first training step.
 
     Args:
         timeout_s: initial value of the attribute `timeout_s`.
@@ -110,12 +111,12 @@ class Startup:
     Attributes:
         rank, size: rank of this process and number of ranks, from the launcher.
         store: rendezvous store of the job; None before the end of the first step.
-        timeout_s: maximum seconds that a rank waits for other ranks without a heartbeat from any rank.
+        timeout_s: longest time, in seconds, that a rank waits for other ranks without a heartbeat from any rank.
         on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank notices another
             rank's heartbeat while waiting.
 
     Raises:
-        Refused: the launcher set invalid environment variables; the reason has been printed.
+        Refused: the launcher set invalid environment variables. The reason has already been printed.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Startup:
         step.received = verdict["sent"]
 
     def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, and send a heartbeat before each item, for loops that may take longer than timeout_s."""
+        """Yield the items, and send a heartbeat before each item. Loops that may exceed timeout_s need this method."""
         for item in items:
             self.heartbeat()
             yield item
@@ -298,7 +299,7 @@ class Startup:
         return json.loads(store.get("verdict"))
 
     def _refused(self, exit_code: int, reason: str, *, printed: bool = False) -> Refused:
-        """Build the exception to raise. Pass the reason to torchrun, and print it unless it is already printed."""
+        """Build the exception to raise. Pass the reason to torchrun, and print it unless `printed` is True."""
         if not printed:
             console.say(f"{self._program}: {reason}")
         process.tell_agent(reason)

@@ -6,8 +6,8 @@
 | 1 | FAILED | a Python exception; its message is on stderr | read the message |
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints, but none is intact | restore a checkpoint, or start in another run directory |
-| 4 | DOES_NOT_FIT | a plan or dry run needs more than `--memory`; nothing was started | turn the keys that it names |
-| 5 | DIFFERS | a replayed step has other bits than the run | look at the rank and host that the message names |
+| 4 | DOES_NOT_FIT | a plan or dry run needs more than `--memory`; nothing was started | change the keys that it names |
+| 5 | DIFFERS | a replayed step's bits differ from the run's | look at the rank and host that the message names |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | run the command again |
 | 76 | STUCK | not saved: no step ended within grace_s of a signal, no save, or no data came | run the command again |
 | 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; run the command again |
@@ -18,8 +18,8 @@ torchrun itself exits with 0 if all workers exited with 0, and with 1 otherwise.
 reasons only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json`
 in the run directory, even if the run was refused at startup.
 
-A job script must not take the `exit.json` of an earlier job for its own. The script therefore sets DTMEGA_ATTEMPT to a
-name that no other start has, and `exit.json` has this name as `attempt`.
+A job script must not mistake the `exit.json` of an earlier job for its own. The script therefore sets DTMEGA_ATTEMPT to
+a name that is unique to this attempt, and `exit.json` holds this name under the key `attempt`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PREEMPTED = 75
 STUCK = 76
 HUNG = 77
 
-NOT_STARTED = (REFUSED, DAMAGED)  # exit codes of a start that left the run unchanged
+NOT_STARTED = (REFUSED, DAMAGED)  # exit codes of an attempt that left the run unchanged
 
 EXIT = "exit.json"
 ATTEMPT = "DTMEGA_ATTEMPT"
@@ -65,8 +65,8 @@ class ExitRecord(NamedTuple):
     Attributes:
         code: exit code of the newest attempt to run, even if the attempt was refused.
         reason: reason why the newest attempt ended.
-        step: number of steps that the run has done.
-        checkpoint: path of the run's newest checkpoint; '' while there is none.
+        step: number of steps that the run has completed.
+        checkpoint: path of the run's newest checkpoint; '' while the run has no checkpoint.
         time: time of the exit, UTC in ISO 8601; '' if an earlier version wrote the file.
     """
 
@@ -100,7 +100,7 @@ class ExitStatus:
     Attributes:
         step, checkpoint: the same values as in `ExitRecord`.
         code, reason: the same values as in `ExitRecord`; None and '' until code and reason are known.
-        attempt: name of this attempt: the value of DTMEGA_ATTEMPT, or a random name if the launcher does not set it.
+        attempt: name of this attempt: the value of DTMEGA_ATTEMPT, or a random name if that variable is not set.
     """
 
     def __init__(self) -> None:
@@ -114,12 +114,12 @@ class ExitStatus:
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
         """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
 
-        If this attempt completes no step, the new `exit.json` has the step and the checkpoint read here.
+        If this attempt completes no step, the new `exit.json` holds the step and the checkpoint that this method read.
 
         Args:
             folder: the run directory.
-            newest: function that returns the step and the path of the run's newest checkpoint, called only if there is
-                no `exit.json`, as after a kill.
+            newest: function that returns the step and the path of the run's newest checkpoint. It is called only if
+                there is no `exit.json`, for example after a kill.
         """
         before = ExitRecord.read(folder)
         self.step, self.checkpoint = newest() if before is None else (before.step, before.checkpoint)
@@ -151,7 +151,7 @@ class ExitStatus:
             self.write()
 
     def set(self, code: int, reason: str) -> int:
-        """Set the exit code and the reason, and tell torchrun the reason. Returns the code."""
+        """Set the exit code and the reason, and pass the reason to torchrun. Returns the code."""
         self.code = code
         self.reason = reason
         if code != DONE:

@@ -1,4 +1,4 @@
-"""A function that runs in a process of its own, which ends with an error in words, and at once on Ctrl-C."""
+"""Run a function in a separate process. Errors reach the caller as exceptions, and Ctrl-C ends the process at once."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing import Any, TypeVar
 
 from dtmega.distributed import exit_codes
 
-PATIENCE_S = 5.0  # for the end of a process that is interrupted
+PATIENCE_S = 5.0  # time that an interrupted process has to exit
 
 T = TypeVar("T")
 
 
 def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess], object] = lambda process: None) -> T:
-    """Call a function in a process of its own.
+    """Call a function in a separate process, and return its result.
 
     Args:
-        function: function of a module, which is imported before the first call.
-        args: arguments, which are pickled, as is the result.
-        on_start: function that receives the process, which another thread may then kill.
+        function: module-level function. The fork server imports the function's module before the first call.
+        args: arguments of the function. The arguments and the result are pickled.
+        on_start: function that is called with the started process, so that another thread can kill the process.
 
     Raises:
-        ValueError: the function has raised a ValueError.
-        ChildProcessError: the process was killed, or the function has raised another error, whose traceback the process
-            has printed.
+        ValueError: the function raised a ValueError.
+        ChildProcessError: the process was killed, or the function raised an error that is not a ValueError. The process
+            has printed the traceback of such an error.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
@@ -64,16 +64,17 @@ def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess]
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the `with` block, and block it for good in processes that start inside of it.
+    """Delay Ctrl-C until the end of the `with` block, and block SIGINT permanently in processes that start inside it.
 
-    The processes inherit the mask. Up to Python 3.11, the start of the resource tracker would unblock SIGINT here.
+    These processes inherit the signal mask. The resource tracker is started first, because up to Python 3.11 starting
+    the tracker would unblock SIGINT inside the block.
     """
     resource_tracker.ensure_running()
     received: list[int] = []
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
     if in_main_thread:
-        # The mask holds for this thread only; the signal may reach this process on one of torch's threads.
+        # The mask applies to this thread only. Another thread, such as one of torch's, may still receive the signal.
         signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -88,9 +89,9 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 def _send_result(to: Connection, function: Callable[..., object], *args: Any) -> None:
     """Send the result of a function, or the error that it raises."""
-    # Leave by an exception, so that Python frees what is left of torch.compile without a warning.
+    # On SIGTERM, exit through an exception, so that Python frees the objects of torch.compile without a warning.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(exit_codes.FAILED))
-    # torch warns about names that it will drop, which concerns no reader of a plan.
+    # torch's deprecation warnings do not concern the reader of a plan.
     warnings.simplefilter("ignore")
     result: object
     try:

@@ -39,7 +39,7 @@ class Claim:
         key: configuration key that names the folder, for messages.
 
     Raises:
-        ValueError: another process still holds the folder after patience_s, or the folder cannot be written.
+        ValueError: another process still holds the folder after patience_s, or the folder is not writable.
     """
 
     def __init__(self, folder: Path, patience_s: float = 5.0, key: str = "[run] dir") -> None:
@@ -137,7 +137,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _holder(lock: Path) -> str:
-    """Describe the process that holds a lock, with the details in the lock file."""
+    """Describe the process that holds a lock, using the details in the lock file."""
     try:
         return "process {pid} on {host} since {since}".format(**read_object(lock))
     except (ValueError, LookupError):

@@ -1,4 +1,4 @@
-"""A thread that ends the process if the main thread hangs or is stuck after a signal, and names the rank to blame.
+"""A thread that ends the process, and names the rank to blame, if the main thread hangs or is stuck after a signal.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
@@ -122,7 +122,8 @@ class Watch:
         self._records, self._start = records, datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%S")
         self._inbox, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
-        # Python's signal handler in C writes the signal's number to this socket at once, whatever the main thread does.
+        # Python's C-level signal handler writes the signal's number to this socket at once, even if the main thread is
+        # blocked.
         self._fd_before = signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
         handled = [n for n in process.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         self._handlers_before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in handled}
@@ -146,7 +147,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function for the watching thread to call before it ends the process, limited to CALLBACK_S."""
+        """Set a function that the watching thread calls before it ends the process. The call may take CALLBACK_S."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
@@ -426,7 +427,7 @@ def place_of(frame: FrameType | None) -> CodePlace:
 
 
 def _is_library(path: str, torch_paths: tuple[str, ...]) -> bool:
-    """True if a file belongs to a library or to Python, not to dtmega, which may itself be in site-packages."""
+    """True if a file belongs to a library or to Python. dtmega's own files do not count, even in site-packages."""
     installed = f"{os.sep}site-packages{os.sep}" in path or path.startswith(torch_paths)
     return installed and not path.startswith(OUR_CODE)
 

@@ -26,7 +26,7 @@ class Lock:
     """A lock that one process at a time may hold, until the process calls `close()` or dies.
 
     Args:
-        path: file to lock, made if it does not exist.
+        path: file to lock, created if it does not exist.
 
     Raises:
         OSError: the file cannot be opened.

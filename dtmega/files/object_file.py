@@ -1,9 +1,10 @@
-"""An object of an object store that is read by ranges. Each read checks that the object is the one that was opened.
+"""Read byte ranges of an object in an object store. Each read checks that the object is unchanged since it was opened.
 
     file = ObjectFile.open("s3://bucket/data/mine.bin", "[data] path")
-    first, second = file.read([(0, 4096), (9_000_000, 9_004_096)])  # two requests, at the same time
+    first, second = file.read([(0, 4096), (9_000_000, 9_004_096)])  # two concurrent requests
 
-Ranges with small gaps between them are read by one request, because a request takes as long as some 100 KB do.
+Ranges with small gaps between them are read in one request, because the latency of a request equals the transfer time
+of some 100 KB.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ from dtmega.files.object_requests import (
     reported,
 )
 
-GAP_BYTES = 2**16  # ranges with at most this gap between them are read by one request
+GAP_BYTES = 2**16  # largest gap between two ranges that one request reads
 
 
 class Changed(OSError):
-    """An object is no longer the one that was opened: it has been replaced or deleted."""
+    """Raised if an object has been replaced or deleted since it was opened."""
 
 
 class ObjectFile:
-    """An object, as it was when it was opened. Pickling keeps what was known then, so that all processes read the same.
+    """An object with the size and version that it had when it was opened.
+
+    A pickled copy keeps the size and the version, so that all processes read the same content.
 
     Args:
         url: URL of the object.
-        size: number of its bytes.
-        version: its ETag, or the time of its last change if the store has no ETags.
+        size: size of the object in bytes.
+        version: ETag of the object, or the time of its last change if the store has no ETags.
     """
 
     def __init__(self, url: str, size: int, version: str) -> None:
@@ -47,7 +50,7 @@ class ObjectFile:
 
     @classmethod
     def open(cls, url: str, key: str) -> ObjectFile | None:
-        """Ask the store for an object's size and version. Returns None if there is no such object.
+        """Ask the store for an object's size and version. Returns None if the object does not exist.
 
         Args:
             url: URL of the object.
@@ -68,11 +71,11 @@ class ObjectFile:
         return file
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Read ranges (start, stop) of bytes, by at most PARALLEL requests at the same time.
+        """Read byte ranges (start, stop), with at most PARALLEL concurrent requests.
 
         Raises:
             Unreachable: the store does not answer.
-            Changed: the object is no longer the one that was opened.
+            Changed: the object has been replaced or deleted since it was opened.
         """
         whole = merged(ranges)
         parts = [part for start, stop in whole for part in _parts(start, stop)]
@@ -103,7 +106,7 @@ class ObjectFile:
         return ObjectFile, (self.url, self.size, self.version)
 
     def _range(self, start: int, stop: int) -> memoryview:
-        """The bytes of one range, by one request."""
+        """Read one range with one request."""
 
         def get(store: Any) -> tuple[dict[str, Any], Any]:
             result = store.get(self._name, options={"range": (start, stop)})
@@ -115,7 +118,7 @@ class ObjectFile:
         return memoryview(data)
 
     def _request(self, send: Any) -> Any:
-        """The answer of a request; errors name the object, and nothing that its store's answers quote."""
+        """Send a request, and return its answer. Errors name the object, but quote nothing from the store's answer."""
         from obstore.exceptions import BaseError
 
         try:
@@ -125,14 +128,14 @@ class ObjectFile:
         except FileNotFoundError:
             raise Changed(f"{self.url} is gone") from None
         except (BaseError, Unreachable) as error:
-            # The name that S3, Google and Azure have for a range after the end of an object.
+            # S3, Google and Azure answer with this error if a range lies past the end of the object.
             if "InvalidRange" in str(error):
                 raise Changed(f"{self.url} has been replaced since it was opened") from None
             raise Unreachable(f"{self.url}: {reason(error)}") from None
 
 
 def matching(pattern: str, key: str) -> list[str]:
-    """The URLs of the objects whose names match a pattern with `*`, `?` and `[...]`; its folder has none of these.
+    """The URLs of the objects that match a pattern. `*`, `?` and `[...]` are wildcards only in the last part of a URL.
 
     Args:
         pattern: URL with a pattern as its last part.
@@ -153,7 +156,7 @@ def matching(pattern: str, key: str) -> list[str]:
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges in their order, without the empty ones; joined where gaps are at most GAP_BYTES."""
+    """Sort ranges, drop the empty ranges, and join ranges with a gap of at most GAP_BYTES between them."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if start >= stop:
@@ -166,7 +169,7 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _parts(start: int, stop: int) -> list[tuple[int, int]]:
-    """A range, cut into parts of at most PART_BYTES: a larger answer could take longer than REQUEST_S."""
+    """Cut a range into parts of at most PART_BYTES, because a larger answer could take longer than REQUEST_S."""
     return [(at, min(at + PART_BYTES, stop)) for at in range(start, stop, PART_BYTES)]
 
 

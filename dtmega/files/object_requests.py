@@ -1,4 +1,4 @@
-"""Requests to an object store: bounded in time, tried again, and without secrets in their errors."""
+"""Requests to an object store, with time limits and retries, and without secrets in error messages."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from dtmega.files import optional_imports
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "adl", "azure", "abfs", "abfss")
 CONNECT_S = 10
-REQUEST_S = 30  # for one answer, with its body
-RETRY_S = 120  # after this time, a request that failed is not sent again
+REQUEST_S = 30  # time limit for one response, including its body
+RETRY_S = 120  # after this time, a failed request is not retried
 MAX_RETRIES = 6
-PAUSE_S = 0.2  # before a request is sent again; doubled each time
+PAUSE_S = 0.2  # pause before the first retry; doubled for each further retry
 PUBLISH_TRIES = 3
-PARALLEL = 8  # requests at the same time
-PART_BYTES = 8 * 2**20  # of an upload (at most 10,000 parts, 80 GiB), and of a request for a range
+PARALLEL = 8  # number of concurrent requests
+PART_BYTES = 8 * 2**20  # size of an upload's parts (at most 10,000 parts, 80 GiB), and largest range of one request
 
 
 class Unreachable(OSError):
-    """A request that an object store did not do, or did not answer, after several tries."""
+    """Raised if an object store did not carry out a request, or did not answer, after several tries."""
 
 
 def is_object_store(url: str) -> bool:
-    """True if the URL is that of an object store that obstore serves."""
+    """True if the URL's scheme belongs to an object store that obstore supports."""
     return url.partition("://")[0] in SCHEMES and "://" in url
 
 
 def check_usable(url: str, key: str) -> None:
-    """Refuse a URL that holds credentials, which would be copied into config.toml, logs and trackers.
+    """Refuse a URL that holds credentials, because the URL is copied into config.toml, logs and trackers.
 
     Args:
         url: the URL.
         key: key or option that names the URL, for the message.
 
     Raises:
-        ValueError: the URL holds credentials, which the message does not repeat, or obstore is not installed.
+        ValueError: the URL holds credentials, a query or a fragment, which the message does not repeat; or obstore is
+            not installed.
     """
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
-    # Azure writes the container before the host: abfss://container@account.dfs.core.windows.net/run.
+    # Azure's URLs have the container before the host: abfss://container@account.dfs.core.windows.net/run.
     container = parts.scheme in ("abfs", "abfss") and ":" not in user
     if (at and not container) or parts.query or parts.fragment:
         raise ValueError(
@@ -55,11 +56,11 @@ def check_usable(url: str, key: str) -> None:
 
 
 def open_store(url: str) -> Any:
-    """Open the store of a URL, with credentials from the environment. Sends nothing."""
+    """Open the object store at a URL, with credentials from the environment. No request is sent yet."""
     from obstore.store import from_url
 
     scheme, _, rest = url.partition("://")
-    # obstore does not know this spelling.
+    # obstore does not accept the scheme gcs.
     spelled = f"gs://{rest}" if scheme == "gcs" else url
     options: dict[str, Any] = {"client_options": _client_options(), "retry_config": _retries()}
     with reported():
@@ -67,11 +68,11 @@ def open_store(url: str) -> Any:
 
 
 def put_new(store: Any, key: str, data: bytes) -> None:
-    """Create an object on the condition that its name is free.
+    """Create an object, unless the store already has an object with this key.
 
     Raises:
-        FileExistsError: there is an object of this name with other content.
-        Unreachable: the store has not answered.
+        FileExistsError: the store has an object with this key and different content.
+        Unreachable: the store did not answer.
     """
     from obstore.exceptions import AlreadyExistsError, BaseError
 
@@ -80,7 +81,7 @@ def put_new(store: Any, key: str, data: bytes) -> None:
             store.put(key, data, mode="create", use_multipart=False)
             return
         except BaseError as error:
-            # The answer to a request that the store has done may have been lost, and then the name is taken.
+            # The store may have carried out a request although its answer was lost. The key then exists with this data.
             with reported(), contextlib.suppress(FileNotFoundError):
                 if bytes(store.get(key).bytes()) == data:
                     return
@@ -91,7 +92,7 @@ def put_new(store: Any, key: str, data: bytes) -> None:
 
 
 def reason(error: Exception) -> str:
-    """One line about an error of obstore, without addresses, queries and whatever else a store's answer quotes."""
+    """Describe an obstore error in one line, without the addresses, queries and other text that it quotes."""
     text = str(error)
     head = re.sub(r"\b(?!s3|gs|az)\w+://\S+", "a request", text.partition("\n")[0].partition("<")[0]).strip(" :")
     code = re.search(r"<Code>(\w+)</Code>", text)
@@ -100,9 +101,9 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors of obstore into `Unreachable`, and those about missing objects into a FileNotFoundError.
+    """Turn obstore's errors into `Unreachable`, and its errors about missing objects into FileNotFoundError.
 
-    Neither names the endpoint. A FileExistsError of `put_new` and an `Unreachable` pass as they are.
+    The new messages do not name the endpoint. A FileExistsError from `put_new` and an `Unreachable` pass unchanged.
     """
     from obstore.exceptions import BaseError
 
@@ -122,7 +123,7 @@ def _client_options() -> dict[str, Any]:
     return {
         "connect_timeout": timedelta(seconds=CONNECT_S),
         "timeout": timedelta(seconds=REQUEST_S),
-        # An endpoint with http:// is the user's own choice, as for other libraries.
+        # As in other libraries, unencrypted HTTP is allowed if the user chose an http:// endpoint.
         "allow_http": endpoint.startswith("http://"),
     }
 

@@ -36,7 +36,7 @@ from dtmega.inference.trained import TrainedModel, settle_as_rank_0
 from dtmega.models.generate import Sampling, generate, settle_alone
 
 DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a maximum sequence length
-N_BOOTSTRAPS = 1000  # for metrics whose standard error has no formula
+N_BOOTSTRAPS = 1000  # number of resamples, for metrics whose standard error has no formula
 REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
 
 Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of the continuation

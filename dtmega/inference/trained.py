@@ -41,8 +41,8 @@ class TrainedModel(NamedTuple):
         step: number of steps that the model was trained for.
         tokenizer: the run's tokenizer.
         show: kind of sample that `dtmega generate` prints for this model family, such as continuations of prompts.
-        model: a whole `Model`, or a `Relay` of pipeline stages; both are called in the same way.
-        end_ids: ids of the tokens that end the turns of the conversations that the run has learned; [] without any.
+        model: the whole `Model`, or a `Relay` of pipeline stages, which is called like a `Model`.
+        end_ids: ids of the tokens that end a turn in the run's training conversations; [] if the run has none.
     """
 
     cfg: config.Config
@@ -61,7 +61,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
         path: a run directory, or the folder of one checkpoint.
         step: step of the checkpoint to read; None for the newest.
         axes: size of each axis of [mesh].
-        startup: meeting point of the ranks that take part.
+        startup: `Startup` of the ranks that take part.
 
     Raises:
         Refused: there is no checkpoint, the checkpoint is damaged, or the mesh does not fit the model. Every rank
@@ -112,7 +112,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
 def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
     """Adapt a run's configuration to inference: the given mesh, fp32, and defaults for keys that only training needs.
 
-    Adapters are merged into the weights that are read, so the model has none.
+    LoRA adapters are merged into the weights when the weights are read, so the model itself has no adapters.
 
     Args:
         cfg: the run's configuration.

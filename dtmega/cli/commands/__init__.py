@@ -6,9 +6,9 @@
     TAKES_FLAGS             (optional) options whose value may begin with a dash
     TAKES_KEYS              (optional) True if the command takes any key of a run, which `args.keys` then lists
 
-`__main__.py` prints the error in one line. A command's module is imported only if the command line names that command.
-The top-level imports of a module are limited to the code that its options need, so that `--help` and errors about
-options do not wait for torch.
+`__main__.py` prints a command's error in one line. A command's module is imported only if the command line names that
+command. The top-level imports of a module are limited to the code that its options need, so that `--help` and errors
+about options do not wait for torch.
 
     arguments.py      option types, and one-line error messages
     conversation.py   conversations for `dtmega generate --interactive`
@@ -27,7 +27,8 @@ from dtmega.cli.commands.arguments import Parser, with_joined_values, without_ke
 
 # Command name -> the command's line in `--help`.
 COMMANDS = {
-    # `train` is here only for the list of commands: config/ has the options of a run, and __main__.py starts the run.
+    # `train` is here only for the list of commands: config/ defines the options of a run, and __main__.py starts the
+    # run.
     "train": "train a model; `dtmega train --help` lists every key of a run",
     "plan": "tell before a run whether it fits on N devices, what it sends, how long it takes; needs no GPU",
     "tokenize": "turn text files into a corpus for training (.bin/.idx)",

@@ -122,7 +122,7 @@ def prefix(text: str) -> str:
 
 
 def role(text: str) -> tuple[str, str]:
-    """Parse a name of a role and the role, as in bot=assistant."""
+    """Parse NAME=ROLE, such as bot=assistant, into the name and the role."""
     name, _, meant = text.partition("=")
     if not name or not meant:
         raise argparse.ArgumentTypeError(f"expected NAME=ROLE, such as bot=assistant, got '{text}'")
@@ -130,7 +130,7 @@ def role(text: str) -> tuple[str, str]:
 
 
 def part(text: str) -> Part:
-    """Parse the number of a part, counted from 0, and the number of parts, as in 3/12."""
+    """Parse I/N, such as 3/12, into the number of a part (counted from 0) and the number of parts."""
     number, _, of = text.partition("/")
     try:
         parsed = Part(int(number), int(of))

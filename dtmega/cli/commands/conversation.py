@@ -1,4 +1,4 @@
-"""Conversations for `dtmega generate --chat`: the model answers messages, and each line of stdin with --interactive.
+"""Conversations for `dtmega generate --chat`: the model answers messages and, with --interactive, each line of stdin.
 
 The first process reads stdin, runs the chat template and prints. All processes compute the answer.
 """
@@ -47,7 +47,7 @@ class Conversation:
         return answer
 
     def first_answers(self, texts: Sequence[str]) -> list[str]:
-        """Return the model's answers to messages that each begin a conversation of their own."""
+        """Return the model's answer to each text. Each text begins a separate conversation."""
         from dtmega.models.generate import generate_together
 
         prompts = [self._ids([{"role": "user", "content": text}]) for text in texts]
@@ -104,7 +104,7 @@ def _from_first(read: Callable[[], T]) -> T:
     """Call a function on the first process, and return its result on all processes.
 
     Raises:
-        ValueError: the function raised ValueError on the first process; then all processes raise it.
+        ValueError: the function raised ValueError on the first process. All processes raise an equal error.
     """
     from dtmega import mesh
 

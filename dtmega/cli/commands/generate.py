@@ -148,9 +148,9 @@ def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedMod
 
 
 def _start_chat(args: argparse.Namespace, trained: TrainedModel, rank: int) -> Chat:
-    """The chat template that the command names, or the tokenizer's own.
+    """Make the `Chat` for the template that the command names, or for the tokenizer's own template.
 
-    Rank 0 starts the process that runs the template.
+    On rank 0, also start the process that runs the template.
 
     Raises:
         ValueError: the model does not continue texts, there is no template, the template cannot be read, or

@@ -93,13 +93,13 @@ def command(args: argparse.Namespace) -> int:
 
 
 def measure_machine(args: argparse.Namespace) -> int:
-    """Measure this machine, with all ranks together, and write it as a fabric.
+    """Measure this machine with all ranks, and write the results to a fabric file.
 
     Returns:
         The exit code.
 
     Raises:
-        ValueError: an option of a plan was given, too, or the file cannot be written.
+        ValueError: an option for planning was given too, or the file's folder does not exist.
     """
     from dtmega import config, mesh
     from dtmega.planning.prices import calibrate
@@ -122,10 +122,10 @@ def measure_machine(args: argparse.Namespace) -> int:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check the files to write before anything is planned, which may take minutes.
+    """Check the output files before planning, because planning may take minutes.
 
     Raises:
-        ValueError: a file cannot be written, or needs `--search` or its absence.
+        ValueError: an output file cannot be written, or an option needs `--search`, excludes `--search`, or is missing.
     """
     for option in ("json", "write"):
         path = getattr(args, option)
@@ -144,10 +144,10 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def check_folder(option: str, path: str) -> None:
-    """Check that the folder of a file to write exists.
+    """Check that the folder of an output file exists.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: the folder does not exist.
     """
     if not Path(path).absolute().parent.is_dir():
         raise ValueError(f"--{option} {path}: expected a file in a folder that is there")

@@ -126,7 +126,7 @@ def command(args: argparse.Namespace) -> int:
     """Tokenize the input.
 
     Raises:
-        ValueError: an option means nothing with --chat, or without it.
+        ValueError: an option conflicts with `--chat`, or needs `--chat`.
     """
     if not args.chat:
         _refuse(args, ("chat_template", "train_on", "roles", "skip_empty"), "without --chat")
@@ -138,7 +138,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], when: str) -> None:
-    """Refuse options that are given although they mean nothing."""
+    """Raise a ValueError if one of these options is given, because the option does not apply."""
     for name in names:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} means nothing {when}")

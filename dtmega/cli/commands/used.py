@@ -1,4 +1,4 @@
-"""Options that choose a checkpoint and a mesh, checks of a command's run, and a function that loads its model."""
+"""Options that choose a checkpoint and a mesh, a check of a run's path, and a function that loads a run's model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def open_run(path: str, args: argparse.Namespace, startup: Startup) -> TrainedMo
     Args:
         path: a run directory, or the folder of one checkpoint.
         args: parsed command line, with the options of `add_checkpoint_options`.
-        startup: meeting point of all processes.
+        startup: `Startup` of all processes.
 
     Raises:
         Refused: the model cannot be loaded. Every process raises this error, after the reason has been printed.

@@ -53,7 +53,7 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
 
     Args:
         args: arguments of `python -m dtmega convert`.
-        startup: meeting point of the ranks that take part.
+        startup: `Startup` of the ranks that take part.
 
     Raises:
         Refused: the format is unknown, the source is missing or damaged, the weights belong to a different model, the
@@ -132,7 +132,7 @@ def _write(
 def _write_adapters(
     args: argparse.Namespace, source: ConversionSource, adapters: Adapters, family: Family, model: config.Model
 ) -> None:
-    """Write the adapters of a run as a folder for peft.
+    """Write a run's adapters into a folder that peft can load.
 
     Args:
         model: the [model] section, with the current path of the model's directory.

@@ -40,8 +40,8 @@ class ConversionSource(NamedTuple):
             its own ([model] path), the conversion uses that directory instead.
         rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines to print for the user.
-        adapters: adapters of the run, which `weights` has merged into their layers; None if there are none.
-        end_ids: ids of the tokens that end the turns of the conversations that the run has learned.
+        adapters: LoRA adapters of the run, which `weights` merges into the layers; None if the run has no adapters.
+        end_ids: ids of the tokens that end a turn in the run's training conversations.
     """
 
     path: str
@@ -94,7 +94,7 @@ def _from_dtmega(name: str, args: argparse.Namespace) -> ConversionSource:
 
 
 def _adapters(checkpoint: Checkpoint, weights: Source) -> Adapters | None:
-    """The adapters of a run; None if it has none."""
+    """The adapters of a run; None if the run has no adapters."""
     if not isinstance(weights, Merged) or not weights.layers:
         return None
     lora = config.Lora.model_validate(state_of(checkpoint).config["lora"])

@@ -1,14 +1,14 @@
-"""Conversations in a `.bin/.idx` pair: the tokens of each, and which of them bear loss.
+"""Conversations in a `.bin/.idx` pair: the tokens of each conversation, and a mask of the tokens that bear loss.
 
 A conversation is a document. Its sequences alternate: the first has tokens without loss, the second has tokens that
-bear loss, the third has tokens without loss, and so on. No sequence is empty. So a conversation has at least one token
-that bears loss, and its first token never does, because nothing comes before this token from which to predict it.
+bear loss, the third has tokens without loss, and so on. No sequence is empty, so a conversation has at least one token
+that bears loss. The first token never bears loss, because there is no earlier token from which to predict it.
 
     | User:\\nHi<end>Assistant:\\n | Hello<end> | User:\\nBye<end>Assistant:\\n | See you<end> | \\n |
       sequence 0: no loss           1: loss       2: no loss                   3: loss         4: no loss
 
-Megatron's formats have no mark for loss. Only the record (`record.py`, `chat`) says that the documents are
-conversations; without it, they look like documents of several sentences.
+Megatron's formats have no mark for loss. Only the record (`record.py`, `chat`) shows that the documents are
+conversations. Without the record, conversations look like documents of several sentences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         tokens: ids of all tokens, a read-only view of the file, [length].
-        learns: True for each token that bears loss, bool [length]; the first is always False.
+        learns: mask of the tokens that bear loss, bool [length]; the first entry is always False.
     """
 
     tokens: NDArray[Any]
@@ -46,9 +46,9 @@ class Conversations:
 
     Attributes:
         dataset: the data set.
-        record: the record's entry `chat`.
-        lengths: number of tokens of each conversation, int64 [n].
-        first_learned: place of the first token that bears loss in each conversation, int64 [n], at least 1. A
+        record: entry `chat` of the data set's record.
+        lengths: number of tokens in each conversation, int64 [n].
+        first_learned: index of the first token that bears loss in each conversation, int64 [n], at least 1. A
             conversation that is cut to its first L tokens has a token to learn if L > first_learned.
 
     Raises:
@@ -72,7 +72,7 @@ class Conversations:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> Conversation:
-        """The tokens of conversation i, and which of them bear loss.
+        """The tokens of conversation i, and the mask of the tokens that bear loss.
 
         Raises:
             IndexError: there is no conversation i.
@@ -86,7 +86,7 @@ class Conversations:
         return Conversation(self.dataset.tokens[start:stop], np.repeat(bears_loss, sizes))
 
     def _check(self, starts: NDArray[np.int64]) -> None:
-        """Check the form of the sequences, and the number of learned tokens.
+        """Check the number and sizes of the sequences, and the number of learned tokens.
 
         Args:
             starts: first sequence of each document, then the number of sequences, [documents + 1].
@@ -122,7 +122,8 @@ def sequence_sizes(learns: NDArray[np.bool_]) -> list[int]:
     """The sizes of a conversation's sequences.
 
     Args:
-        learns: True for each token that bears loss, bool [length]; the first is False, and at least one is True.
+        learns: mask of the tokens that bear loss, bool [length]. The first entry is False, and at least one entry is
+            True.
     """
     assert not learns[0]
     assert learns.any()

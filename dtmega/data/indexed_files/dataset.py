@@ -1,6 +1,6 @@
 """Megatron's token files: PREFIX.bin holds the tokens, and PREFIX.idx holds the position of each sequence.
 
-The files are memory-mapped; `stored.py` reads those in an object store. Both layouts of the .idx can be read
+Local files are memory-mapped; `stored.py` reads files in an object store. Both layouts of the .idx can be read
 (`idx_file.py`). Only the MMIDIDX layout is written, byte for byte as Megatron writes it.
 """
 
@@ -38,7 +38,7 @@ class IndexedDataset:
         prefix: path of the two files without their suffixes, or a URL such as s3://bucket/data/mine.
         by_sequence: whether the caller reads sequences and never documents. The document index is then not
             checked, because files that Megatron has merged have no usable document index.
-        stored: objects of this URL that another process has opened; None to open them.
+        stored: objects at this URL that another process has already opened; None to open the files or objects here.
 
     Attributes:
         dtype: dtype of the tokens.
@@ -46,8 +46,8 @@ class IndexedDataset:
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or in tokens (TNTIDX).
         document_index: first sequence of each document, then the number of sequences, int64 [documents + 1].
         n_tokens: number of tokens, which may be 0.
-        tokens: all tokens of .bin, [n_tokens] of `dtype`; its slices are arrays.
-        stored: objects of a data set in an object store; None for files.
+        tokens: all tokens of .bin, [n_tokens] of `dtype`; a slice of `tokens` is an array.
+        stored: objects of a data set in an object store; None for local files.
 
     Raises:
         ValueError: a file is missing, damaged or in another format, or the two files do not belong together.
@@ -142,7 +142,7 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def read(self, slices: Sequence[tuple[int, int]]) -> list[NDArray[Any]]:
-        """The tokens of slices (start, stop) of .bin, which an object store is asked for together."""
+        """Read the tokens of several slices (start, stop) of .bin. An object store receives one batch of requests."""
         if isinstance(self.tokens, StoredTokens):
             return self.tokens.read([slice(*where).indices(self.n_tokens)[:2] for where in slices])
         return [self.tokens[start:stop] for start, stop in slices]
@@ -178,7 +178,7 @@ class IndexedDataset:
 
     @property
     def index_state(self) -> str:
-        """Path, size and time or version of the index; any change means that the data set may have changed."""
+        """Path, size and modification time (or version) of the index. A change means that the data set may be new."""
         if self.stored is not None:
             return self.stored.index_state
         stat = os.stat(self.index_path)

@@ -142,7 +142,7 @@ def check_integer(prefix: str, dtype: np.dtype[Any]) -> None:
     """Check that tokens of a dtype can be written.
 
     Raises:
-        ValueError: Megatron has no code for the dtype, or it is no integer.
+        ValueError: Megatron has no code for the dtype, or the dtype is not an integer dtype.
     """
     if dtype not in _CODE_OF_INTEGER:
         raise ValueError(f"{prefix}: expected a dtype in {[str(known) for known in _CODE_OF_INTEGER]}, got {dtype}")
@@ -155,7 +155,7 @@ def index_pieces(
     sizes: Callable[[], Iterator[NDArray[Any]]],
     ends: Callable[[], Iterator[NDArray[Any]]],
 ) -> Iterator[bytes | NDArray[Any]]:
-    """Yield the content of an .idx file in the MMIDIDX layout. Its pieces are as long as those of the arguments.
+    """Yield the content of an .idx file in the MMIDIDX layout, in pieces as long as those of `sizes` and `ends`.
 
     Args:
         dtype: dtype of the tokens, which `check_integer` accepts.

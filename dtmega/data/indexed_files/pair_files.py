@@ -1,4 +1,4 @@
-"""The three files of a new data set, under temporary names until all of them are complete."""
+"""The three files of a new data set. The files have temporary names until all three are complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtmega.files.atomic import sync_folder
 
 
 class PairFiles:
-    """New files PREFIX.bin, PREFIX.idx and PREFIX.meta.json. A PREFIX.idx exists only next to the complete other two.
+    """New files PREFIX.bin, PREFIX.idx and PREFIX.meta.json. PREFIX.idx appears last, when the others are complete.
 
         files = PairFiles("data/mine")
         try:
@@ -48,7 +48,7 @@ class PairFiles:
             os.fsync(file.fileno())
 
     def publish(self) -> None:
-        """Rename the finished files into place; an existing PREFIX.meta.json is deleted if there is no new one."""
+        """Rename the finished files into place. If no new PREFIX.meta.json was written, delete the existing one."""
         idx = Path(f"{self.prefix}.idx")
         about = Path(f"{self.prefix}.meta.json")
         # Even if a crash interrupts these steps, an .idx must never be next to a .bin or .meta.json from another write.

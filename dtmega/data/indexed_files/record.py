@@ -30,20 +30,20 @@ from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.untrusted_json import parse_object, read_object
 
-# Entry of a run's identity, which its checkpoints hold: ids of the tokens that end the turns that it learns.
+# Key in a run's identity, which checkpoints store. Its value is the list of ids of the tokens that end a learned turn.
 END_IDS = "ids that end a turn"
 LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
 class ChatRecord(BaseModel):
-    """The part of a record that makes the documents conversations.
+    """The entry `chat` of a record, which marks the documents as conversations.
 
     Attributes:
         template: digest of the chat template in 12 hex digits.
-        train_on: the turns that bear loss: "all", "assistant" or "last".
-        end_ids: ids of the tokens that end a learned turn; none if all text is learned.
+        train_on: turns that bear loss: "all", "assistant" or "last".
+        end_ids: ids of the tokens that end a learned turn; empty if all text is learned.
         learned: number of tokens that bear loss.
-        refused: number of conversations that are not in the `.bin`, by cause.
+        refused: number of refused conversations, which are not in the `.bin`, by cause.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -55,12 +55,12 @@ class ChatRecord(BaseModel):
 
 
 class PartRecord(BaseModel):
-    """The part of a text that the documents are.
+    """The entry `part` of a record, which names the part of a text that the documents belong to.
 
     Attributes:
-        number, of: number of the part, counted from 0, and the number of parts.
-        input: digest of the whole text; equal in all its parts.
-        settings: digest of the settings that turn the text into tokens; equal in all its parts.
+        number, of: number of the part, counted from 0, and number of parts.
+        input: digest of the whole text; equal in all parts of the text.
+        settings: digest of the settings that turn the text into tokens; equal in all parts of the text.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
@@ -81,9 +81,9 @@ class Record(BaseModel):
             sequence is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
             this `.bin`.
-        min_id, max_id: smallest and largest id in the `.bin`; None in a record of an earlier version, and without
-            tokens.
-        part: the part of a text that was tokenised in parts; None if the documents are the whole text.
+        min_id, max_id: smallest and largest id in the `.bin`; None if the `.bin` has no tokens, or if an earlier
+            version wrote the record.
+        part: part of the text that the documents belong to; None if the documents are the whole text.
         chat: description of the conversations; None if the documents are not conversations.
     """
 
@@ -101,7 +101,7 @@ class Record(BaseModel):
     chat: ChatRecord | None = None
 
     def text(self) -> str:
-        """The content of a PREFIX.meta.json."""
+        """The record as the content of a PREFIX.meta.json."""
         return f"{self.model_dump_json(exclude_none=True)}\n"
 
 
@@ -158,9 +158,9 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
 
 
 def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
-    """Check that the documents of a data set are conversations if conversations are expected, and that no others are.
+    """Check that a data set holds conversations if conversations are expected, and other text if not.
 
-    Only the record can say so: without it, conversations look like documents of several sentences.
+    Only the record shows the difference. Without a record, conversations look like documents of several sentences.
 
     Args:
         dataset: the text.
@@ -193,7 +193,7 @@ def chat_of(dataset: IndexedDataset) -> ChatRecord:
 
 
 def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
-    """Check that several data sets of conversations have one template, and loss on the same turns.
+    """Check that all data sets of conversations share one template, and one choice of the turns that bear loss.
 
     Args:
         datasets: data sets that have passed `check_conversations`.
@@ -268,10 +268,10 @@ def record_of(dataset: IndexedDataset) -> Record | None:
 
 
 def _content(dataset: IndexedDataset) -> dict[str, Any] | None:
-    """The object in a data set's PREFIX.meta.json; None if there is no such file.
+    """The object in a data set's PREFIX.meta.json; None if the file does not exist.
 
     Raises:
-        ValueError: the file is no JSON.
+        ValueError: the file is not JSON, or is too large.
     """
     path = Path(f"{dataset.prefix}.meta.json")
     if dataset.stored is None:

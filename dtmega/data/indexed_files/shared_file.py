@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dtmega.files.lock import Lock
 
 DIGEST_BYTES = 16
-PIECE_BYTES = 8 << 20  # read at a time
+PIECE_BYTES = 8 << 20  # number of bytes read at a time
 
 
 class SharedFile:

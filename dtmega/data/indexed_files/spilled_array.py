@@ -1,4 +1,4 @@
-"""A growing array whose older entries are on disk, so that its memory does not grow with its length."""
+"""A growing array whose older entries are on disk, so that its memory use is bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_MEMORY = 1 << 20  # entries kept in memory; a shorter array needs no file
 
 
 class SpilledArray:
-    """A growing array of integers: up to IN_MEMORY new entries are in memory, all older ones in a file without a name.
+    """A growing array of integers. Up to IN_MEMORY new entries are in memory; older entries are in an unnamed file.
 
         lengths = SpilledArray("i", folder)
         lengths.extend([3, 5])
@@ -23,7 +23,8 @@ class SpilledArray:
 
     Args:
         typecode: "i" for entries of 4 bytes, "q" for entries of 8 bytes, as in Python's `array`.
-        folder: folder whose disk has room for the file. Nothing is left there, even if this process is killed.
+        folder: folder for the unnamed file, on a disk with enough room. The disk space is freed even if this process is
+            killed.
     """
 
     def __init__(self, typecode: str, folder: Path) -> None:
@@ -39,7 +40,7 @@ class SpilledArray:
         """Append entries.
 
         Raises:
-            OSError: the disk is full, or the folder cannot be written to.
+            OSError: the disk is full, or the folder is not writable.
         """
         self._new.extend(values)
         if len(self._new) < IN_MEMORY:
@@ -52,7 +53,7 @@ class SpilledArray:
         del self._new[:]
 
     def pieces(self) -> Iterator[NDArray[Any]]:
-        """Yield all entries in order, in pieces of at most IN_MEMORY entries, unless one `extend` brought more."""
+        """Yield all entries in order, in pieces of at most IN_MEMORY entries."""
         dtype = np.dtype(self._new.typecode)
         if self._file is not None:
             self._file.seek(0)
@@ -61,6 +62,6 @@ class SpilledArray:
         yield np.array(self._new, dtype)
 
     def close(self) -> None:
-        """Free the file."""
+        """Close the file, which frees its disk space."""
         if self._file is not None:
             self._file.close()

@@ -1,15 +1,15 @@
-"""A `.bin/.idx` pair in an object store: the index in a file of this node, and tokens that are read by ranges.
+"""A `.bin/.idx` pair in an object store. The index is cached in a file on this node; tokens are read by ranges.
 
     pair = StoredPair.open("s3://bucket/data/mine")
     pair.map_index()                  # the bytes of the .idx, mapped from this node's cache
     tokens = StoredTokens(pair.bin, np.dtype("<u2"))
     tokens[1000:1256]                 # one request
 
-Whoever reads many slices asks for all of them first, and then reads them as if they were in memory:
+To read many slices in one batch of requests, run the code that reads the slices twice:
 
-    with planned() as plan:           # slices are noted, and contain zeros
+    with planned() as plan:           # slices are recorded, and contain zeros
         read_the_slices()
-    with fetched(plan):               # one batch of requests; slices are those of the batch
+    with fetched(plan):               # one batch of requests; the slices come from this batch
         read_the_slices()
 """
 
@@ -33,16 +33,16 @@ from dtmega.files.object_requests import Unreachable
 KEY = "[data] path"
 MAX_RECORD_BYTES = 1 << 16
 
-# The slices that this thread plans or has fetched; a thread that reads ahead does not disturb the others.
+# Slices that this thread has planned or fetched, separate for each thread, so that threads can read ahead.
 _here = threading.local()
 
 
 class DataLost(OSError):
-    """Tokens that a run needs could not be read from their object store.
+    """Raised if tokens that a run needs cannot be read from an object store.
 
     Attributes:
-        is_temporary: whether the store did not answer, so that the same run may go on later; if not, the object is no
-            longer the one with which the run began.
+        is_temporary: whether the run can continue later, because the store merely did not answer; if False, the object
+            has been replaced or deleted since the run began.
     """
 
     def __init__(self, reason: str, is_temporary: bool) -> None:
@@ -54,11 +54,11 @@ class DataLost(OSError):
 
 
 class StoredPair(NamedTuple):
-    """The objects of a data set, as they were when it was opened; other processes get them by pickling.
+    """The objects of a data set, with the versions that they had when they were opened. Pickling keeps the versions.
 
     Attributes:
-        idx, bin: the index and the tokens.
-        record: content of the `.meta.json`; None if there is none.
+        idx, bin: object that holds the index, and object that holds the tokens.
+        record: content of the `.meta.json`; None if the data set has no `.meta.json`.
     """
 
     idx: ObjectFile
@@ -70,7 +70,7 @@ class StoredPair(NamedTuple):
         """Open the objects PREFIX.idx, PREFIX.bin and PREFIX.meta.json.
 
         Raises:
-            ValueError: the URL holds credentials, the store does not answer, or there is no .idx or .bin.
+            ValueError: the URL holds credentials, the store does not answer, or the .idx or the .bin is missing.
         """
         idx, tokens = (ObjectFile.open(f"{prefix}{suffix}", KEY) for suffix in (".idx", ".bin"))
         if idx is None or tokens is None:
@@ -92,7 +92,7 @@ class StoredPair(NamedTuple):
         return self.idx if suffix == ".idx" else self.bin
 
     def read(self, suffix: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
-        """Ranges (start, stop) of the bytes of .idx or .bin, read together while a data set is opened.
+        """Read byte ranges (start, stop) of .idx or .bin in one batch, while the data set is being opened.
 
         Raises:
             ValueError: the store does not answer, or the object has changed.
@@ -104,16 +104,16 @@ class StoredPair(NamedTuple):
 
     @property
     def index_path(self) -> Path:
-        """The file of this node with the bytes of the .idx, and the digest that `SharedFile` writes after them."""
+        """Path of this node's copy of the .idx, which ends with the digest that `SharedFile` appends."""
         return cache_dir() / f"index-{hashlib.sha256(self.idx.url.encode()).hexdigest()[:16]}.bin"
 
     @property
     def index_state(self) -> str:
-        """Name, size and version of the .idx; any change means that the data set may have changed."""
+        """URL, size and version of the .idx. A change means that the data set may be new."""
         return f"{self.idx.url} {self.idx.size} {self.idx.version}"
 
     def map_index(self) -> NDArray[np.uint8]:
-        """The bytes of the .idx, mapped from this node's cache. One process of a node downloads them.
+        """The bytes of the .idx, mapped from this node's cache. One process per node downloads the .idx.
 
         Raises:
             ValueError: the store does not answer, the .idx has changed since it was opened, or the cache is not
@@ -137,11 +137,11 @@ class StoredPair(NamedTuple):
 
 
 class StoredTokens:
-    """The tokens of a .bin. A slice is an array, as a slice of a file's tokens is.
+    """The tokens of a .bin in an object store. A slice is an array, as for a memory-mapped file.
 
     Args:
-        file: the .bin.
-        dtype: dtype of its tokens.
+        file: object of the .bin.
+        dtype: dtype of the tokens.
     """
 
     def __init__(self, file: ObjectFile, dtype: np.dtype[Any]) -> None:
@@ -167,7 +167,7 @@ class StoredTokens:
         return held[self, where] if (self, where) in held else self.read([where])[0]
 
     def read(self, slices: list[tuple[int, int]]) -> list[NDArray[Any]]:
-        """The tokens of slices (start, stop), read together; the exceptions of `__getitem__`."""
+        """Read slices (start, stop) in one batch. Raises the exceptions that `__getitem__` raises."""
         size = self._dtype.itemsize
         try:
             read = self._file.read([(start * size, stop * size) for start, stop in slices])
@@ -181,7 +181,7 @@ Plan = dict[StoredTokens, list[tuple[int, int]]]
 
 @contextmanager
 def planned() -> Iterator[Plan]:
-    """Note the slices that this thread reads in the `with` block; their tokens are zeros."""
+    """Record the slices that this thread reads in the `with` block. The slices contain zeros instead of tokens."""
     _here.plan = {}
     try:
         yield _here.plan
@@ -191,7 +191,7 @@ def planned() -> Iterator[Plan]:
 
 @contextmanager
 def fetched(plan: Plan) -> Iterator[None]:
-    """Read the slices of a plan in one batch; in the `with` block, this thread finds them in memory.
+    """Read the slices of a plan in one batch. In the `with` block, this thread reads these slices from memory.
 
     Raises:
         DataLost: the store does not answer, or an object has changed.

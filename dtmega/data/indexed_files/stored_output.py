@@ -1,8 +1,9 @@
-"""A new data set in an object store: written to this machine's temp folder, then uploaded, its .idx last.
+"""Write a new data set to an object store: first into this machine's temp folder, then by upload, with the .idx last.
 
-An object store cannot lock or rename anything. So a writer first creates an object PREFIX.writing, on the condition
-that there is none, and deletes it after all others. Who finds one that has not been renewed for STALE takes it over,
-because its writer was killed. Nothing but an .idx makes objects a data set, so a killed writer leaves none.
+An object store cannot lock or rename objects. So a writer creates an object PREFIX.writing before the upload, unless
+this object already exists, and deletes it after the upload. The writer keeps renewing PREFIX.writing. If PREFIX.writing
+has not been renewed for STALE, its writer was killed, and another writer takes over. Objects without an .idx are not a
+data set, so a killed writer leaves no incomplete data set.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from dtmega.files.object_file import ObjectFile
 from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reported
 
 KEY = "--output"
-MAX_PARTS = 9000  # of an upload; S3 takes 10,000
+MAX_PARTS = 9000  # maximum number of parts in an upload; S3 allows 10,000
 RENEW_S = 60.0
 STALE = timedelta(minutes=10)
 
 
 def pair_files(prefix: str) -> PairFiles:
-    """The files of a new data set, on a disk or in an object store."""
+    """Make a `PairFiles` for a new data set on a disk, or a `StoredPairFiles` for an object store."""
     return StoredPairFiles(prefix) if is_object_store(prefix) else PairFiles(prefix)
 
 
 def local_folder(prefix: str) -> Path:
-    """The folder of this machine with room for a new data set."""
+    """The folder on this machine for the temporary files of a new data set."""
     return Path(tempfile.gettempdir()) if is_object_store(prefix) else Path(prefix).parent
 
 
 def is_there(path: str) -> bool:
-    """True if there is a file or an object of this name; also for a broken link.
+    """True if a file, a link (even if broken) or an object with this name exists.
 
     Raises:
         ValueError: the URL holds credentials, or the store does not answer.
@@ -53,7 +54,7 @@ def check_free(prefix: str, overwrite: bool) -> None:
     Raises:
         ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False; or the object store cannot be used.
     """
-    # A .bin without an .idx is what a killed upload leaves.
+    # A killed upload leaves a .bin without an .idx, which may be replaced.
     suffixes = (".idx",) if is_object_store(prefix) else (".bin", ".idx")
     for path in (f"{prefix}{suffix}" for suffix in suffixes):
         if is_there(path) and not overwrite:
@@ -84,7 +85,7 @@ class StoredPairFiles(PairFiles):
         """Upload the finished files, the .idx last.
 
         Raises:
-            FileExistsError: another process writes there, or has written there since this one began.
+            FileExistsError: another process is writing this data set, or has written it since this writer began.
             Unreachable: the store does not answer.
         """
         try:
@@ -93,7 +94,7 @@ class StoredPairFiles(PairFiles):
                 try:
                     self._upload_all()
                 finally:
-                    # An error of its own would hide the one that ends the upload.
+                    # An error in this cleanup would hide the error that ended the upload.
                     with contextlib.suppress(OSError), reported():
                         if self._found() == self._mine:
                             self._delete("writing")
@@ -108,12 +109,12 @@ class StoredPairFiles(PairFiles):
         return f"{self._name}.{suffix}"
 
     def _etag(self) -> str | None:
-        """The version of the .idx; None if there is none."""
+        """The version of the .idx; None if there is no .idx."""
         idx = ObjectFile.open(f"{self._url}.idx", KEY)
         return None if idx is None else idx.version
 
     def _upload_all(self) -> None:
-        """Upload the files, and delete old objects that have no successor."""
+        """Upload the new files, and delete each old object that has no new file."""
         if self._etag() != self._before:
             raise FileExistsError(f"another process has written {self._url}.idx since this one began: kept that")
         self._delete("idx")
@@ -124,10 +125,10 @@ class StoredPairFiles(PairFiles):
                 self._delete(suffix)
 
     def _claim(self) -> None:
-        """Create PREFIX.writing, which other writers look for.
+        """Create PREFIX.writing, which keeps other writers away.
 
         Raises:
-            FileExistsError: another process writes there.
+            FileExistsError: another process is writing this data set.
         """
         key = self._key("writing")
         for _ in range(2):
@@ -147,16 +148,16 @@ class StoredPairFiles(PairFiles):
         )
 
     def _found(self) -> bytes | None:
-        """The content of PREFIX.writing; None if there is none."""
+        """The content of PREFIX.writing; None if this object does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return bytes(self._store.get(self._key("writing")).bytes())
         return None
 
     def _renew(self) -> None:
-        """Check that PREFIX.writing is still this writer's, and renew its time.
+        """Check that PREFIX.writing still belongs to this writer, and update its modification time.
 
         Raises:
-            FileExistsError: another process has taken it over.
+            FileExistsError: another process has taken over PREFIX.writing.
         """
         if self._found() != self._mine:
             raise FileExistsError(f"another process has begun to write {self._url}, because this one was silent")
@@ -168,12 +169,12 @@ class StoredPairFiles(PairFiles):
             self._store.delete(self._key(suffix))
 
     def _upload(self, suffix: str) -> None:
-        """Upload a file in parts; the object appears with its last one."""
+        """Upload a file in parts. The object appears when the upload is closed."""
         import obstore
 
         path = self.temporary(suffix)
         part_bytes = max(PART_BYTES, -(-path.stat().st_size // MAX_PARTS))
-        # An exception leaves the upload without its end.
+        # If an exception occurs, the upload is never closed, so the object does not appear.
         writer = obstore.open_writer(self._store, self._key(suffix), buffer_size=part_bytes, max_concurrency=4)
         for piece in self._pieces(path):
             writer.write(piece)
@@ -181,7 +182,7 @@ class StoredPairFiles(PairFiles):
         writer.close()
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
-        """Yield a file's content, and renew the claim from time to time."""
+        """Yield a file's content, and renew PREFIX.writing about every RENEW_S seconds."""
         with path.open("rb") as file:
             while piece := file.read(PART_BYTES):
                 if time.monotonic() - self._renewed_s > RENEW_S:

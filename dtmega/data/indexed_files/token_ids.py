@@ -1,11 +1,11 @@
-"""Check that all ids in a file are inside a vocabulary, by the range of ids that the file's record says.
+"""Check that all ids in a file are inside a vocabulary, using the range of ids in the file's record.
 
-A record without a range, or no record, costs a scan of the file. The scan is done once; the range is cached.
+If there is no record, or if the record has no range, the whole file is scanned once, and the range is cached.
 
-The record is believed as the `.bin` itself is: one writer makes both, counts every id that it writes, and gives both
-files their names together, and who can change the one can change the other. A record of other tokens with equal counts
-would let ids through that the model cannot embed, so ids from some places of the `.bin` are compared with the range.
-Whoever doubts a record can delete it: then everything is read.
+The record is as trustworthy as the `.bin` itself: one writer makes both files, notes every id that it writes, and
+publishes both files together. Anyone who can change one of the files can change both. A record from a different `.bin`
+with equal counts would let through ids that the model cannot embed. So ids from some places in the `.bin` are compared
+with the range. A user who doubts a record can delete the record; the whole file is then scanned.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     """Check that every id of a data set is in [0, vocab_size).
 
     Raises:
-        ValueError: an id is outside this range, the tokens are not integers, or the record contradicts them.
+        ValueError: an id is outside this range, the tokens are not integers, or the record contradicts the ids.
     """
     path = f"{dataset.prefix}.bin"
     if dataset.dtype.kind == "f":
@@ -64,7 +64,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def _check_sample(dataset: IndexedDataset, low: int, high: int) -> None:
-    """Check that the ids in some blocks, spread over a data set, are in the range that its record says.
+    """Check that the ids in some blocks, spread over a data set, are in the range that the record names.
 
     Raises:
         ValueError: an id is outside [low, high].
@@ -94,7 +94,7 @@ def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
     cache = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
     if dataset.stored is None:
         return _cached(cache, state) or _scanned(dataset, cache, state)
-    with Lock(Path(f"{cache}.lock")):  # one process of a node reads a data set that is far away
+    with Lock(Path(f"{cache}.lock")):  # only one process per node reads a data set from an object store
         found = _cached(cache, state)
         if found is None:
             console.say(
@@ -106,7 +106,7 @@ def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
 
 
 def _cached(cache: Path, state: dict[str, object]) -> tuple[int, int] | None:
-    """The range in the cache; None if there is none of this state of the data set."""
+    """The cached range; None if the cache has no range for this state of the data set."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         cached = read_object(cache)
         if cached["state"] == state:
@@ -115,12 +115,12 @@ def _cached(cache: Path, state: dict[str, object]) -> tuple[int, int] | None:
 
 
 def _n_at_once(dataset: IndexedDataset) -> int:
-    """Number of ids that a scan holds in memory; from an object store, as many as all requests at one time bring."""
+    """Number of ids that a scan holds in memory; for an object store, as many ids as PARALLEL requests return."""
     return CHUNK if dataset.stored is None else PARALLEL * PART_BYTES // dataset.dtype.itemsize
 
 
 def _scanned(dataset: IndexedDataset, cache: Path, state: dict[str, object]) -> tuple[int, int]:
-    """The range of all ids, which is then written into the cache."""
+    """Scan all ids for their range, write the range into the cache, and return the range."""
     n_at_once = _n_at_once(dataset)
     lows: list[int] = []
     highs: list[int] = []

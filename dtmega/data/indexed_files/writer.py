@@ -1,4 +1,4 @@
-"""Write Megatron's token files, document by document. The memory needed does not grow with their number."""
+"""Write Megatron's token files, document by document. Memory use does not grow with the number of documents."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class IndexedWriter:
         dtype: integer dtype of the tokens, see `token_dtype`.
 
     Attributes:
-        about: content of PREFIX.meta.json (`record.py`), to be set before the block ends. If the content is empty, no
-            PREFIX.meta.json is written, and an existing PREFIX.meta.json is deleted.
+        about: content of PREFIX.meta.json (`record.py`), which the caller sets before the `with` block ends. If the
+            content is empty, no PREFIX.meta.json is written, and an existing PREFIX.meta.json is deleted.
         n_tokens: number of tokens added so far.
         min_id, max_id: smallest and largest id added so far; None before the first token.
 
@@ -86,7 +86,7 @@ class IndexedWriter:
         self.n_tokens += len(ids)
 
     def _note_range(self, low: int, high: int) -> None:
-        """Take the smallest and the largest id of a document into account.
+        """Update `min_id` and `max_id` with the smallest and the largest id of a document.
 
         Raises:
             ValueError: an id does not fit the dtype.

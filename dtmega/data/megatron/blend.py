@@ -29,7 +29,7 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.data.sampling.samples import AnySamples
 
-FORMAT = 1  # increase it when a change makes the same weights choose different corpora
+FORMAT = 1  # increase this number when a change alters the choices for the same weights
 LONG = 1 << 20  # choices for at least this many samples are kept in a file
 STRETCHES = 4096  # maximum number of stretches computed side by side
 MIN_STRETCH = 256  # minimum number of samples in a stretch

@@ -29,7 +29,7 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile
 
-FORMAT = 1  # increase it when a change makes the same settings give different indices
+FORMAT = 1  # increase this number when a change alters the indices for the same settings
 LONG = 1 << 20  # indices with at least this many entries are kept in a file; smaller indices take 0.1 s
 SEQUENCES_AT_ONCE = 1 << 17  # number of sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max

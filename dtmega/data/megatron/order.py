@@ -30,7 +30,7 @@ from dtmega.data.megatron.index import OrderSettings, index_of
 from dtmega.data.sampling.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 from dtmega.data.sampling.samples import AnySamples
 
-MOST_CORPORA = 254  # maximum in a blend of Megatron-LM or Megatron-DeepSpeed, which number corpora in one byte
+MOST_CORPORA = 254  # maximum number of corpora in a blend of Megatron-LM or Megatron-DeepSpeed (one-byte indices)
 
 
 class Fork(NamedTuple):

@@ -1,4 +1,4 @@
-"""Objectives of causal models that learn only some of the next tokens: those after a prefix, and answers."""
+"""Objectives for causal models that learn only some tokens of a text: the tokens after a prefix, or answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Prefix(NextToken):
 class LearnedTurns(NextToken):
     """Cross-entropy of the tokens that bear loss in conversations, averaged over these tokens.
 
-    A row holds whole conversations, and no token attends to another conversation, so packing changes no number.
+    A row holds whole conversations, and no token attends to another conversation, so packing does not change the loss.
     """
 
     aim = "answers in conversations"
@@ -71,7 +71,7 @@ class LearnedTurns(NextToken):
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
         rows = blank_rows(n_rows, data.seq_len)
         if data.pack:
-            # Two conversations, so that models of transformers make the mask of packed rows.
+            # Put two conversations into each row, so that transformers models build their mask for packed rows.
             half = -(-data.seq_len // 2)
             rows["position_ids"] = rows["places"] % half
             rows["document_ids"] = rows["places"] // half

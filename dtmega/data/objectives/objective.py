@@ -96,7 +96,7 @@ class Objective(Protocol):
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
         """Rows without text, for a plan: the names, shapes and dtypes of real rows.
 
-        Where memory depends on the number of labels, they have about as many, rather more.
+        If memory depends on the number of labels, these rows have about as many labels as real rows, or slightly more.
         """
         ...
 

@@ -27,7 +27,7 @@ class PrefixSample(NamedTuple):
 
 
 class PrefixSamples(Samples):
-    """Samples of running text, each with a key of its own."""
+    """Samples of running text, each with its own key."""
 
     def __getitem__(self, g: int) -> PrefixSample:
         return PrefixSample(self.tokens(g), keyed.key64(f"{self._stream}/{g}/prefix"))

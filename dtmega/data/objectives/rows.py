@@ -115,7 +115,8 @@ class ConversationRows:
     position_ids  int64 [B, S]  0, 1, ..., restarting at 0 in each conversation and in the padding
     document_ids  int64 [B, S]  0, 1, ...: index of each conversation in its row; the padding has the next index
 
-    Without it a row has one conversation, and no token of a causal model sees the padding after it.
+    Without [data] pack, a row holds one conversation, and in a causal model no token of the conversation attends to the
+    padding.
     """
 
     samples: AnySamples

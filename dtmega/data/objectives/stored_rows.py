@@ -13,9 +13,9 @@ from dtmega.data.sampling.samples import AnySamples
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows whose samples are made twice: once to note which tokens they consist of, and once from these tokens.
+    """Rows whose samples are made twice: first to record which tokens the samples need, then from the fetched tokens.
 
-    A sample's place in the files must not depend on tokens, and in no objective does it.
+    Recording first is possible because, in every objective, a sample's place in the files is independent of tokens.
     """
 
     rows: Rows

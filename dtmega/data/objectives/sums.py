@@ -26,7 +26,7 @@ class Sum(NamedTuple):
         per: name of the count that divides the sum.
         weight: factor of the mean in the loss; 0 for a number that is only reported and has no gradient, such as an
             accuracy.
-        trains_only: whether the mean is only in the loss of training, so that evaluations of runs with different
+        trains_only: whether the mean is part of the training loss only, so that evaluations of runs with different
             weights can be compared.
     """
 
@@ -44,7 +44,7 @@ class Tally:
         device: device of the totals.
         counts: counts of the global batch, from `divisors`; not needed in an evaluation, which has no backward pass.
         scale: loss scale; the backward pass multiplies all gradients by this factor.
-        exact: whether to round each sum so that no order of the sums changes a bit of the totals.
+        exact: whether to round each sum so that the order of addition does not change a bit of the totals.
 
     Attributes:
         totals: this rank's total of each sum, fp64 [sums]. The totals of all ranks of the `loss` group add up to the

@@ -20,7 +20,7 @@ from dtmega.data.tokenizers.rendering import ALL
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.files.confined import Confined
 
-# Causes of a refusal that `rendering.py` does not know.
+# Causes of a refusal, in addition to the causes in `rendering.py`.
 MALFORMED = "malformed"
 NOTHING_TO_LEARN = "no token to learn"
 
@@ -30,7 +30,7 @@ class Refusal:
     """A conversation that is left out.
 
     Attributes:
-        where: its "file:line".
+        where: place of the conversation's record, as "file:line".
         cause: MALFORMED, NOTHING_TO_LEARN, or a cause of `rendering.py`.
         why: details for the user.
     """
@@ -47,9 +47,10 @@ class ChatResult(Result):
     Attributes:
         refused: conversations that are left out, in order.
         learned: number of tokens that bear loss.
-        template, by: digest of the template, and how it shows the learned tokens; '' in a batch without conversations.
+        template, by: digest of the template, and way of finding the learned tokens (MARKERS or PREFIXES); '' if the
+            batch has no conversations.
         ends, end_ids: names and ids of the tokens that end the learned turns.
-        fatal: message "file:line: reason" if the template cannot be used at all; '' if it can.
+        fatal: message "file:line: reason" if the template cannot be used at all; otherwise ''.
     """
 
     refused: list[Refusal]
@@ -68,10 +69,10 @@ class Job:
     Attributes:
         tokenizer: spec of the tokenizer.
         eod: name of the end-of-document token.
-        template: the chat template.
-        key: key of the list of messages; None to find it.
-        roles: roles of the template by the names that the records have for them.
-        train_on: the turns that bear loss, as in `rendering.py`.
+        template: files of the chat template.
+        key: key of the list of messages; None to find the key automatically.
+        roles: mapping from role names in the records to the template's role names.
+        train_on: turns that bear loss, as in `rendering.py`.
     """
 
     tokenizer: str
@@ -82,13 +83,13 @@ class Job:
     train_on: str
 
     def worker(self) -> Worker:
-        """The worker of this job."""
+        """Make a worker with these settings."""
         return Worker(self)
 
 
 @dataclass
 class _Found:
-    """The conversations of a batch, while they are collected."""
+    """Fields of a `ChatResult` while a batch is being processed."""
 
     tokens: list[NDArray[Any]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
@@ -148,10 +149,10 @@ class Worker:
         )
 
     def _add(self, found: _Found, where: str, answer: dict[str, Any]) -> None:
-        """Add an answer of `rendering.Renderer` to what was found.
+        """Add a result of `rendering.Renderer` to `found`.
 
         Raises:
-            ValueError: the two templates differ, or an id is outside the vocabulary.
+            ValueError: the two templates render different texts, or an id is outside the vocabulary.
         """
         found.about = answer["template"], answer["by"]
         if "differs" in answer:
@@ -170,7 +171,7 @@ class Worker:
         learns = np.zeros(len(tokens), np.bool_)
         for start, stop in answer["learned"]:
             learns[start:stop] = True
-        learns[:1] = False  # nothing comes before the first token from which to predict it
+        learns[:1] = False  # there is no earlier token from which to predict the first token
         if not learns.any():
             whose = "text" if self._job.train_on == ALL else "turn of the assistant"
             found.refused.append(Refusal(where, NOTHING_TO_LEARN, f"no {whose}"))

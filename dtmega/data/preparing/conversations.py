@@ -2,9 +2,9 @@
 
     python -m dtmega tokenize --chat --input chat.jsonl --tokenizer DIR/tokenizer.json --output data/chat
 
-`messages.py` reads the records, `tokenizers/rendering.py` makes tokens of them in a confined process of each worker
-(`conversation_worker.py`), and `indexed_files/conversations.py` describes the files. `prepare_shipped` makes the files
-of the conversations that dtmega ships, which `tools/shipped_chat.py` has written.
+`messages.py` reads the records. Each worker (`conversation_worker.py`) has a confined process, in which
+`tokenizers/rendering.py` turns the conversations into tokens. `indexed_files/conversations.py` describes the files.
+`prepare_shipped` makes the files for the conversations that dtmega ships (written by `tools/shipped_chat.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dtmega.files.lock import Lock
 
 SHIPPED = Path(__file__).with_name("shipped-chat.jsonl")
 FORMAT = 1  # raise this number when a code change alters the tokens of the shipped conversations
-SHOWN = 5  # number of refused conversations to print; the others are only counted
+SHOWN = 5  # number of refused conversations to print; further refused conversations are only counted
 
 
 def write(args: argparse.Namespace) -> str:
@@ -103,9 +103,9 @@ def write(args: argparse.Namespace) -> str:
 
 
 def prepare_shipped(tokenizer: Tokenizer) -> str:
-    """Tokenize the shipped conversations, unless this is done already, and return their prefix in the cache directory.
+    """Tokenize the shipped conversations into the cache directory if they are missing there, and return their prefix.
 
-    The last tenth of the conversations has questions that the others do not have.
+    The questions in the last tenth of the conversations do not occur in the earlier conversations.
 
     Raises:
         ValueError: the tokenizer has no chat template, or no cache directory is writable.
@@ -117,7 +117,7 @@ def prepare_shipped(tokenizer: Tokenizer) -> str:
     options |= {"tokenizer": tokenizer.name, "chat_template": None, "json_key": None, "roles": {}}
     options |= {"train_on": ASSISTANT, "strict": True, "skip_empty": False, "part": None}
     with Lock(Path(f"{prefix}.lock")):
-        # An .idx is only there beside a complete .bin and record.
+        # An .idx exists only next to a complete .bin and a complete record.
         if not Path(f"{prefix}.idx").exists():
             print(f"tokenizing {SHIPPED} into {prefix}", file=sys.stderr, flush=True)
             write(argparse.Namespace(**options))
@@ -125,7 +125,7 @@ def prepare_shipped(tokenizer: Tokenizer) -> str:
 
 
 def _digest(template: Template) -> str:
-    """A digest of the files of a chat template."""
+    """Digest of a chat template's files."""
     files = [path for path in template if path is not None]
     return xxhash.xxh3_64_hexdigest(b"\n".join(path.read_bytes() for path in files))
 
@@ -134,7 +134,7 @@ class Tally:
     """Counts of all batches so far.
 
     Args:
-        strict: whether to raise an error at the first conversation that is refused.
+        strict: whether to raise an error at the first refused conversation.
         skip_empty: whether to count conversations without a token to learn, instead of raising an error.
 
     Attributes:
@@ -155,7 +155,7 @@ class Tally:
         """Count a batch, and print its first refusals.
 
         Raises:
-            ValueError: the template cannot be used, or a conversation must not be refused.
+            ValueError: the template cannot be used, or a conversation was refused although the options do not allow it.
         """
         for refusal in result.refused:
             line = f"{refusal.where}: {refusal.cause}: {refusal.why}"
@@ -179,12 +179,12 @@ class Tally:
         return dict(sorted(self._refused.items()))
 
     def refusals(self) -> str:
-        """The refused conversations, for the user."""
+        """Describe the number and causes of refusals for the user."""
         causes = ", ".join(f"{n:,} {cause}" for cause, n in self.by_cause().items())
         return f"{self._refused.total():,} refused" + (f" ({causes})" if causes else "")
 
     def how(self) -> str:
-        """Words for the user: the way in which the learned tokens were found, and the tokens that end a turn."""
+        """Describe for the user how the learned tokens were found, and which tokens end a turn."""
         if not self._ends:
             return "all but the first of each conversation"
         found = "marked by the template" if self._by == MARKERS else "shown by prefixes"

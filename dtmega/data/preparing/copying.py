@@ -1,4 +1,4 @@
-"""Copy files, or objects of an object store, into one file, one behind the other, with several threads."""
+"""Concatenate files, or objects in an object store, into one file, with several threads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from dtmega.files.object_file import ObjectFile
 
-N_THREADS = 4  # more than one disk or server answers at once
-SLICE_BYTES = 1 << 26  # the work of a thread
-BUFFER_BYTES = 1 << 22  # memory of a thread
+N_THREADS = 4  # several, because several disks or servers can answer at once
+SLICE_BYTES = 1 << 26  # size of the slice that a thread copies
+BUFFER_BYTES = 1 << 22  # size of a thread's buffer
 
 
 class _Slice(NamedTuple):
-    """A range of one file, and its place in the joined file, all in bytes."""
+    """A range of one file, and the range's offset in the joined file, all in bytes."""
 
     source: str | ObjectFile
     start: int
@@ -25,15 +25,15 @@ class _Slice(NamedTuple):
 
 
 def join_files(sources: Sequence[str | ObjectFile], target: Path) -> None:
-    """Write a new file that consists of other files in the given order, and sync it to disk.
+    """Concatenate the sources, in the given order, into a new file, and sync the new file to disk.
 
     Raises:
-        OSError: a file cannot be read or written, or ends before the size that it had at first; or an object cannot be
-            read, or has changed.
+        OSError: a file cannot be read or written, a file has become shorter during the copy, or an object cannot be
+            read or has changed.
     """
-    # Each slice is read and written at places of its own, so the order in which threads finish does not matter.
-    # `copy_file_range` would save the copy through memory, but some file systems refuse it, each with an error of its
-    # own.
+    # Each slice has its own offsets in the source and in the target, so threads may finish in any order.
+    # `copy_file_range` would avoid the copy through memory, but some file systems do not support it, and each of them
+    # raises a different error.
     with open(target, "xb") as joined, ThreadPoolExecutor(N_THREADS) as threads:
         for _ in threads.map(lambda piece: _copy(piece, joined.fileno()), list(_slices(sources))):
             pass

@@ -75,7 +75,7 @@ def _topics() -> dict[str, str]:
     """The entries of the language reference, by name; empty if this Python lacks the reference."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions put the topics into a package of their own
+    except ImportError:  # some distributions put the topics into a separate package
         return {}
     return topics
 

@@ -1,6 +1,6 @@
-"""Extracts the documents from a batch: the raw records, and the text inside each record.
+"""Extract the documents from a batch: the raw records, and the text inside each record.
 
-A byte order mark at the start of a file is not part of its text.
+A byte order mark at the start of a file is not part of the text.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ def json_object(record: bytes, number: int, kind: str) -> dict[str, Any]:
         kind: ".jsonl" or ".json".
 
     Raises:
-        ValueError: the record is no JSON object; the message gives the reason.
+        ValueError: the record is not a JSON object; the message gives the reason.
     """
     value = _parsed(_decoded(record, number, kind, ""))
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    json.dumps(value, ensure_ascii=False).encode()  # as above, for half a surrogate pair
+    json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
     return value
 
 
 def _decoded(record: bytes | None, number: int, kind: str, key: str) -> str:
-    """The text of a record; the arguments are those of `document_text`."""
+    """Decode the text of a record. The arguments are the same as for `document_text`."""
     if record is None:
         raise ValueError(f"expected a string in '{key}', got null")
     # Drop a byte order mark at the start of a .txt, and at the start of every line of JSON: concatenated files have

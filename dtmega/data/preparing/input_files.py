@@ -1,4 +1,4 @@
-"""Find the input files of `tokenize`, given patterns and folders. The suffix of a file gives its kind:
+"""Find the input files of `tokenize`, given patterns and folders. The suffix of a file determines its kind:
 
 .txt               one document per file, or one per part if blank lines separate documents
 .jsonl, .json      one JSON object per line; the value under a chosen key is one document
@@ -22,14 +22,14 @@ STDIN = "-"
 
 
 class File(NamedTuple):
-    """An input file, or some lines of it.
+    """An input file, or a range of lines in an input file.
 
     Attributes:
         path: path of the file; "-" is standard input.
         kind: one of KINDS.
-        n_bytes: size on disk, before decompression; 0 for standard input, because its size is unknown. Of some lines:
-            their size.
-        first_byte: first byte of the lines; None for the whole file.
+        n_bytes: size of the file on disk, before decompression, or size of the range; 0 for standard input, because its
+            size is unknown.
+        first_byte: offset of the range's first byte; None for the whole file.
     """
 
     path: str
@@ -39,7 +39,7 @@ class File(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name for messages that go on with a line number, which counts from `first_byte`."""
+        """The file's name in messages with a line number. The name includes the byte from which lines are counted."""
         return f"{self.path} from byte {self.first_byte}" if self.first_byte else self.path
 
 

@@ -1,4 +1,4 @@
-"""The records of data sets that are merged: the order that they give, and the record of the result."""
+"""Use the records of the data sets to merge: sort the parts of a text, and build the record of the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.files.console import counted
 
 
 class Part(NamedTuple):
-    """A data set to merge, and its record; None if it has none."""
+    """A data set to merge, and its record. The record is None if the data set has no record."""
 
     dataset: IndexedDataset
     record: Record | None
@@ -29,10 +29,11 @@ class Part(NamedTuple):
 
 
 def in_order(parts: Sequence[Part]) -> Sequence[Part]:
-    """The parts of one text by their numbers; other data sets in the given order.
+    """Sort the parts of one text by number. Data sets that are not parts keep the given order.
 
     Raises:
-        ValueError: only some data sets are parts, the parts are not those of one text, or not all of them are there.
+        ValueError: only some of the data sets are parts, the parts belong to different texts, or the parts of the text
+            are not complete.
     """
     first, place = parts[0], parts[0].place
     for part in parts:
@@ -67,12 +68,12 @@ def _text_of(part: Part) -> dict[str, Any]:
 
 
 def joined_record(parts: Sequence[Part]) -> Record | None:
-    """The record that all parts share, with the sums of what they count; None if no part has a record.
+    """Merge the parts' records: keep the shared settings, and add up the counts. None if no part has a record.
 
     Raises:
         ValueError: the parts' records differ, or only some parts have a record.
     """
-    # The record of conversations names no template if there are none.
+    # The record of an empty part with conversations names no template, so prefer the record of a part with documents.
     first = next((part for part in parts if part.n_documents), parts[0])
     for part in parts:
         expected, got = _how_made(first, part), _how_made(part, part)
@@ -84,7 +85,7 @@ def joined_record(parts: Sequence[Part]) -> Record | None:
     records = [part.record for part in parts if part.record]
     if first.record is None:
         return None
-    # A record of an earlier version has no range of ids, and the range of the joined ids is then unknown, too.
+    # A record from an earlier version has no range of ids. The range of the joined ids is then unknown too.
     with_tokens = [made for made in records if made.tokens]
     lows = [made.min_id for made in with_tokens if made.min_id is not None]
     highs = [made.max_id for made in with_tokens if made.max_id is not None]
@@ -120,11 +121,12 @@ def _joined_chat(first: ChatRecord, records: Sequence[Record]) -> ChatRecord:
 
 
 def _how_made(part: Part, beside: Part) -> dict[str, Any] | None:
-    """The settings of a part that must be equal in all records: what is neither a count nor the tokenizer's name.
+    """The entries of a part's record that must be equal in all records: all but counts and the tokenizer's name.
 
     Args:
         part: the part.
-        beside: the part to compare with. If it has no conversations, its template is unknown, and counts in neither.
+        beside: part to compare with. If `beside` has no conversations, its template is unknown, so the template is left
+            out.
     """
     of_chat = {"end_ids", "learned", "refused", *(() if beside.n_documents else ("template",))}
     counts = {"documents": True, "tokens": True, "min_id": True, "max_id": True, "part": True, "chat": of_chat}

@@ -3,8 +3,8 @@
     python -m dtmega merge --input 'data/mine.part-*' --output data/mine
 
 Tokens, sequences and documents keep the order of the parts, so the result is byte-identical to tokenising the whole
-text at once. Megatron's own `merge_file_` loses the document boundaries. The memory needed does not grow with the
-number of documents.
+text at once. Megatron's own `merge_file_` loses the document boundaries. Memory use does not grow with the number of
+documents.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
 
 
 def _bin(part: Part) -> str | ObjectFile:
-    """The .bin of a part: a path, or an object."""
+    """The .bin of a part: the path of a file, or an object in an object store."""
     stored = part.dataset.stored
     return f"{part.dataset.prefix}.bin" if stored is None else stored.bin
 
 
 def _by_numbers(name: str) -> list[str | int]:
-    """The key that sorts names by the numbers in them: text and numbers in turn."""
+    """Sort key that compares the numbers in names by value: a list of pieces of text and numbers in turn."""
     return [int(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"(\d+)", name, flags=re.ASCII))]
 
 
@@ -109,7 +109,7 @@ def _dtype(parts: Sequence[Part]) -> Any:
     """The dtype of all parts.
 
     Raises:
-        ValueError: two parts differ.
+        ValueError: two parts have different dtypes.
     """
     first = parts[0].dataset
     for part in parts:

@@ -1,12 +1,12 @@
-"""The messages of a conversation, from the forms in which other projects store conversations:
+"""Read the messages of a conversation from the record formats of other projects:
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}             OpenAI, TRL
     {"conversations": [{"from": "human", "value": "Hi"}, ...]}         ShareGPT
     {"prompt": "Hi", "completion": "Hello"}
     {"instruction": "Translate", "input": "chat", "output": "cat"}     Alpaca; `input` may be missing or empty
 
-The first form of this list whose keys a record has is taken. In all forms, `system` is the text of a first message, and
-`tools` is a list that the template reads.
+If a record has the keys of several formats, the first of these formats in the list is used. In all formats, the key
+`system` may hold the text of an additional first message, and the key `tools` may hold a list that the template reads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def messages_of(record: Mapping[str, Any], key: str | None, roles: Mapping[str, 
 
     Args:
         record: the record.
-        key: key of the list of messages; None to find it.
-        roles: roles of the template by the names that the records have for them.
+        key: key of the list of messages; None to find the key automatically.
+        roles: mapping from role names in the records to the template's role names.
 
     Raises:
-        ValueError: the record has none of the forms, or a message cannot be used.
+        ValueError: the record has none of the formats, or a message is invalid.
     """
     names = [key] if key else [name for name in LISTS if name in record]
     pairs = [pair for pair in PAIRS if all(isinstance(record.get(name), str) for name in pair)]
@@ -51,10 +51,10 @@ def messages_of(record: Mapping[str, Any], key: str | None, roles: Mapping[str, 
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
-    """The tools that a record offers to the assistant; None if there are none.
+    """The tools that a record offers to the assistant; None if the record offers no tools.
 
     Raises:
-        ValueError: they are no list of objects.
+        ValueError: the value of `tools` is not a list of objects.
     """
     tools = record.get("tools")
     if tools is None or tools == []:
@@ -81,12 +81,12 @@ def _from_list(record: Mapping[str, Any], key: str, roles: Mapping[str, str]) ->
 
 
 def _message(item: Any, number: int, roles: Mapping[str, str]) -> Message:
-    """A message in the form that templates read.
+    """Convert a message into the form that templates read.
 
     Args:
         item: JSON value of the message.
-        number: place of the message in the conversation.
-        roles: roles by name, as in `messages_of`.
+        number: index of the message in the conversation.
+        roles: mapping of role names, as in `messages_of`.
     """
     if not isinstance(item, dict):
         raise ValueError(f"message {number}: expected an object, got {type(item).__name__}")

@@ -1,10 +1,11 @@
-"""Parts of a text, so that several machines can tokenise it; `merge.py` joins their files.
+"""Split a text into parts, so that several machines can tokenise the text. `merge.py` joins the resulting files.
 
     dtmega tokenize --input big.jsonl --tokenizer gpt2 --output data/mine --part 3/12   # data/mine.part-3-of-12
 
-A single plain file of JSON lines in UTF-8 is cut by bytes: a line belongs to the part in which its first byte lies.
-Every other input is cut between files. Parts are consecutive, so the joined parts are the text in its order. A part of
-a short text may have no documents. Its files are written all the same, so that `merge` can tell it from a missing one.
+A single uncompressed file of JSON lines in UTF-8 is cut by bytes: a line belongs to the part in which its first byte
+lies. Every other input is cut between files. Parts are consecutive, so joining the parts in order restores the order of
+the text. A part of a short text may have no documents. The files of an empty part are written too, so that `merge` can
+distinguish an empty part from a missing part.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from dtmega.data.preparing.input_files import STDIN, File
 from dtmega.files.console import counted
 
 BLOCK_BYTES, N_BLOCKS = 2**12, 64  # size and number of the blocks that `_input_digest` reads
-SEARCH_BYTES = 1 << 20  # text read at a time in the search for the end of a line
+SEARCH_BYTES = 1 << 20  # number of bytes read at a time when searching for the end of a line
 
 
 class Part(NamedTuple):
-    """A part of a text: number `number` of `of`, counted from 0."""
+    """A part of a text that is split into `of` parts; `number` counts from 0."""
 
     number: int
     of: int
@@ -37,13 +38,13 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The work of one `dtmega tokenize`: a text, or a part of it.
+    """The text, or part of a text, that one `dtmega tokenize` command processes.
 
     Attributes:
         prefix: prefix of the output.
         files: files, or lines of a file, in reading order.
-        part: the record's entry `part`; None for a whole text.
-        name: words that begin a line for the user about a part; '' for a whole text.
+        part: entry `part` of the output's record; None for a whole text.
+        name: beginning of each line for the user about a part; '' for a whole text.
     """
 
     prefix: str
@@ -52,17 +53,17 @@ class Share(NamedTuple):
     name: str
 
     def made(self, overwrite: bool) -> str:
-        """A line for the user if a part is there already, made from the same text with the same settings; '' if not.
+        """A line for the user if this part already exists with equal input and settings; '' in all other cases.
 
         Args:
-            overwrite: whether to replace the output, whatever it is.
+            overwrite: whether to replace any existing output.
 
         Raises:
-            ValueError: another part has this prefix, and `overwrite` is False.
+            ValueError: output with different input or settings has this prefix, and `overwrite` is False.
         """
         if overwrite or self.part is None:
             return ""
-        # A .bin without its .idx is what a killed task may leave.
+        # A killed task may leave a .bin without an .idx.
         if not is_there(f"{self.prefix}.idx"):
             return ""
         found = record_of(IndexedDataset(self.prefix))
@@ -79,17 +80,17 @@ class Share(NamedTuple):
 def share_of(
     prefix: str, files: Sequence[File], part: Part | None, *, encoding: str, settings: Mapping[str, Any]
 ) -> Share:
-    """The share of one process.
+    """Find the files, or the lines of a file, that one command processes.
 
     Args:
         prefix: prefix of the output of the whole text.
         files: all files of the text.
         part: the part to tokenise; None for the whole text.
         encoding: name of the encoding of all text files; '' for UTF-8.
-        settings: all settings that determine the tokens, as values of JSON.
+        settings: all settings that determine the tokens, as JSON values.
 
     Raises:
-        ValueError: a part of something that is not a file is asked for.
+        ValueError: `part` is given, but one of the inputs is not a file.
     """
     if part is None:
         return Share(prefix, files, None, "")
@@ -122,11 +123,11 @@ def _lines_of(file: File, part: Part) -> File:
 
 
 def line_start(file: File, at: int) -> int:
-    """The first byte at `at` or behind it with which a line begins; the size of the file if there is none."""
+    """Offset of the first line that begins at byte `at` or later; the file's size if no line begins there."""
     if at == 0:
         return 0
     with open(file.path, "rb") as raw:
-        raw.seek(at - 1)  # a line begins behind each line end, so also at `at` if there is one before it
+        raw.seek(at - 1)  # if the byte before `at` is a line end, a line begins at `at`
         while chunk := raw.read(SEARCH_BYTES):
             end = chunk.find(b"\n")
             if end >= 0:
@@ -135,7 +136,7 @@ def line_start(file: File, at: int) -> int:
 
 
 def _files_of(files: Sequence[File], part: Part) -> list[File]:
-    """The files whose middle, in bytes on disk, lies in the part's range of all bytes."""
+    """The files whose middle byte lies in this part's range of the total bytes on disk."""
     total_bytes = sum(file.n_bytes for file in files)
     own: list[File] = []
     before_bytes = 0
@@ -149,10 +150,10 @@ def _files_of(files: Sequence[File], part: Part) -> list[File]:
 
 
 def _input_digest(files: Sequence[File]) -> str:
-    """A digest of the order, kinds and sizes of files and of some blocks of each, the last block always among them.
+    """Digest of the files' order, kinds and sizes, and of some blocks of each file, always including the last block.
 
-    Names and times do not count, because other machines may have copies. So a change between the blocks that keeps the
-    size goes unnoticed.
+    File names and times are not part of the digest, because other machines may have copies of the files. A change
+    between the blocks that keeps a file's size goes unnoticed.
     """
     digest = xxhash.xxh3_64()
     n_blocks = max(1, N_BLOCKS // len(files))

@@ -1,7 +1,7 @@
 """Split documents into the sentences that make up BERT's samples.
 
     prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
-    blocks    for source code, where a "." ends no sentence: the text between two blank lines counts as one "sentence"
+    blocks    for source code, where "." does not end a sentence: the text between two blank lines is one "sentence"
 
 No sentence has more than LONGEST_SENTENCE tokens: a longer sentence is cut at its line ends, and a line that is still
 too long is cut between words. Megatron would skip every document with a longer sentence: in Python's library, it would

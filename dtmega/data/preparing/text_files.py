@@ -21,7 +21,7 @@ from dtmega.data.preparing.input_files import STDIN, File
 BLANK_LINES = "blank-lines"
 # Matches the end of a line and the last blank line before the next text.
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
-CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file is a batch of its own
+CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file forms a batch by itself
 MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
 # Number of compressed bytes to decompress at a time. The result has at most 128 MiB, because a zstd block takes at
 # least 4 bytes and holds up to 128 KiB.
@@ -37,8 +37,8 @@ class RecordBatch:
         path: path of the file, for messages (`File.label`).
         kind: one of KINDS.
         first: line number (in parquet: row number) of the first record, counted from 1.
-        data: the records. JSON has whole lines, a .txt is whole or cut into parts, and parquet has a list of rows, with
-            None for a null. The text is UTF-8 unless the file is faulty.
+        data: bytes of the records: whole lines of JSON, a whole .txt, or whole parts of a .txt. For parquet, a list of
+            rows, with None for a null. The text is UTF-8 unless the file is faulty.
         is_cut: whether blank lines separate documents, which is possible only in a .txt.
         position_bytes: number of stored bytes read from all input files by the time this batch was complete.
     """
@@ -59,7 +59,7 @@ def read_batches(
     Args:
         files: the files in reading order.
         column: column of parquet files that holds the text.
-        at_blank_lines: whether to cut each .txt at blank lines and make each part a document of its own.
+        at_blank_lines: whether to cut each .txt at blank lines and make each part a separate document.
         encoding: name of the encoding of all text files; '' for UTF-8.
 
     Raises:
@@ -157,7 +157,7 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 
 
 def _range(file: File) -> Iterator[tuple[bytes, int]]:
-    """Yield chunks of a range of a plain file in UTF-8, each with the number of bytes read so far."""
+    """Yield chunks of a range of an uncompressed file in UTF-8, each with the number of bytes read so far."""
     position = 0
     with open(file.path, "rb") as raw:
         raw.seek(file.first_byte or 0)

@@ -49,7 +49,7 @@ def write(args: argparse.Namespace) -> str:
         A line for the user: counts of documents, tokens and skipped records, the time, and the names of the files.
 
     Raises:
-        ValueError: an argument or the input cannot be used, or another part has the output's name.
+        ValueError: an argument or the input is invalid, or a different part already has the output's name.
         OSError: a file cannot be read or written, or a worker died.
     """
     start_s = time.perf_counter()
@@ -157,7 +157,7 @@ class Job:
     sentences: str | None = None
 
     def worker(self) -> Worker:
-        """The worker of this job."""
+        """Make a worker with these settings."""
         return Worker(self)
 
 

@@ -59,7 +59,7 @@ class Job(Protocol[R]):
     """The settings of a worker, in a form that can be pickled."""
 
     def worker(self) -> Callable[[RecordBatch], R]:
-        """Make the worker. Each worker process does so once, to load its vocabulary."""
+        """Make the worker. Each worker process calls this method once, because making the worker loads a vocabulary."""
         ...
 
 

@@ -1,11 +1,11 @@
 """Rows of whole conversations: the conversations of row g are a pure function of (seed, g).
 
     packs = Packs(dataset, documents=(0, 400), data=cfg.data, seed=1234, split="train")
-    packs[g]  # the conversations of row g, each with its ids and the tokens that bear loss
+    packs[g]  # the conversations of row g, each with its ids and the mask of tokens that bear loss
 
-A row has room for S inputs. A conversation of L tokens takes L - 1 of them, because nothing is predicted from its last
-token. In each epoch the conversations are shuffled and taken WINDOW at a time. Each conversation of a window goes into
-the first row of this window that has room for it. The rows of an epoch are then shuffled.
+A row has room for S inputs. A conversation of L tokens needs room for L - 1 inputs, because its last token is never an
+input. In each epoch, the conversations are shuffled and divided into windows of WINDOW conversations. Each conversation
+of a window goes into the window's first row that still has enough room. The rows of an epoch are then shuffled.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dtmega.data.sampling.order import permutation
 from dtmega.files.console import counted
 from dtmega.ops import keyed
 
-WINDOW = 1024  # conversations that are packed together; with more, rows get a little fuller and packing takes longer
+WINDOW = 1024  # conversations packed together; a larger window fills rows slightly better, but packing takes longer
 
 
 class Epoch(NamedTuple):
     """The rows of one epoch, before they are shuffled.
 
     Attributes:
-        conversations: numbers of the conversations, row after row, int64 [n].
-        starts: place in `conversations` where each row begins, then n, int64 [rows + 1].
+        conversations: indices of the conversations, row after row, int64 [n].
+        starts: index in `conversations` at which each row begins, then n, int64 [rows + 1].
     """
 
     conversations: NDArray[np.int64]
@@ -42,19 +42,19 @@ class Packs:
 
     Args:
         dataset: data set that `dtmega tokenize --chat` has written.
-        documents: range (start, stop) of its conversations.
+        documents: range (start, stop) of the data set's conversations.
         data: the configuration's [data] section.
         seed: the run's seed.
         split: "train", "valid" or "test"; `split` and `corpus` together give each part its own shuffle.
         corpus: position of the corpus in a blend.
 
     Attributes:
-        n_tokens: number of tokens of an epoch's conversations, after cuts.
-        n_samples: number of rows in the first epoch; later epochs may have a few more or fewer.
-        note: line about conversations that are left out or cut, and about how full the rows are.
+        n_tokens: number of tokens in an epoch's conversations, after long conversations have been cut.
+        n_samples: number of rows in the first epoch; later epochs may have a few rows more or fewer.
+        note: line for the user about conversations that are left out or cut, and about how full the rows are.
 
     Raises:
-        ValueError: no conversation of the part can be learned from.
+        ValueError: all conversations of the part are left out.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Packs:
         self.note = self._describe(split, len(lengths), n_cut)
 
     def _describe(self, split: str, n_all: int, n_cut: int) -> str:
-        """The line about what an epoch reads."""
+        """Write `note`, the line for the user about the conversations that an epoch reads."""
         inputs = self.n_tokens - len(self._kept)
         share = inputs / (self.n_samples * (self._longest - 1))
         left_out = n_all - len(self._kept)
@@ -121,11 +121,11 @@ class Packs:
         return found
 
     def __reduce__(self) -> tuple[type[Packs], tuple[Any, ...]]:
-        # A worker process makes the tables that it needs.
+        # The tables are not pickled: a worker process computes the tables that it needs.
         return Packs, self._made_from
 
     def _epoch(self, epoch: int) -> Epoch:
-        """The rows of an epoch. Only the newest table is kept."""
+        """The rows of an epoch. Only the table of the epoch requested last is kept."""
         if self._newest[0] != epoch:
             order = permutation(len(self._kept), f"{self._stream}/{epoch}/documents").astype(np.int64)
             rows = self._row_of_each(self._lengths[order] - 1)
@@ -135,10 +135,10 @@ class Packs:
         return self._newest[1]
 
     def _row_of_each(self, inputs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row that each conversation goes into, [n].
+        """Index of the row that each conversation goes into, [n].
 
         Args:
-            inputs: number of inputs of each conversation, in the epoch's order, [n].
+            inputs: number of inputs in each conversation, in the epoch's order, [n].
         """
         if not self._pack:
             return np.arange(len(inputs))
@@ -153,13 +153,13 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Put each item into the first box that has room for it, and return the boxes' numbers, [n].
+    """Put each item into the first box with enough room, and return the index of each item's box, [n].
 
     Args:
         sizes: size of each item, at most `room`, [n].
-        room: room of an empty box.
+        room: capacity of an empty box.
     """
-    left = np.full(len(sizes), room)  # as many boxes as items are enough
+    left = np.full(len(sizes), room)  # one box per item is always enough
     boxes = np.empty(len(sizes), np.int64)
     for i, size in enumerate(sizes.tolist()):
         box = int(np.argmax(left >= size))

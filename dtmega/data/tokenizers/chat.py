@@ -31,8 +31,8 @@ class Template(NamedTuple):
     """The files of a chat template.
 
     Attributes:
-        own: file beside the tokenizer that holds its own template; None if it has none.
-        given: file of a template that replaces the tokenizer's own; None to use its own.
+        own: file next to the tokenizer that holds the tokenizer's own template; None if the tokenizer has no template.
+        given: file of a template that replaces the tokenizer's own template; None to use the tokenizer's own.
     """
 
     own: Path | None
@@ -47,14 +47,14 @@ class Template(NamedTuple):
 
 
 def find_template(tokenizer: Tokenizer, given: str | None = None) -> Template:
-    """The chat template of a tokenizer. One of dtmega's own tokenizers has the shipped template.
+    """Find the chat template of a tokenizer. dtmega's own tokenizers have the shipped template.
 
     Args:
         tokenizer: the tokenizer.
-        given: path of a template, or TURNS for the shipped one; None for the tokenizer's own.
+        given: path of a template, or TURNS for the shipped template; None for the tokenizer's own template.
 
     Raises:
-        ValueError: there is no template, or the tokenizer loses the blanks of a text.
+        ValueError: there is no template, or the tokenizer does not preserve blanks and line ends.
     """
     if is_wordpiece(tokenizer.name):
         raise ValueError(
@@ -84,16 +84,16 @@ def end_of_document(tokenizer: Tokenizer) -> str:
 
 
 class Chat:
-    """The conversations of one tokenizer, as a model reads them.
+    """A tokenizer with a chat template. A `Chat` turns conversations into the ids that a model reads.
 
     Args:
         tokenizer: the tokenizer.
-        template: its template.
-        end_ids: ids that end a turn in the conversations that a run has learned.
+        template: chat template for the tokenizer.
+        end_ids: ids that end a turn in a run's training conversations.
 
     Attributes:
-        end_ids: ids that end the assistant's turn: those of the argument, end-of-document, and the ids that a
-            generation_config.json beside the tokenizer lists.
+        end_ids: ids that end the assistant's turn: the ids of the argument, the end-of-document id, and the ids that a
+            generation_config.json next to the tokenizer lists.
 
     Raises:
         ValueError: transformers is not installed.

@@ -1,15 +1,17 @@
-"""Conversations as tokens, with the tokens that bear loss. All of this file runs in a confined process.
+"""Turn conversations into tokens, and find the tokens that bear loss. This code runs in a confined process.
 
-A chat template makes one text of a conversation. The text is encoded once, as a whole, because a text that is encoded
-in pieces has other tokens at the borders. The learned part of the text is found in characters, and the offsets of the
-tokens carry it over to the tokens. A token that crosses the border of a learned part is learned, as in transformers.
+A chat template turns a conversation into one text. The text is encoded as a whole, because encoding the text in pieces
+would give different tokens at the borders. The learned parts of the text are found as ranges of characters, and the
+offsets of the tokens convert these ranges into ranges of tokens. A token that crosses the border of a learned part is
+learned, as in transformers.
 
-The learned part is never guessed. Either the template marks it with {% generation %}, or prefixes show it: with m[:i]
-the conversation before answer i, the answer begins where the text of m[:i] with the generation prompt ends, and it ends
-where the text of m[:i + 1] ends. Both texts must be prefixes of the whole text, which is checked for each conversation.
+The learned parts are never guessed. Either the template marks them with {% generation %}, or prefixes of the
+conversation show them. Let m[:i] be the messages before answer i. The answer begins where the text of m[:i] with the
+generation prompt ends, and the answer ends where the text of m[:i + 1] ends. For each conversation, the code checks
+that both texts are prefixes of the whole text.
 
-In both cases the learned part of a turn ends with the token that ends the turn. What the template writes behind this
-token, such as a line end, is not learned. A conversation whose turns do not end in this way is refused.
+In both cases, the learned part of a turn ends with the token that ends the turn. Text that the template writes after
+this token, such as a line end, is not learned. A conversation is refused if a learned turn has no such token.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ ALL, ASSISTANT, LAST = "all", "assistant", "last"
 MARKERS, PREFIXES = "markers", "prefixes"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same as in transformers
 
-# Causes of a refusal, as the user and the record read them.
+# Causes of a refusal, as they appear in messages and in the record.
 TEMPLATE_FAILS = "the template refuses"
 SPELLS_SPECIAL = "content spells a special token"
 PREFIX_DIFFERS = "a prefix does not hold"
 NO_END = "no special token ends the learned turn"
 LAST_UNCLEAR = "the last turn is unclear"
 
-Span = tuple[int, int]  # first character (or token), and the one past the last
+Span = tuple[int, int]  # range (start, stop) of characters or of tokens
 
 
 class Refused(Exception):
-    """A conversation that is left out.
+    """Raised to refuse a conversation, which is then left out.
 
     Attributes:
-        cause: one of the causes above.
-        why: details of this conversation.
+        cause: cause of the refusal, one of the constants above.
+        why: details about this conversation.
     """
 
     def __init__(self, cause: str, why: str) -> None:
@@ -48,11 +50,11 @@ class Refused(Exception):
 
 
 class Text(NamedTuple):
-    """A conversation after the template.
+    """A conversation as rendered by the template.
 
     Attributes:
-        text: the text.
-        marked: the parts inside {% generation %}.
+        text: rendered text.
+        marked: ranges of characters inside {% generation %} blocks.
     """
 
     text: str
@@ -60,12 +62,13 @@ class Text(NamedTuple):
 
 
 def read_tokenizer(spec: str, eod: str, template: str | None) -> Any:
-    """The tokenizer of a spec in transformers' form.
+    """Load the tokenizer that a spec names, as a transformers tokenizer.
 
     Args:
         spec: spec of the tokenizer.
-        eod: name of the end-of-document token, which is `eos_token` for a template unless the files name another.
-        template: path of a template that replaces the tokenizer's own; None for its own.
+        eod: name of the end-of-document token. Templates see this token as `eos_token`, unless the tokenizer's files
+            define an `eos_token`.
+        template: path of a template that replaces the tokenizer's own template; None to keep the tokenizer's own.
     """
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -84,9 +87,9 @@ def read_tokenizer(spec: str, eod: str, template: str | None) -> Any:
 
 
 def read_prompts(spec: str, eod: str, template: str | None) -> Callable[[list[dict[str, Any]]], list[int]]:
-    """A function from a conversation to its ids, up to the beginning of the assistant's next answer.
+    """Make a function that turns a conversation into ids, up to the beginning of the assistant's next answer.
 
-    The arguments are those of `read_tokenizer`.
+    The arguments are the same as for `read_tokenizer`.
     """
     from jinja2 import TemplateError
 
@@ -105,15 +108,15 @@ def read_prompts(spec: str, eod: str, template: str | None) -> Callable[[list[di
 def read_conversations(
     spec: str, eod: str, template: str | None, has_own: bool, train_on: str
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A function from a conversation to an answer of `Renderer`.
+    """Make a function that turns a conversation into a result of `Renderer`.
 
     Args:
         spec: spec of the tokenizer.
         eod: name of the end-of-document token.
-        template: path of a template; None for the tokenizer's own.
-        has_own: whether the tokenizer has a template of its own. If `template` is given as well, both must make the
-            same text.
-        train_on: the turns that bear loss, ALL, ASSISTANT or LAST.
+        template: path of a template; None for the tokenizer's own template.
+        has_own: whether the tokenizer has its own template. If `template` is given as well, both templates must render
+            the same text.
+        train_on: turns that bear loss: ALL, ASSISTANT or LAST.
     """
     tokenizer = read_tokenizer(spec, eod, None)
     own = tokenizer.get_chat_template() if template is not None and has_own else None
@@ -126,9 +129,9 @@ class Renderer:
     """A callable that turns a conversation into its tokens.
 
     Args:
-        tokenizer: transformers' tokenizer, with the template.
-        own: template that must make the same text; None if there is none.
-        train_on: the turns that bear loss, ALL, ASSISTANT or LAST.
+        tokenizer: transformers tokenizer with the template to use.
+        own: second template that must render the same text as the first; None to use no second template.
+        train_on: turns that bear loss: ALL, ASSISTANT or LAST.
     """
 
     def __init__(self, tokenizer: Any, own: str | None, train_on: str) -> None:
@@ -136,8 +139,8 @@ class Renderer:
 
         self._tokenizer, self._own, self._train_on = tokenizer, own, train_on
         self._template: str = tokenizer.get_chat_template()
-        # GPT-2's post-processor takes the blanks of a token out of its offsets. Without it, a token covers all of its
-        # characters, and the ids stay the same, because special ids are not added.
+        # GPT-2's post-processor excludes a token's blanks from the token's offsets. Without the post-processor, the
+        # offsets cover all characters of the token. The ids stay the same, because no special ids are added.
         tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -148,15 +151,16 @@ class Renderer:
         }
 
     def __call__(self, conversation: dict[str, Any]) -> dict[str, Any]:
-        """The tokens of a conversation.
+        """Turn a conversation into tokens.
 
         Args:
-            conversation: `messages`, and `tools` or None.
+            conversation: dict with the keys `messages` and `tools`; the value of `tools` may be None.
 
         Returns:
-            The keys template (digest) and by (MARKERS or PREFIXES); and either ids, learned (ranges of tokens), ends
-            and end_ids (names and ids of the tokens that end the learned turns), or cause and why, or differs (why
-            `own` makes another text).
+            A dict that always has the keys `template` (digest) and `by` (MARKERS or PREFIXES). For an accepted
+            conversation, the dict also has `ids`, `learned` (ranges of tokens), `ends` and `end_ids` (names and ids of
+            the tokens that end the learned turns). For a refused conversation, the dict also has `cause` and `why`. If
+            `own` renders a different text, the dict also has `differs`, a description of the difference.
         """
         messages, tools = conversation["messages"], conversation["tools"]
         try:
@@ -178,7 +182,7 @@ class Renderer:
         }
 
     def _check_content(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse a conversation whose content would become a special id, and so could begin or end a turn."""
+        """Refuse a conversation whose content contains a special token, which could begin or end a turn."""
         for text in _strings([{**message, "role": None} for message in messages]):
             for name in self._special:
                 if name in text:
@@ -187,7 +191,7 @@ class Renderer:
     def _render(
         self, messages: Sequence[dict[str, Any]], tools: Any, *, with_prompt: bool = False, template: str | None = None
     ) -> Text:
-        """The text of a conversation.
+        """Render a conversation with the template.
 
         Raises:
             Refused: the template fails.
@@ -222,7 +226,7 @@ class Renderer:
         """The learned parts of each turn that bears loss, in characters.
 
         Raises:
-            Refused: the learned parts or their ends are not known.
+            Refused: the learned parts, or the tokens that end them, cannot be determined.
         """
         if self._about["by"] == MARKERS:
             turns = self._marked_turns(whole)
@@ -236,7 +240,10 @@ class Renderer:
         return turns[-1:]
 
     def _marked_turns(self, whole: Text) -> list[list[Span]]:
-        """The turns inside the markers. A turn has several parts if a part does not end with the end of a turn."""
+        """Find the turns inside the markers.
+
+        If a marked part does not end with the end of a turn, the turn continues in the next marked part.
+        """
         turns: list[list[Span]] = []
         parts: list[Span] = []
         for start, stop in whole.marked:
@@ -254,7 +261,7 @@ class Renderer:
         return turns
 
     def _turns_by_prefixes(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> Iterator[list[Span]]:
-        """The turns of the assistant, from the texts of the conversation's beginnings."""
+        """Yield the assistant's turns, found by rendering prefixes of the conversation."""
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -268,7 +275,10 @@ class Renderer:
             yield [(len(before), end)]
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int | None:
-        """The place behind the special token that ends text[start:stop], before blanks; None if there is none."""
+        """The position after the special token that ends text[start:stop]; None if no special token ends this part.
+
+        Blanks at the end of the part are ignored.
+        """
         part = text[start:stop].rstrip()
         return start + len(part) if part.endswith(self._special) else None
 
@@ -277,8 +287,9 @@ def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]
     """Yield the range of the tokens that cover each part of a text.
 
     Args:
-        parts: parts of the text, ascending, none empty.
-        offsets: characters of each token, ascending. Tokens of the bytes of one character all cover this character.
+        parts: non-empty ranges of characters, in ascending order.
+        offsets: range of characters of each token, in ascending order. If several tokens encode the bytes of one
+            character, each of these tokens covers the character.
     """
     first = 0
     for start, stop in parts:
@@ -303,5 +314,5 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _border(text: str, end: int) -> str:
-    """The text at the end of a learned part, for a message."""
+    """Quote the text around the end of a learned part, for a message."""
     return f"it ends with {text[max(0, end - 20) : end]!r}, before {text[end : end + 20]!r}"

@@ -31,7 +31,7 @@ from dtmega.data.indexed_files.record import LONGEST_SENTENCE
 from dtmega.data.indexed_files.shared_file import DIGEST_BYTES, SharedFile
 from dtmega.ops import keyed
 
-FORMAT = 1  # increase it when a change makes the same documents and targets give a different table
+FORMAT = 1  # increase this number when a change alters the table for the same documents and targets
 CHUNK = 1 << 20  # sentences or documents cut at a time, to bound the memory; a longer document is cut as a whole
 LONG = 1 << 22  # a table for this many sentences or more is kept in a file; a smaller table takes less than a second
 
