@@ -1,7 +1,7 @@
 """Startup of a run: rank 0 claims the folders and finds the checkpoints to resume from, and all ranks open them.
 
-Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
-resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
+Rank 0 claims the folders before reading their content, because a different process may still be writing the checkpoint
+to resume from. All ranks then open the paths that rank 0 sends. Every rank writes its part of a checkpoint, so each
 rank also checks that it sees rank 0's files.
 """
 
@@ -64,7 +64,7 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
     Nothing is written if the directory has never held a run, or if another process has claimed the directory.
 
     Args:
-        run_dir: the run directory; None if the command line does not name it.
+        run_dir: run directory; None if the command line does not name it.
         exit_status: record that receives the exit code and the reason.
         first: whether this is the first rank, which writes for all ranks.
     """

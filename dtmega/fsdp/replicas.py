@@ -28,8 +28,8 @@ class Replicas:
     use different parameters.
 
     Args:
-        stage: the stage; its parameters must not be replaced later.
-        blocks: the stage's blocks, in order.
+        stage: model of the stage. Its parameters must not be replaced later.
+        blocks: blocks of the stage, in order.
         group: process group of the ranks that hold a copy of the stage.
     """
 
@@ -74,7 +74,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Note that a parameter's gradient is complete, and launch the units whose gradients are all complete."""
+        """Record that a parameter's gradient is complete, and launch the units whose gradients are all complete."""
         if self._awaited is None:
             return
         for awaited in self._awaited:

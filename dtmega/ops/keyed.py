@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[Any])
-BLOCK = 2**15  # normal values that a CPU thread computes at a time, so that temporaries stay in the core's cache
+BLOCK = 2**15  # number of normal values that a CPU thread computes at a time, so that temporaries stay in the cache
 
 
 class Dropout(NamedTuple):

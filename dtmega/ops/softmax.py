@@ -111,7 +111,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 @functools.cache
 def compiled_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Inductor would report that few long rows are read twice on a GPU, which is its choice.
+    # On a GPU, Inductor chooses to read a few long rows twice, and would warn about this choice.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
     return torch.compile(function, dynamic=True)
 

@@ -22,7 +22,7 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write a PNG file with a wide loss panel and, below that panel, one panel for each other recorded metric.
+    """Write a PNG file with a wide loss panel at the top and one panel for each remaining recorded metric below.
 
     Args:
         runs: the runs to draw.

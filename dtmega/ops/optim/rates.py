@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of each update, by Megatron's schedules."""
+"""The learning rate and weight decay of each update, according to Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
     update itself, so that the first update already has an effect (Megatron's first update has rate 0).
 
     Args:
-        progress: number of steps, samples or tokens ([optim] unit) consumed when this update is done; >= 1.
+        progress: number of steps, samples or tokens ([optim] unit), including those of this update; at least 1.
         total: progress at the end of the run, where the decay ends if [optim] decay is 0.
     """
     peak, low = optim.lr, optim.min_lr
