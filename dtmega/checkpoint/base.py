@@ -159,7 +159,7 @@ def _factors(name: str, dim: int, start: int, size: int) -> Tensor:
 
 
 def location(model: config.Model, source: Source) -> str:
-    """The path of the weights that a new run has loaded. If they come from a run, it is the path of the checkpoint."""
+    """The path of the weights that a new run has loaded; for weights of a run, the path of the loaded checkpoint."""
     checkpoint = getattr(source, "checkpoint", None)
     path = checkpoint.path if checkpoint is not None else model.init_from or getattr(model, "directory", "")
     return path if "://" in path else str(Path(path).absolute())

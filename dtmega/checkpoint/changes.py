@@ -3,7 +3,7 @@
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
 refused   every other key, such as the model, the data or the seed: a change would turn the run into a different run.
-          A key that is new in dtmega is refused until somebody lists the key in one of the tables below.
+          A key that is new in dtmega is refused unless one of the tables below lists the key.
 """
 
 from __future__ import annotations

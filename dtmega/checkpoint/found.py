@@ -88,7 +88,7 @@ def check_is_trained(cfg: config.Config, init: Source | None) -> None:
     """Refuse to evaluate a model with random initial values.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         init: weights that a new run would start with; None if a new run would draw its weights from the seed.
 
     Raises:
@@ -106,7 +106,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
     """Find the checkpoints to resume from, and leave a probe folder next to them. Called on rank 0.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         identity: identity of the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
@@ -142,7 +142,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
     the device, and float32 otherwise.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         candidates: checkpoints to resume from, newest first; empty for a new run.
         fast_bfloat16: whether bfloat16 is fast on the device.
     """

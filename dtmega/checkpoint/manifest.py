@@ -32,7 +32,7 @@ FIRST_FORMAT = 1
 NAME = "manifest.json"
 LEAST_BLOCK_BYTES = 16 * 2**10
 MOST_BLOCK_BYTES = 4 * 2**20
-N_BLOCKS = 2**18  # larger checkpoints get larger blocks instead of more blocks, so that the digests take at most 9 MB
+N_BLOCKS = 2**18  # larger checkpoints get larger blocks instead of more blocks, so that the digests take about 9 MB
 MAX_BYTES = 2**30  # maximum size of a manifest; the manifest of BLOOM-176B has 20 MB, including the digests
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
@@ -116,7 +116,8 @@ def digest(data: Any) -> str:
 
 
 def block_bytes_for(n_bytes: int) -> int:
-    """The smallest block size at which tensors of `n_bytes` in total have about N_BLOCKS blocks or fewer.
+    """The smallest block size, up to MOST_BLOCK_BYTES, at which tensors of `n_bytes` in total have N_BLOCKS blocks or
+    fewer.
 
     A rank that reads some rows of a chunk reads whole blocks. If the layout has more ranks than the layout that saved,
     a block may contain rows of two ranks, and both ranks read it. Blocks must therefore be small compared with a rank's

@@ -182,7 +182,7 @@ def find_checkpoints(
     """The checkpoints that the run may resume from according to `[checkpoint] resume`.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         identity: identity of the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
@@ -229,7 +229,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
 
     Args:
         checkpoint: checkpoint to resume from.
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         identity: identity of the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 

@@ -62,7 +62,7 @@ class Checkpoints:
     `poll` publishes the checkpoint between two later steps.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         device: device for tensors that are sent through the default process group.
 
     Attributes:

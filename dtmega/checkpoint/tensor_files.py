@@ -83,7 +83,7 @@ def save(
         folder: name of the folder to make; leftovers under this name are deleted.
         tensors: tensors as this rank holds them, by name in the checkpoint.
         step: step number to record in the manifest.
-        state: the run's state as a JSON object, to record in the manifest.
+        state: state of the run as a JSON object, to record in the manifest.
         group: process group of all ranks; nothing else may use this group during the save.
         attempt: suffix for the names of the data files, from the place's `new_attempt`; only rank 0's suffix is used.
 
@@ -108,7 +108,7 @@ def load_tensors(
     """Fill tensors in place. Each rank reads the parts that it holds. All ranks call this function.
 
     Args:
-        checkpoint: the checkpoint to read.
+        checkpoint: checkpoint to read.
         tensors: tensors to fill, by name in the checkpoint. The names differ between pipeline stages.
         group: process group of all ranks.
         pace: heartbeats for the ranks that wait for this rank; None if no rank waits.
@@ -142,7 +142,7 @@ class _Writer(StorageWriter):
     """The storage side of a save: each rank writes `data-RANK.bin`, and the coordinator (rank 0) makes the manifest.
 
     Attributes:
-        manifest: the finished manifest on the coordinator; None until `finish` has run, and on the other ranks.
+        manifest: finished manifest on the coordinator; None before `finish` has run, and on all other ranks.
     """
 
     manifest: Manifest | None = None

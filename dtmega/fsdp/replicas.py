@@ -24,7 +24,7 @@ class Replicas:
     """Sums the gradients of one stage over a group of ranks. Every rank holds a copy of the stage.
 
     Sums start block by block, the last block first, as backward finishes the blocks. A block's sum never starts before
-    the sums of later blocks start. So all ranks launch their collectives in one common order, even if the ranks
+    the sums of later blocks start. All ranks therefore launch their collectives in the same order, even if the ranks
     use different parameters.
 
     Args:

@@ -33,8 +33,8 @@ class ShardSums:
     def __init__(self, stage: nn.Module) -> None:
         assert isinstance(stage, FSDPModule)
         self._stage = stage
-        # The last block comes first, and the root last, as in a backward in one part. All ranks use this order,
-        # whatever torch's order of the weights is.
+        # The last block comes first, and the root last, as in a backward in one part. All ranks use this order, no
+        # matter in which order torch lists the weights.
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)][::-1]
 
     def expect(self, last: bool) -> None:

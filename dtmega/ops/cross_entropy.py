@@ -72,11 +72,11 @@ def linear_cross_entropy(
     Args:
         h: hidden states, [N, D] in any floating dtype, the same on all ranks. Products are computed in this dtype,
             softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
-        weight: the head's weight, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
+        weight: weight of the head, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
         labels: token ids in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
             outside [0, n_valid) raises an index error.
-        bias: the head's bias, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the
-            bias is summed over tokens in fp32.
+        bias: bias of the head, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of
+            the bias is summed over tokens in fp32.
         label_weights: weight of each token's loss in the sum, [N] fp32; None if all weights are 1.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.

@@ -1,8 +1,8 @@
 """The gradient of the head's weight, summed over chunks of tokens: dW [V, D] = sum of dlogits^T h.
 
 On a CPU with AMX, bfloat16 products run at half the rate if the first factor is transposed, as dlogits^T is (oneDNN,
-torch 2.13). So if there are many tokens, `WeightGradient` sums the transposed products h^T dlogits, [D, V], on such a
-CPU, and transposes the sum once at the end.
+torch 2.13). On such a CPU, if there are many tokens, `WeightGradient` therefore sums the transposed products
+h^T dlogits, [D, V], and transposes the sum once at the end.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Passes:
         """Write slope exp(x - peak) - smooth to dx [n, V], which may be x itself.
 
         Args:
-            x: the logits, [n, V].
+            x: logits, [n, V].
             dx: memory for the derivatives, [n, V].
             peak, slope, smooth: terms of the formula, [n, 1]; None for `smooth` means 0.
             reuse_scratch: whether the last call was `peak_and_total` with this x and this peak, so that the

@@ -172,7 +172,7 @@ def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
     Args:
         role: plan of the longer step, with the memory of the shorter step.
         n: number of microbatches in the whole step.
-        pairs: the rank's entry of `Runs.pairs`.
+        pairs: entry of the rank in `Runs.pairs`.
     """
     if n == role.n_microbatches:
         return role

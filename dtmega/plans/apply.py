@@ -51,7 +51,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
         ValueError: a pattern matches nothing; a matrix matches no pattern; tp does not divide a size; or the input of a
             cut module passes through no Enter, or through several.
     """
-    # Styles replace parameters one by one, which unties tied parameters. So record first which modules share a
+    # Styles replace parameters one by one, which unties tied parameters. Therefore, record first which modules share a
     # parameter, and tie the parameters again at the end.
     owners = _owners(model)
     partial: set[tuple[nn.Module, str]] = set()

@@ -2,7 +2,7 @@
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
-So no product keeps the gathered input, and backward gathers the input again from this rank's part:
+Therefore, no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
 1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
 2. `again`, which is called at the end of the region, consumes the tickets. Autograd therefore runs the backward of

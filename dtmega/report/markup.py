@@ -50,7 +50,7 @@ def cut(value: str, keep: str = "") -> str:
     Everything after the first MAX_CHARACTERS characters is left out.
 
     Args:
-        value: the text.
+        value: text to escape.
         keep: control characters to keep, for example line ends.
     """
     lines = value[:SHOWN_CHARACTERS].splitlines(keepends=True)[:SHOWN_LINES]

@@ -36,7 +36,7 @@ def page(
     """The HTML of the whole page.
 
     Args:
-        runs: the runs to show.
+        runs: runs to show.
         figures: id of an HTML element -> JSON of the plotly figure to draw there. The ids are "curves" and, if there
             are step times, "tail".
         plotly: plotly's JavaScript.
@@ -84,7 +84,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     """The verdict on a run as one line of HTML. If the loss is diverging, a second line gives the reason.
 
     Args:
-        run: the run to judge.
+        run: run to judge.
         now: current time.
         who: HTML with the name of the run, to put before the verdict; '' on a page of one run.
     """

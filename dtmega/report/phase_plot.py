@@ -18,7 +18,7 @@ def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) 
     """Draw the phases of a run in the phases panel.
 
     Args:
-        figure: the figure.
+        figure: plotly figure to draw in.
         series: all series of the run, by key.
         row, column: position of the panel in the figure, counted from 1.
     """

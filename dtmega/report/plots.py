@@ -72,7 +72,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
     """Make a figure that has titles, axes and restart lines, but no curves yet.
 
     Args:
-        runs: the runs to draw.
+        runs: runs to draw.
         panels: panels below the loss and the events.
         kinds: kinds of events. Each kind has a lane.
         columns: number of columns for `panels`. The loss and the events span all columns.
@@ -143,8 +143,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
     """Add the training, validation and test losses of a run to the first panel.
 
     Args:
-        figure: the figure.
-        run: the run to draw.
+        figure: plotly figure to draw in.
+        run: run to draw.
         number: index of the run on the page; determines the colour.
         alone: whether the page has only this run. With a single run, the legend has one entry per curve; with
             several runs, it has one entry per run.
@@ -208,10 +208,10 @@ def _add_curve(
     """Add the curve of one metric to its panel: the thinned individual steps and, if `panel.mean`, their running mean.
 
     Args:
-        figure: the figure.
-        run: the run to draw.
+        figure: plotly figure to draw in.
+        run: run to draw.
         number: index of the run on the page; determines the colour.
-        panel: the metric's panel.
+        panel: panel of the metric.
         row, column: position of the panel in the figure, counted from 1.
         legend: name of the curve in the legend; '' for no entry.
     """

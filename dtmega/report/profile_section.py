@@ -30,7 +30,7 @@ def section(runs: Sequence[Run], colours: Sequence[str], page_folder: Path) -> l
     """The HTML of the section, which shows every run that has profiles; [] if no run has profiles.
 
     Args:
-        runs: the runs of the page.
+        runs: runs on the page.
         colours: colour of each run.
         page_folder: folder that will contain the page. Links are relative to this folder.
     """

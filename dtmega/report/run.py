@@ -60,7 +60,7 @@ class Run(NamedTuple):
     """The content of a run directory.
 
     Attributes:
-        directory: the run directory.
+        directory: run directory.
         name: name of the run, unique on the page.
         record: content of metrics.jsonl, with the scores as further series.
         config: configuration of the newest start.

@@ -33,7 +33,7 @@ class Score(NamedTuple):
         step: step of the checkpoint.
         task: name of the task in lm-evaluation-harness, or OF_LOSSES for a loss.
         metric: name of the metric, followed in brackets by the name of the answer filter, if any.
-        value: the score.
+        value: value of the score.
         error: standard error of the score; None if unknown.
         about: conditions of the evaluation in words: number of examples before each question, number of questions, and
             date.
@@ -51,7 +51,7 @@ class Scores(NamedTuple):
     """All evaluations of a run.
 
     Attributes:
-        scores: the scores, ordered by task, metric and step.
+        scores: scores, ordered by task, metric and step.
         unreadable: names of the files that cannot be read.
     """
 
@@ -92,7 +92,7 @@ def read(directory: Path, last_step: int) -> Scores:
     If several files have scores for the same checkpoint, task and metric, the last file by name wins.
 
     Args:
-        directory: the run directory.
+        directory: run directory.
         last_step: last step of the run. Scores of later steps belong to an earlier run in the same directory.
     """
     newest: dict[tuple[int, str, str], Score] = {}

@@ -49,7 +49,7 @@ def judge(run: Run, now: datetime) -> Verdict:
     """Judge a run.
 
     Args:
-        run: the run to judge.
+        run: run to judge.
         now: current time, with a time zone, used to find out whether the run has stalled.
     """
     state, why = _state(run, now)

@@ -26,7 +26,7 @@ def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int 
     All ranks make the same choice if they pass equal arguments.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         sizes: size of each mesh axis.
         memory_bytes: memory of a device (`mesh.memory_bytes`); None for CPUs.
     """
@@ -75,7 +75,7 @@ def note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None)
     """The line about [fsdp] accumulate that a run prints when it starts; [] for the default.
 
     Args:
-        cfg: the run's configuration, with `accumulate` as the user wrote it.
+        cfg: configuration of the run, with `accumulate` as the user wrote it.
         sizes: size of each mesh axis.
         memory_bytes: memory of a device; None for CPUs.
     """

@@ -95,7 +95,7 @@ def append(
     """Add the line for a start. If the process or machine stops during the write, the line is complete or absent.
 
     Args:
-        run_dir: the run directory.
+        run_dir: run directory.
         step, attempt, config, layout, parameters, steps, frozen: attributes of `Start`.
         device: device on which this process computes.
 

@@ -257,7 +257,7 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            checkpoint: the saved step, which may be below `step` because an asynchronous save ends later.
+            checkpoint: number of the saved step, which may be below `step` because an asynchronous save ends later.
             stall_s: seconds for which the save paused training.
             error: reason why the save failed; '' if the save succeeded.
             warning: reason why a power cut may undo the checkpoint; '' if the checkpoint survives a power cut.

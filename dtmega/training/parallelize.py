@@ -114,10 +114,12 @@ class ShardedModel:
     def load_beside(
         self, source: Source, cfg: config.Config, was: Base | None, with_heartbeats: Callable[[Any], Any]
     ) -> Base | None:
-        """Load the weights beside the checkpoint, and draw the adapters of a new run (`checkpoint/starting.py`).
+        """Load the weights that the checkpoint leaves out, and draw the adapters of a new run.
+
+        `checkpoint/starting.py` describes these weights.
 
         Returns:
-            The base of the run; None if its checkpoints hold all weights.
+            The base of the run; None if the run's checkpoints hold all weights.
         """
         stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
         counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]

@@ -128,8 +128,8 @@ class Phases:
         phases["other_s"] = other_s
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
-            # On a GPU, the host's busy time does not show when the device waits for other ranks. So the whole time of
-            # forward and backward counts as own time, including the device's waits for other ranks.
+            # On a GPU, the host's busy time does not show when the device waits for other ranks. The whole time of
+            # forward and backward therefore counts as own time, including the device's waits for other ranks.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)

@@ -259,8 +259,8 @@ def write_files(
     Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt has left behind are deleted.
 
     Args:
-        settings: the run's configuration and the values derived from it.
-        world: the processes and the mesh. One rank writes for all ranks.
+        settings: configuration of the run, and values derived from it.
+        world: processes and mesh of the run. One rank writes for all ranks.
         checkpoints: writer of the run's checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
         at: progress of the run at this start.
@@ -313,10 +313,10 @@ def announcement(
     """The first lines that a run prints: model, data, layout, changes since the checkpoint, and notes.
 
     Args:
-        settings: the run's configuration and the values derived from it.
-        text: the run's data.
-        world: the processes and the mesh.
-        origin: the source of the weights, with messages about damaged checkpoints.
+        settings: configuration of the run, and values derived from it.
+        text: data of the run.
+        world: processes and mesh of the run.
+        origin: source of the weights, with messages about damaged checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
         end: configured end of the run.
     """

@@ -118,7 +118,7 @@ class StepResult(NamedTuple):
         loss: weighted sum of `means`.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
         skipped: whether the weights did not change, because the loss or gradient norm is not finite or a spike.
-        means: the objective's means over the global batch, by name.
+        means: means of the objective over the global batch, by name.
         loss_scale: loss scale of the step's float16 gradients; None in other precisions.
         overflowed: whether the step was skipped because a float16 gradient is not finite.
         beyond_grid: names of the tensors whose gradients exceeded the grid of [run] exact, so that the step was

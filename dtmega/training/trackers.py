@@ -5,8 +5,8 @@
     trackers.close(finished=True, within_s=CLOSE_S)
 
 Each tracker has its own thread, which imports the library during the first steps, opens the run, and sends the queued
-rows. If a tracker fails or is slow, one line on stderr says so. Training never waits for a tracker, and goes on if a
-tracker fails.
+rows. If a tracker fails or is slow, one line on stderr reports it. Training never waits for a tracker, and continues if
+a tracker fails.
 
 `trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. With this
 file, a resumed run continues its own run at each tracker, and steps that are repeated after a resume are sent once.

@@ -43,7 +43,7 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) ->
     """The learning rate of the update that brings the run to `steps` steps and `samples` samples.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         steps: number of steps done, including the step of this update.
         samples: number of samples consumed, including the samples of this update.
         end: end of the run in steps and samples, from `cfg.end`.
@@ -55,7 +55,7 @@ def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
     """A note for the user if the rate reaches [optim] lr late or never, because the warm-up exceeds half of the run.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         end: end of the run in steps and samples, from `cfg.end`.
     """
     total = cfg.progress(*end)
@@ -76,7 +76,7 @@ def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.Ru
     `learning_rate`, progress includes the batch of the update itself.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         steps: number of steps done, including the step of this update.
         samples: number of samples consumed, including the samples of this update.
         end: end of the run in steps and samples, from `cfg.end`.

@@ -78,7 +78,7 @@ class _Graph:
     """One of AOT's graphs, and the tapes of its runs.
 
     Args:
-        module: the graph.
+        module: graph to run.
         recorder: see `counted`.
     """
 
@@ -120,7 +120,7 @@ class _Run(fx.Interpreter):
     """One run of a graph, node by node.
 
     Args:
-        module: the graph.
+        module: graph to run.
         fused: nodes whose results are never in memory.
         recorder: see `counted`.
         recording: receiver of the values of the graph.

@@ -108,8 +108,8 @@ def visible_share(rule: AttentionRule) -> float:
 def has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     """True if `scaled_dot_product_attention` has a fused kernel on a Hopper GPU, by the rules of torch's sdp_utils.cpp.
 
-    The rules cover the flash kernel and the memory-efficient kernel. For a mask that requires a gradient, only the
-    flash kernel's rules count.
+    The rules cover the flash kernel and the memory-efficient kernel. The result is False for a mask that requires a
+    gradient.
     """
     is_half = q.dtype in HALF
     is_square = q.shape[-2] == k.shape[-2]

@@ -157,9 +157,9 @@ def search(
     A KeyboardInterrupt ends the search early, and the results so far are returned.
 
     Args:
-        cfg: configuration, completed by `families.resolve`. The search never changes the global batch, nor any key
-            outside `layout.SECTIONS`.
-        fixed_keys: keys such as "mesh.tp" whose values the search must not change either.
+        cfg: configuration, completed by `families.resolve`. The global batch, and all keys that the search does not
+            vary, keep their values.
+        fixed_keys: additional keys, such as "mesh.tp", that the search must not vary.
         world: number of ranks.
         fabric: fabric of the cluster.
         memory_bytes: memory of a device.

@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 class Entry(NamedTuple):
-    """A layout with its estimate. Entries compare by speed, and equally fast entries by their peak, smallest last.
+    """A layout with its estimate. The largest entry is the fastest; of equally fast entries, it has the smallest peak.
 
     Attributes:
         speed: negative time of a step.

@@ -85,8 +85,8 @@ def _add_panel(
     """Draw the memory of one role.
 
     Args:
-        picture: the figure.
-        role: the role.
+        picture: plotly figure to draw in.
+        role: role whose memory is drawn.
         row: number of the panel, from 1.
         unit_bytes: bytes of one unit on the vertical axis.
         limit_bytes: height of the line that shows the device's memory; None for no line.
@@ -127,7 +127,7 @@ def _add_line(
     """Add an area (with `stackgroup`) or a line. The value is constant during each action.
 
     Args:
-        picture: the figure.
+        picture: plotly figure to draw in.
         names: name of each action, for the horizontal axis.
         values: value of each action.
         name: name in the legend.

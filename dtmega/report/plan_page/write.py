@@ -48,7 +48,7 @@ def write_plan_page(
     """Write one HTML file that shows a plan and loads no other files.
 
     Args:
-        plan: the plan.
+        plan: plan to show.
         time: predicted time of a step; None if no fabric was given.
         path: path of the page.
         command: command that made the plan; '' to leave it out.

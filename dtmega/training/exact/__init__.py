@@ -84,8 +84,8 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     """Make the integer sums of this rank's stages.
 
     Args:
-        world: the processes and the mesh.
-        whole: the whole model.
+        world: processes and mesh of the run.
+        whole: whole model.
         stages: number of each of this rank's stages -> the stage.
         partial: number of a stage -> names of the parameters whose gradients must be summed over tp.
     """

@@ -51,7 +51,7 @@ def digests_of(sums: ExactSums, weights: Mapping[str, Tensor], world: World, n_m
     Args:
         sums: integer sums of the step.
         weights: name of a weight -> this rank's part. Each element is on only one rank of the `shards` group.
-        world: the processes and the mesh.
+        world: processes and mesh of the run.
         n_microbatches: number of this rank's microbatches.
     """
     found = torch.zeros(1 + n_microbatches * world.data_size, dtype=torch.int64, device=world.device)
@@ -72,7 +72,7 @@ class Record:
 
     Args:
         cfg: configuration of the run.
-        world: the processes and the mesh. Rank 0 writes for all ranks.
+        world: processes and mesh of the run. Rank 0 writes for all ranks.
         at_step: number of steps done before this start.
 
     Raises:
