@@ -1,7 +1,7 @@
 """Closed forms from the literature: activation memory, states under ZeRO, pipeline bubbles.
 
 The planner's own numbers are counts of the real step. The answers compare the counts with these formulas, and the
-search uses the formulas to rule out layouts. The letters are those of the papers: s sequence length, b microbatch size,
+search uses the formulas to rule out layouts. The letters are as in the papers: s sequence length, b microbatch size,
 h hidden size, a attention heads, L layers, t tensor-parallel size, p pipeline size, v stages per rank, m microbatches.
 """
 

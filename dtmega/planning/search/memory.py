@@ -20,7 +20,7 @@ from dtmega.planning.search.layout import Layout, with_layout
 from dtmega.planning.search.places import Place, Places
 
 MASTER_BYTES = 4  # bytes of a parameter, of a gradient after the sum over ranks, or of a moment
-# Number of vectors of width D that the operators between products keep for each token, and that tp does not divide.
+# Number of vectors of width D that the operators between products keep for each token. tp alone does not divide them.
 WHOLE = 4
 # Memory for the results of one layer's backward, as a share of the layer's activations that tp divides, without scores.
 BACKWARD = 0.7
@@ -35,8 +35,8 @@ SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
 # of the head's gradient if the gradient is summed in 32 bits. It is summed in 32 bits if there are more than twice
 # LOSS_TOKENS tokens (`ops.head_gradient`).
 LOSS_TOKENS, SUMMED_BYTES = 4096, 8
-# Number of 16-bit vectors of width D that each token needs during the loss: the last norm in 32 bits, its input and its
-# gradient.
+# Number of vectors of width D, in the compute dtype, that each token needs during the loss: the last norm in 32 bits,
+# its input and its gradient.
 BESIDE_LOSS = 6
 # Fixed values for the layout keys that one part of the estimate does not read, so that its result can be cached for
 # many layouts.

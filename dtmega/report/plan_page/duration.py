@@ -22,7 +22,7 @@ SCHEDULE_NOTE = (
 def parts(time: StepTime) -> dict[str, tuple[float, str]]:
     """The parts of a step: name -> (seconds, colour). The seconds are means over the pipeline's places.
 
-    The seconds add up to the step time. The names are those of `StepTime`: the kind of action or the phase for
+    The seconds add up to the step time. The names are the same as in `StepTime`: the kind of action or the phase for
     computing time, "exposed: AXIS", and "bubble".
     """
     out: dict[str, tuple[float, str]] = {}
