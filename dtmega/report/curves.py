@@ -106,8 +106,8 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
         most: maximum number of points. If there are more steps, each point covers several consecutive steps.
 
     Returns:
-        The last step of each point, and a mapping from each phase to the shares of the phase, one per point. A share
-        is the fraction of the point's steps' time that the phase takes, from 0 to 1.
+        The last step that each point covers, and a mapping from each phase to its shares, one per point. A share is the
+        fraction, from 0 to 1, of the time of the covered steps that the phase takes.
     """
     recorded = {phase: series[key] for key, phase in STEP_PHASES.items() if key in series}
     if not recorded:

@@ -1,8 +1,8 @@
 """Closed forms from the literature: activation memory, states under ZeRO, pipeline bubbles.
 
-The planner's own numbers are counts of the real step. The answers compare the counts with these formulas, and the
-search uses the formulas to rule out layouts. The letters are as in the papers: s sequence length, b microbatch size,
-h hidden size, a attention heads, L layers, t tensor-parallel size, p pipeline size, v stages per rank, m microbatches.
+The planner's own numbers are counts of the real step, and its answers compare the counts with these formulas. The
+letters are as in the papers: s sequence length, b microbatch size, h hidden size, a attention heads, L layers, t
+tensor-parallel size, p pipeline size, v stages per rank, m microbatches.
 """
 
 from __future__ import annotations
