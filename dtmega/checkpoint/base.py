@@ -1,13 +1,13 @@
-"""The base of a run: the weights that a run with frozen parameters started from. Its checkpoints hold no copy of them.
+"""The base of a run with frozen parameters: the weights that the run started from, and that its checkpoints leave out.
 
 With [lora] or [train] freeze, a checkpoint holds the trained parameters, the path of the base, and a digest of each
-frozen tensor. The digests are taken while the base is loaded, so that nothing is read twice:
+frozen tensor. The digests are computed while the base is loaded, so that nothing is read twice:
 
     digest(T) = sum of bits(T[i, j, ...]) * a_i * b_j * ...  modulo 2^64
 
-The sum is over all elements, taken as fp32. A factor depends on the tensor's name, the dim, and the index along it. So
-on any layout the digests of the ranks' parts add up to the same number. The digest finds a wrong base that is there by
-mistake. It does not withstand somebody who constructs another base with the same digest.
+The sum is over all elements, converted to fp32. A factor depends on the tensor's name, the dim, and the index along the
+dim. The digests of the ranks' parts therefore add up to the same number on every layout. The digest detects a base that
+is wrong by mistake. It does not protect against an attacker who constructs a different base with the same digest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtmega import config
 from dtmega.formats.sources import BY_TOKEN, Slices, Source
 from dtmega.ops import keyed
 
-AT_A_TIME = 2**20  # elements to convert to int64 at a time
+AT_A_TIME = 2**20  # number of elements to convert to int64 at a time
 MOVED = "if it has moved, [lora] base_path says where it is"
 
 
@@ -34,9 +34,9 @@ class Base(NamedTuple):
 
     Attributes:
         path: directory or checkpoint of the base.
-        digests: digest of each tensor that the run's checkpoints do not hold, by name.
-        transposed: names of the layers with adapters whose weights are stored as [in, out].
-        elements: number of elements of these tensors.
+        digests: name of each tensor that the run's checkpoints leave out -> digest of the tensor.
+        transposed: names of the layers that have adapters and whose weights are stored as [in, out].
+        elements: number of elements in the tensors of `digests`.
     """
 
     path: str
@@ -45,11 +45,11 @@ class Base(NamedTuple):
     elements: int = 0
 
     def check(self, digests: Mapping[str, str], where: str) -> None:
-        """Refuse another base.
+        """Refuse a base that differs from this base.
 
         Args:
-            digests: digests of tensors that have been read from a base.
-            where: path of that base.
+            digests: name of each tensor that was read -> digest of the tensor.
+            where: path of the base that was read.
 
         Raises:
             ValueError: a digest differs.
@@ -64,19 +64,20 @@ class Base(NamedTuple):
 
 
 class Digesting:
-    """A source that takes digests of the tensors that are read from it.
+    """A source that computes digests of the tensors that are read from it.
 
     Args:
-        source: the source, with dtmega's names.
-        vocab: value of [model] vocab_size. In a tensor of BY_TOKEN, rows from this one on are padding and do not count.
-        names: names of the tensors to take digests of; None: all tensors.
+        source: wrapped source, with dtmega's names.
+        vocab: value of [model] vocab_size. In the tensors of BY_TOKEN, the rows after the first `vocab` rows are
+            padding and do not count.
+        names: names of the tensors whose digests are computed; None for all tensors.
     """
 
     def __init__(self, source: Source, vocab: int, names: Collection[str] | None = None) -> None:
         self.source = source
         self.vocab = vocab
         self._names = names
-        # The digest of each part, by the tensor's name and the part's start. A part that is read again counts once.
+        # Name of a tensor -> start of a part -> digest of the part. A part that is read repeatedly counts once.
         self._parts: dict[str, dict[tuple[int, ...], int]] = {}
 
     @property
@@ -104,8 +105,10 @@ class Digesting:
         """The digests of whole tensors, by name.
 
         Args:
-            counted: names of the tensors that this process counts. If ranks have copies of a part, one of them does.
-            group: the ranks that have together read each tensor; None if this process has read them all.
+            counted: names of the tensors that this process counts. If several ranks have copies of a part, exactly one
+                of these ranks counts it.
+            group: process group of the ranks that together have read each tensor; None if this process has read all
+                tensors.
         """
         mine = {name: sum(self._parts[name].values()) for name in counted if name in self._parts}
         every: list[Any] = [mine]
@@ -125,7 +128,7 @@ def part_digest(name: str, part: Tensor, starts: tuple[int, ...]) -> int:
     Args:
         name: name of the tensor.
         part: elements of the part.
-        starts: start of the part in the whole tensor, one index for each dim.
+        starts: position of the part in the whole tensor, one index for each dim.
     """
     if part.numel() == 0:
         return 0
@@ -135,7 +138,7 @@ def part_digest(name: str, part: Tensor, starts: tuple[int, ...]) -> int:
     n_rows = max(1, AT_A_TIME // part[0].numel())
     total = 0
     for start in range(0, part.shape[0], n_rows):
-        # int64 sums and products wrap around, so they are right modulo 2^64.
+        # int64 sums and products wrap around, so they are correct modulo 2^64.
         sums = _bits(part[start : start + n_rows])
         for of_dim in factors[:0:-1]:
             sums = (sums * of_dim).sum(-1)
@@ -144,19 +147,19 @@ def part_digest(name: str, part: Tensor, starts: tuple[int, ...]) -> int:
 
 
 def _bits(part: Tensor) -> Tensor:
-    """The bits of each element as fp32, int64."""
+    """The bits of each element in fp32, as an int64 tensor."""
     return part.detach().cpu().float().contiguous().view(torch.int32).to(torch.int64)
 
 
 def _factors(name: str, dim: int, start: int, size: int) -> Tensor:
-    """Odd numbers for the indices from `start` on along a dim, int64 [size]."""
+    """The odd factors for the indices [start, start + size) along a dim, int64 [size]."""
     key = np.array([keyed.key64(f"{name}/{dim}")], dtype=np.uint64)
     drawn = keyed.draws(key, "digest of a base", np.arange(start, start + size)) | np.uint64(1)
     return torch.from_numpy(drawn.view(np.int64))
 
 
 def location(model: config.Model, source: Source) -> str:
-    """The path of the weights that a new run has loaded: of a run, the checkpoint that was its newest then."""
+    """The path of the weights that a new run has loaded; for weights of a run, the path of the loaded checkpoint."""
     checkpoint = getattr(source, "checkpoint", None)
     path = checkpoint.path if checkpoint is not None else model.init_from or getattr(model, "directory", "")
     return path if "://" in path else str(Path(path).absolute())
@@ -169,20 +172,20 @@ def open_base(
     base_path: str,
     weights_of: Callable[[config.Model], Source | None],
 ) -> tuple[str, Source]:
-    """Open the base of a run that goes on, or whose weights are read.
+    """Open the base of a run, to resume the run or to read its weights.
 
     Args:
         was: description of the base in the run's checkpoint.
-        model: the [model] section now.
-        model_then: the [model] section in the checkpoint.
+        model: current [model] section.
+        model_then: [model] section in the checkpoint.
         base_path: value of [lora] base_path; '' if the base has not moved.
-        weights_of: the family's method `weights`.
+        weights_of: method `weights` of the model family.
 
     Returns:
         The path of the base, and its weights.
 
     Raises:
-        ValueError: the base is missing, or belongs to another model.
+        ValueError: the base is missing, or belongs to a different model.
     """
     path = base_path
     named_now = {key: getattr(model, key, "") for key in ("init_from", "path")}

@@ -3,7 +3,7 @@
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
 refused   every other key, such as the model, the data or the seed: a change would turn the run into a different run.
-          A key that is new in dtmega is refused until somebody lists the key in one of the tables below.
+          A key that is new in dtmega is refused unless one of the tables below lists the key.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
     """The changes within one section, except for the keys in BY_CONTENT.
 
     Args:
-        then: the section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, and
+        section: name of the section.
+        then: section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, and
             counts as having its default value. A key found only in the checkpoint was removed from dtmega later,
             and is ignored.
-        now: the section in the current configuration.
+        now: section in the current configuration.
     """
     for key, field in type(now).model_fields.items():
         change = Change(section, key, then.get(key, field.default), getattr(now, key))
@@ -112,8 +113,8 @@ def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment)
     """Changed keys of all sections whose treatment is `kind`.
 
     Args:
-        then: the configuration recorded in the checkpoint, by section.
-        now: the current configuration.
+        then: configuration recorded in the checkpoint, by section.
+        now: current configuration.
         kind: treatment of the keys to return.
     """
     changes: list[Change] = []
@@ -138,13 +139,13 @@ def lines(
     on the learning rate.
 
     Args:
-        then: the configuration recorded in the checkpoint, by section.
-        now: the current configuration.
+        then: configuration recorded in the checkpoint, by section.
+        now: current configuration.
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
-        samples_in: function from a number of epochs to their number of samples.
-        overflowed: numbers (steps, samples) of the steps and samples that were skipped because a gradient overflowed in
-            float16. Skipped steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
+        samples_in: function that converts a number of epochs to a number of samples.
+        overflowed: numbers of steps and of samples that were skipped because a gradient overflowed in float16. These
+            steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
     """
     printed = changed(then, now, "printed")
     course_changes = [change for change in printed if change.within(COURSE)]

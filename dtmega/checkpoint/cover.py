@@ -15,9 +15,9 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     """True if each element of a tensor is in exactly one of the boxes. Takes time linear in the number of boxes.
 
     Each corner of a box gets a sign: the product, over the cut dims, of +1 at the lower end and -1 at the upper end.
-    Let c be the number of boxes that hold an element, as a function of the element's place. The signed corners of all
-    boxes together are the mixed difference of c, and therefore determine c. So the boxes cover the tensor exactly once
-    if and only if their signed corners add up to the signed corners of the whole tensor.
+    Let c be the number of boxes that hold an element, as a function of the element's position. The signed corners of
+    all boxes together are the mixed difference of c, and therefore determine c. Consequently, the boxes cover the
+    tensor exactly once if and only if their signed corners add up to the signed corners of the whole tensor.
 
     Args:
         shape: shape of the tensor.

@@ -1,4 +1,4 @@
-"""The bytes of data files: `DataFile` appends boxes of tensors, and an `Extent` says where a part of a box is.
+"""The bytes of data files: `DataFile` appends boxes of tensors, and an `Extent` locates a part of a box.
 
 A chunk is stored row by row, so consecutive rows of its first dim are one range of bytes. Each digest covers a whole
 block, so the range is widened to the boundaries of blocks.
@@ -16,7 +16,7 @@ from torch import Tensor
 from dtmega.checkpoint.manifest import Damaged, Manifest, StoredChunk, block_digests
 
 Slices = tuple[slice, ...]
-WRITE_BYTES = 4 * 2**20  # bytes of one write; a multiple of every size of blocks
+WRITE_BYTES = 4 * 2**20  # bytes of one write; a multiple of every block size
 
 
 class DataFile:
@@ -24,7 +24,7 @@ class DataFile:
 
     Args:
         name: name of the file.
-        file: the file, opened for writing.
+        file: data file, opened for writing.
         block_bytes: size of a block in bytes; a power of two.
 
     Attributes:
@@ -49,7 +49,7 @@ class DataFile:
         """
         data = _bytes(tensor.detach().cpu().contiguous())
         digests: list[str] = []
-        # The digests of a part are computed right before it is written, while it is in the processor's cache.
+        # Compute the digests of a part right before writing the part, so that it is still in the processor's cache.
         for i in range(0, len(data), WRITE_BYTES):
             part = data[i : i + WRITE_BYTES]
             digests.extend(block_digests(part, self._block_bytes))
@@ -84,7 +84,7 @@ class Extent(NamedTuple):
         """The content of the box.
 
         Args:
-            blocks: bytes of the blocks, uint8; fewer than `stop - start` if the file has ended before.
+            blocks: bytes of the blocks, uint8; fewer than `stop - start` if the file is too short.
 
         Raises:
             Damaged: a block does not match its digest; the message names the file and the tensor.
@@ -126,12 +126,12 @@ def extent(manifest: Manifest, name: str, chunk: StoredChunk, box: Slices) -> Ex
 
 
 def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
-    """Divide extents into groups that one read each fetches: ranges without gaps, of at most `most_bytes`.
+    """Divide extents into groups, each of which one read can fetch: a range without gaps of at most `most_bytes`.
 
-    A longer extent is a group by itself.
+    An extent that is longer than `most_bytes` forms its own group.
 
     Returns:
-        The places of each group's extents in `extents`, in the order of their bytes.
+        For each group, the indices of its extents in `extents`, in the order of their bytes.
     """
     groups: list[list[int]] = []
     file, start, stop = "", 0, 0
@@ -147,7 +147,7 @@ def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
 
 
 def _rows(chunk: StoredChunk, box: Slices, dtype: torch.dtype) -> tuple[slice, int]:
-    """The rows of a box, and the bytes of one row of its chunk."""
+    """The rows of a box, and the number of bytes in one row of the chunk."""
     return (box[0] if box else slice(0, 1)), math.prod(chunk.sizes[1:]) * dtype.itemsize
 
 

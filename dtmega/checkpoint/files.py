@@ -1,4 +1,4 @@
-"""The places that hold checkpoints: a disk (`Disk`), an object store (`Objects`), any other fsspec URL (`Remote`).
+"""The places that hold checkpoints: a disk (`Disk`), an object store (`Objects`), or any other fsspec URL (`Remote`).
 
 Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk,
 a checkpoint is written under a temporary name and published by a rename, which is atomic. Other places cannot rename a
@@ -45,9 +45,9 @@ class Disk:
     """The folders in `root`, on a local or shared file system. The methods take folder names.
 
     Attributes:
-        parallel_reads: number of reads that are worth doing at the same time.
-        stays_readable: whether an open file stays readable after its deletion.
-        second_writer: words about a second run that writes here although it could not lock the place.
+        parallel_reads: number of concurrent reads that gives the best speed.
+        stays_readable: whether an open file remains readable after its deletion.
+        second_writer: warning about the effect of a second run that writes here, for a place that cannot be locked.
     """
 
     parallel_reads = 1
@@ -76,19 +76,19 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def is_complete(self, folder: str) -> bool:
-        """True if a folder is not one that a save has left unfinished. A checkpoint gets its final name last."""
+        """True, because on a disk, a folder gets its final name only when the checkpoint is complete."""
         return True
 
     def new_attempt(self) -> str:
-        """The end of the names of one save's data files, before `.bin`."""
+        """The suffix for the names of one save's data files, before `.bin`."""
         return ""
 
     def unpublished(self, folder: str) -> str:
-        """The name of a checkpoint's folder while it is written."""
+        """The name of a checkpoint's folder while the checkpoint is being written."""
         return f".tmp-{folder}"
 
     def make(self, folder: str) -> None:
-        """Delete any folder of this name that a killed save has left, and make an empty folder."""
+        """Make an empty folder. If a killed save has left a folder with this name, delete that folder first."""
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
@@ -115,10 +115,10 @@ class Disk:
         Args:
             folder: final name of the folder.
             raw: content of the manifest.
-            attempt: result of `new_attempt` at the begin of this save.
+            attempt: result of `new_attempt` at the start of this save.
 
         Returns:
-            Reason why the new name might not survive a power cut; usually ''.
+            The reason why the new name might not survive a power cut; usually ''.
         """
         unpublished = self.unpublished(folder)
         with self.create(unpublished, NAME) as file:
@@ -134,20 +134,20 @@ class Disk:
         return ""
 
     def discard(self, folder: str, attempt: str) -> None:
-        """Delete what a failed save has written for `folder`; the arguments of `publish`."""
+        """Delete the files that a failed save has written for `folder`. The arguments are the same as for `publish`."""
         self.remove(self.unpublished(folder))
 
     def retire(self, folder: str) -> None:
-        """Delete a checkpoint. It is renamed first: a kill must not leave half a checkpoint under a valid name."""
+        """Delete a checkpoint. Rename it first, so that a kill cannot leave half a checkpoint under a valid name."""
         retired = f".old-{folder}"
         self.rename(folder, retired)
         self.remove(retired)
 
     def clear_leftovers(self) -> list[str]:
-        """Delete what killed saves have left; the caller holds the folder's lock.
+        """Delete the leftovers of killed saves. The caller must hold the folder's lock.
 
         Returns:
-            Lines about leftovers for the user; [] on a disk, where all are deleted.
+            Lines for the user about leftovers; [] on a disk, where all leftovers are deleted.
         """
         _remove_temporary(self)
         return []
@@ -171,14 +171,14 @@ class Disk:
         atomic.remove_folder(self.root / folder)
 
     def free_bytes(self) -> int | None:
-        """Free space on the file system in bytes; None if unknown."""
+        """The free space on the file system in bytes; None if unknown."""
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
         return None
 
 
 class Remote:
-    """The folders under a URL that fsspec opens, with the methods of `Disk` except `sync` and `rename`.
+    """The folders under a URL that fsspec can open, with the methods of `Disk` except `sync` and `rename`.
 
     `sync` and `rename` are not needed: a file is durable once it is closed, and a folder is a checkpoint once it has a
     manifest.
@@ -295,7 +295,7 @@ def _base(path: str) -> str:
 
 
 def _remove_temporary(files: Disk | Remote) -> None:
-    """Delete the folders under temporary names. One that cannot be deleted only takes up space."""
+    """Delete the folders with temporary names. A folder that cannot be deleted only takes up space."""
     for folder in files.folders():
         if folder.startswith((".tmp-step-", ".old-step-")):
             with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
 """Startup of a run: rank 0 claims the folders and finds the checkpoints to resume from, and all ranks open them.
 
-Rank 0 claims the folders before reading their content, because another process may still be writing the checkpoint to
-resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
+Rank 0 claims the folders before reading their content, because a different process may still be writing the checkpoint
+to resume from. All ranks then open the paths that rank 0 sends. Every rank writes its part of a checkpoint, so each
 rank also checks that it sees rank 0's files.
 """
 
@@ -64,7 +64,7 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
     Nothing is written if the directory has never held a run, or if another process has claimed the directory.
 
     Args:
-        run_dir: the run directory; None if the command line does not name it.
+        run_dir: run directory; None if the command line does not name it.
         exit_status: record that receives the exit code and the reason.
         first: whether this is the first rank, which writes for all ranks.
     """
@@ -88,7 +88,7 @@ def check_is_trained(cfg: config.Config, init: Source | None) -> None:
     """Refuse to evaluate a model with random initial values.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         init: weights that a new run would start with; None if a new run would draw its weights from the seed.
 
     Raises:
@@ -106,7 +106,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
     """Find the checkpoints to resume from, and leave a probe folder next to them. Called on rank 0.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         identity: identity of the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
@@ -142,7 +142,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
     the device, and float32 otherwise.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         candidates: checkpoints to resume from, newest first; empty for a new run.
         fast_bfloat16: whether bfloat16 is fast on the device.
     """

@@ -32,8 +32,8 @@ FIRST_FORMAT = 1
 NAME = "manifest.json"
 LEAST_BLOCK_BYTES = 16 * 2**10
 MOST_BLOCK_BYTES = 4 * 2**20
-N_BLOCKS = 2**18  # a checkpoint gets larger blocks before it gets more of them: their digests take 9 MB in the manifest
-MAX_BYTES = 2**30  # larger manifests are refused; BLOOM-176B's has 20 MB, including the digests
+N_BLOCKS = 2**18  # larger checkpoints get larger blocks instead of more blocks, so that the digests take about 9 MB
+MAX_BYTES = 2**30  # maximum size of a manifest; the manifest of BLOOM-176B has 20 MB, including the digests
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
 DATA_FILE = re.compile(r"data-\d{5}(-[0-9a-f]{32})?\.bin")
@@ -47,7 +47,7 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint whose content differs from the saved content. The message names file, entry and reason.
+    """Raised if the content of a checkpoint differs from the saved content. The message names file, entry and reason.
 
     An older checkpoint of the run may be intact.
     """
@@ -56,7 +56,7 @@ class Damaged(ValueError):
 
 
 class OtherFormat(ValueError):
-    """An intact checkpoint in the format of another version of dtmega."""
+    """Raised if an intact checkpoint has the format of a different version of dtmega."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Manifest:
     """The content of a checkpoint, except for the bytes of its tensors.
 
     Attributes:
-        step: the optimizer step after which the checkpoint was saved.
+        step: number of the optimizer step after which the checkpoint was saved.
         state: JSON object of the program that saved the checkpoint; for a training run, the content of `state.State`.
         files: size of each data file in bytes, by file name.
-        tensors: entry of each tensor, by name in the checkpoint, such as `model/NAME`.
-        block_bytes: size of the blocks that have a digest each, in bytes.
+        tensors: name of each tensor in the checkpoint, such as `model/NAME` -> entry of the tensor.
+        block_bytes: size in bytes of a block; each block has its own digest.
     """
 
     step: int
@@ -116,10 +116,12 @@ def digest(data: Any) -> str:
 
 
 def block_bytes_for(n_bytes: int) -> int:
-    """The size of the blocks of a checkpoint whose tensors have `n_bytes` together: small, but at most N_BLOCKS.
+    """The smallest block size, up to MOST_BLOCK_BYTES, at which tensors of `n_bytes` in total have N_BLOCKS blocks or
+    fewer.
 
-    A rank that reads some rows of a chunk reads whole blocks. On a layout with more ranks than the saving layout, two
-    ranks then read the blocks that hold both their rows, so blocks must be small beside a rank's part of a matrix.
+    A rank that reads some rows of a chunk reads whole blocks. If the layout has more ranks than the layout that saved,
+    a block may contain rows of two ranks, and both ranks read it. Blocks must therefore be small compared with a rank's
+    part of a matrix.
     """
     size = LEAST_BLOCK_BYTES
     while size < MOST_BLOCK_BYTES and size * N_BLOCKS < n_bytes:
@@ -129,7 +131,7 @@ def block_bytes_for(n_bytes: int) -> int:
 
 def block_digests(data: memoryview, block_bytes: int) -> tuple[str, ...]:
     """The digests of contiguous bytes, one per block."""
-    # A checkpoint has hundreds of thousands of blocks, so no call is made beside that of the library.
+    # A checkpoint has hundreds of thousands of blocks, so the loop makes no calls except to the library.
     return tuple([xxhash.xxh3_128_hexdigest(data[i : i + block_bytes]) for i in range(0, len(data), block_bytes)])
 
 
@@ -169,7 +171,7 @@ def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
     Raises:
         Damaged: `dump` did not write these bytes, a data file is missing or has a different size, or two chunks share
             bytes.
-        OtherFormat: another version of dtmega wrote the manifest.
+        OtherFormat: a different version of dtmega wrote the manifest.
     """
     # Digests have a fixed length, so every body's tail is as long as the tail of an empty body.
     body = raw[: -len(_tail(b""))]

@@ -1,15 +1,15 @@
 """Checkpoints in an object store (s3://, gs://, az://), through the library `obstore`.
 
-An object store renames nothing, but creates an object on the condition that its name is free. So a checkpoint is
-published by one such request, for its manifest. Of two processes that save the same step, one publishes, and the other
-is told. The names of data files end with an id of the attempt that wrote them, so neither process can overwrite or
-delete the other's files.
+An object store cannot rename objects, but it can create an object on the condition that the name is free. A checkpoint
+is published by such a request for its manifest. If two processes save the same step, only one request succeeds, and the
+second process gets an error. The names of data files end with an id of the attempt that wrote them, so two processes
+cannot overwrite or delete each other's files.
 
-Files that no manifest names are leftovers of saves that were killed, or files of a save in progress elsewhere. They
-are deleted once they are older than LEFTOVER_AGE.
+Files that no manifest names are leftovers of killed saves, or files of a save that another process is still writing.
+They are deleted once they are older than LEFTOVER_AGE.
 
-Credentials and endpoints come from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...) and appear in no
-message.
+Credentials and endpoints come from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), and never appear in
+messages.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dtmega.checkpoint import manifest
 from dtmega.checkpoint.manifest import DATA_FILE, NAME, Damaged
 from dtmega.files.object_requests import PARALLEL, PART_BYTES, open_store, put_new, reported
 
-MAX_COPY_BYTES = 5 * 2**30  # S3 copies no larger object by itself
+MAX_COPY_BYTES = 5 * 2**30  # size of the largest object that S3 itself can copy
 LEFTOVER_AGE = timedelta(hours=24)
-PROBE = ".tmp-step-probe-"  # folders that `found.py` makes at a start
+PROBE = ".tmp-step-probe-"  # prefix of the folders that `found.py` makes when a run starts
 LEFTOVER_FOLDER = re.compile(rf"(superseded-\d+/)?step-\d{{8}}|{re.escape(PROBE)}\w+")
 
 
@@ -48,7 +48,7 @@ class Objects:
     def __init__(self, url: str) -> None:
         self.root = self._url = url.rstrip("/")
         self._store = open_store(self._url)
-        # Attempts whose manifest may have been published although no answer has come.
+        # Attempts whose manifest may have been published although the store has not responded.
         self._in_doubt: set[str] = set()
         # Fail now if the URL is unreachable. Create nothing: a mere search for checkpoints must leave no trace.
         self.folders()
@@ -73,23 +73,23 @@ class Objects:
         return self._exists(f"{folder}/{NAME}")
 
     def new_attempt(self) -> str:
-        """The end of the names of one save's data files."""
+        """The suffix for the names of one save's data files, before `.bin`."""
         return f"-{uuid4().hex}"
 
     def unpublished(self, folder: str) -> str:
         return folder
 
     def make(self, folder: str) -> None:
-        """Check that nobody has published this folder. Files that other attempts have left there stay."""
+        """Check that no process has published this folder. Files that earlier attempts have left there are kept."""
         if self.is_complete(folder):
             raise FileExistsError(f"{self.path(folder)} is a finished checkpoint")
 
     @contextlib.contextmanager
     def create(self, folder: str, name: str) -> Iterator[Any]:
-        """Open a binary file for writing; it appears after the `with` block, or not at all.
+        """Open a binary file for writing. The file appears after the `with` block, or not at all.
 
         Raises:
-            FileExistsError: there is a file of this name, and it is no data file.
+            FileExistsError: a file with this name exists, and is not a data file.
         """
         key = f"{folder}/{name}"
         with reported():
@@ -101,13 +101,13 @@ class Objects:
             import obstore
             from obstore.exceptions import BaseError
 
-            # An exception leaves the file without its end: the store shows no object of this name.
+            # After an exception, the upload remains incomplete, and the store shows no object with this name.
             writer = obstore.open_writer(self._store, key, buffer_size=PART_BYTES, max_concurrency=4)
             yield writer
             try:
                 writer.close()
-            # The answer to the last request may have been lost: sent again, it finds no upload to complete. Only this
-            # attempt writes under this name, so the file is whole if there is one.
+            # The response to the last request may have been lost. A retry of this request then finds no upload to
+            # complete, and fails. Only this attempt writes under this name, so the file is complete if it exists.
             except (BaseError, OSError):
                 if not self._exists(key):
                     raise
@@ -117,14 +117,14 @@ class Objects:
         yield Reading(self._store, f"{folder}/{name}", name)
 
     def publish(self, folder: str, raw: bytes, attempt: str) -> str:
-        """Create the manifest on the condition that there is none, which makes the folder a checkpoint.
+        """Create the manifest on the condition that it does not exist yet. The manifest makes the folder a checkpoint.
 
         Returns:
-            ''
+            An empty string, because a published checkpoint is durable.
 
         Raises:
-            FileExistsError: another process has published this folder.
-            Unreachable: the store has not answered.
+            FileExistsError: a different process has published this folder.
+            Unreachable: the store has not responded.
         """
         self._in_doubt.add(attempt)
         try:
@@ -136,9 +136,10 @@ class Objects:
         return ""
 
     def discard(self, folder: str, attempt: str) -> None:
-        """Delete the data files of an attempt that has failed.
+        """Delete the data files of a failed attempt.
 
-        Does nothing if the store may still publish the attempt's manifest: its request is sent, and has no answer.
+        Does nothing if the store may still publish the attempt's manifest, because the store has not responded to the
+        request.
         """
         if attempt not in self._in_doubt:
             with reported():
@@ -146,11 +147,11 @@ class Objects:
             self._delete(entry["path"] for entry in found if entry["path"].endswith(f"{attempt}.bin"))
 
     def retire(self, folder: str) -> None:
-        """Delete a checkpoint. Files that its manifest does not name stay, as another attempt may be writing them."""
+        """Delete a checkpoint. Files that its manifest does not name are kept: another attempt may be writing them."""
         self._delete_in_order(f"{folder}/{name}" for name in self._belonging(folder))
 
     def move(self, folder: str, into: str) -> None:
-        """Copy a checkpoint into the folder `into`, its manifest last, and delete it here, its manifest first."""
+        """Move a checkpoint into the folder `into`. Its manifest is copied last, and the old manifest deleted first."""
         sizes = self._belonging(folder)
         manifest_bytes = sizes.pop(NAME)
         with ThreadPoolExecutor(PARALLEL) as threads:
@@ -168,7 +169,7 @@ class Objects:
         """Delete the leftovers that are older than LEFTOVER_AGE.
 
         Returns:
-            A line for each folder with leftovers, also those that are too young to be deleted.
+            A line for each folder with leftovers, including leftovers that are too recent to be deleted.
         """
         files: dict[str, dict[str, Any]] = defaultdict(dict)
         for entry in self._all(""):
@@ -182,13 +183,13 @@ class Objects:
             if NAME in entries:
                 try:
                     named = [*self._named(folder), NAME]
-                # The manifest of a damaged checkpoint names nothing that can be trusted.
+                # The names in a damaged manifest cannot be trusted.
                 except ValueError:
                     continue
             left = [entry for name, entry in entries.items() if name not in named]
             old = [entry["path"] for entry in left if now - entry["last_modified"] > LEFTOVER_AGE]
             self._delete(old)
-            # A young probe is that of a start, perhaps of this one.
+            # A recent probe belongs to a run that is starting, perhaps to this run.
             if left and (old or not folder.startswith(PROBE)):
                 lines.append(self._line(folder, left, len(old)))
         return lines
@@ -197,7 +198,7 @@ class Objects:
         return None
 
     def _line(self, folder: str, left: list[dict[str, Any]], n_deleted: int) -> str:
-        """A line about the leftovers of a folder, and how many of them have been deleted."""
+        """A line about the leftovers in a folder, with the number of deleted leftovers."""
         n_bytes = sum(entry["size"] for entry in left)
         hours = LEFTOVER_AGE.total_seconds() / 3600
         return (
@@ -206,16 +207,16 @@ class Objects:
         )
 
     def _named(self, folder: str) -> list[str]:
-        """The names of a checkpoint's data files, from its manifest."""
+        """The names of a checkpoint's data files, read from the manifest."""
         with self.open(folder, NAME) as file:
             return list(manifest.parse(file.read(), self.sizes(folder)).files)
 
     def _belonging(self, folder: str) -> dict[str, int]:
-        """The sizes of a checkpoint's files, by name: all files, but for those that other attempts have left."""
+        """The sizes of a checkpoint's files, by name. Data files that other attempts have left are excluded."""
         sizes = self.sizes(folder)
         try:
             named = self._named(folder)
-        # A damaged checkpoint does not say what belongs to it.
+        # A damaged manifest does not tell which files belong to the checkpoint.
         except ValueError:
             return sizes
         return {name: size for name, size in sizes.items() if name in named or not DATA_FILE.fullmatch(name)}
@@ -233,7 +234,7 @@ class Objects:
         return True
 
     def _delete_in_order(self, keys: Iterable[str]) -> None:
-        """Delete the manifest first: half a folder must not count as a checkpoint."""
+        """Delete objects, manifests first, so that a partly deleted folder does not count as a checkpoint."""
         first, rest = [], []
         for key in keys:
             (first if key.endswith(f"/{NAME}") else rest).append(key)
@@ -243,7 +244,7 @@ class Objects:
     def _delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         if keys:
-            # S3 says nothing about names that are not there, and other stores raise this error.
+            # S3 ignores names that do not exist; other stores raise this error.
             with reported(), contextlib.suppress(FileNotFoundError):
                 self._store.delete(keys)
 
@@ -264,7 +265,7 @@ class Objects:
 
 
 class Reading:
-    """A file of an object store: each read is one request for exactly the bytes that are wanted."""
+    """A file in an object store. Each read is one request for exactly the bytes to read."""
 
     def __init__(self, store: Any, key: str, name: str) -> None:
         self._store, self._key, self._name, self._at = store, key, name, 0
@@ -273,12 +274,12 @@ class Reading:
         self._at = at
 
     def read(self) -> bytes:
-        """The whole file."""
+        """Read the whole file."""
         with self._reported():
             return bytes(self._store.get(self._key).bytes())
 
     def readinto(self, view: memoryview) -> int:
-        """Read at most PART_BYTES, and return their number: a larger answer could take longer than REQUEST_S."""
+        """Read at most PART_BYTES, because more could take longer than REQUEST_S. Returns the number of bytes read."""
         wanted = min(len(view), PART_BYTES)
         with self._reported():
             data = self._store.get_range(self._key, start=self._at, length=wanted)

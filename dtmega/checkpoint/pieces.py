@@ -47,7 +47,7 @@ class Pieces:
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Wrap each tensor that is held as several boxes in a `Pieces` object; other tensors stay as they are."""
+    """Wrap each tensor that is held as several boxes in a `Pieces` object. All other tensors remain unchanged."""
     replaced: dict[str, Any] = {}
     for name, tensor in tensors.items():
         replaced[name] = Pieces(tensor) if isinstance(tensor, DTensor) and in_parts(tensor) else tensor
@@ -77,7 +77,7 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        # torch's own set-up handles only tensors, so the `Pieces` objects are put in afterwards.
+        # torch's own set-up handles only tensors, so the `Pieces` objects are inserted afterwards.
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = _as_pieces(state_dict)
 

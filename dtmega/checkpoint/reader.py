@@ -51,8 +51,8 @@ class Checkpoint:
     def hold(self) -> Checkpoint:
         """Open every data file now, so that the files stay readable even if a run in progress deletes the checkpoint.
 
-        Does nothing if there are more data files than a process may open. Does nothing under a URL either: an open file
-        there loses its content when the file is deleted.
+        Does nothing if there are more data files than a process may open. Does nothing under a URL either, because an
+        open file under a URL becomes unreadable when the file is deleted.
 
         Returns:
             This checkpoint.
@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """(dtype, shape) of each tensor, by name."""
+        """Name of each tensor -> (dtype, shape)."""
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
@@ -109,7 +109,7 @@ class Checkpoint:
 
         Args:
             name: name of the tensor that the chunk belongs to.
-            chunk: the chunk's entry in the manifest.
+            chunk: entry of the chunk in the manifest.
             box: slices within the chunk, one per dim.
 
         Raises:
@@ -118,10 +118,10 @@ class Checkpoint:
         return self.read_extents([extent(self.manifest, name, chunk, box)])[0]
 
     def read_extents(self, extents: Sequence[Extent]) -> list[Tensor]:
-        """Read boxes whose bytes are side by side in one data file, and verify the blocks that hold them.
+        """Read boxes whose bytes are adjacent in one data file, and verify the blocks that hold the boxes.
 
         Args:
-            extents: boxes and their bytes; a group of `data_files.side_by_side`.
+            extents: boxes and their bytes: one group from `data_files.side_by_side`.
 
         Returns:
             The content of each box.

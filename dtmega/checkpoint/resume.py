@@ -67,7 +67,7 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
 
     Raises:
         ValueError: `path` has no checkpoint, or no checkpoint of this step.
-        Damaged: none of the checkpoints is intact.
+        Damaged: all checkpoints are damaged.
     """
     files, folder = split_path(path)
     if folder in files.folders() and manifest.NAME in files.sizes(folder):
@@ -182,7 +182,7 @@ def find_checkpoints(
     """The checkpoints that the run may resume from according to `[checkpoint] resume`.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         identity: identity of the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
@@ -228,8 +228,8 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     """Refuse to resume from a checkpoint that belongs to a different run.
 
     Args:
-        checkpoint: the checkpoint to resume from.
-        cfg: the run's configuration.
+        checkpoint: checkpoint to resume from.
+        cfg: configuration of the run.
         identity: identity of the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
@@ -303,7 +303,7 @@ def set_aside_newer(cfg: config.Config, step: int) -> None:
     """Move the checkpoints of steps after `step` into a folder `superseded-N`.
 
     The run restarts from `step`. Without the move, the next startup would resume from one of the later checkpoints.
-    Leftovers of killed saves are deleted, or named if it is not sure that they are leftovers.
+    Leftovers of killed saves are deleted. Files that may or may not be leftovers are reported to the user.
     """
     files = open_root(root_of(cfg))
     # A leftover that cannot be deleted only takes up space.

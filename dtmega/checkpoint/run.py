@@ -41,9 +41,9 @@ class SaveOutcome(NamedTuple):
     """The result of one save.
 
     Attributes:
-        step: the step that was saved.
-        stall_s: seconds that training waited for the save.
-        error: reason why the save failed; '' if it succeeded.
+        step: number of the step that was saved.
+        stall_s: seconds for which training waited for the save.
+        error: reason why the save failed; '' if the save succeeded.
         warning: reason why the new checkpoint might not survive a power cut; usually ''.
     """
 
@@ -62,13 +62,13 @@ class Checkpoints:
     `poll` publishes the checkpoint between two later steps.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         device: device for tensors that are sent through the default process group.
 
     Attributes:
         newest: path of the newest complete checkpoint that this object has loaded or saved; '' before the first load or
             save.
-        base: weights that checkpoints leave out; None if they hold all weights. Set before the first save.
+        base: weights that checkpoints leave out; None if checkpoints hold all weights. Set before the first save.
         best: folder name of the checkpoint with the best validation loss, which is kept in addition to the newest
             checkpoints; '' if validations are not compared.
     """
@@ -87,13 +87,13 @@ class Checkpoints:
         self._stager = Stager() if cfg.checkpoint.mode == "async" else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
-        self._attempt = ""  # of the save in flight; that of rank 0 counts
+        self._attempt = ""  # id of the save in progress; only rank 0's id is used
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
         """Save a checkpoint, or begin to save it if saving is asynchronous.
 
         Returns:
-            Outcomes of the saves that have ended: this save or, if saving is asynchronous, the previous save.
+            The outcomes of the saves that have ended: this save or, if saving is asynchronous, the previous save.
         """
         ended, step = self.wait(), state.progress.step
         self._best_step = state.health.best_step
@@ -262,7 +262,7 @@ class Checkpoints:
         """Write the manifest into a folder of data files, and give the folder its final name.
 
         Returns:
-            Reason why the new name might not survive a power cut; usually ''.
+            The reason why the new name might not survive a power cut; usually ''.
 
         Raises:
             Failed: the disk, or the library that serves a URL, raised an exception of any type. The caller catches only
@@ -281,8 +281,8 @@ class Checkpoints:
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
-            # Leave the newest `keep - 1` of the others in place. For keep = 1, the slice would be [:0], and `or None`
-            # makes it [:].
+            # Keep the newest `keep - 1` of these checkpoints. For keep = 1, the slice would be [:0], and `or None`
+            # changes it to [:].
             for old in others[: -keep + 1 or None]:
                 # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
                 if old == self._named:

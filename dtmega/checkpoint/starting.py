@@ -1,6 +1,6 @@
-"""The weights that a start of a run reads beside its checkpoint: all of a new run, or those that were frozen.
+"""The weights that a run reads at startup in addition to its checkpoint: all weights of a new run, or frozen weights.
 
-`base.py` says what a checkpoint without frozen weights holds instead of them.
+`base.py` describes what a checkpoint holds in place of frozen weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dtmega.formats.sources import Source
 def weights_beside(
     cfg: config.Config, candidates: Sequence[Checkpoint], weights_of: Callable[[config.Model], Source | None]
 ) -> Source | None:
-    """Open the weights that a start reads beside its checkpoint; None if there are none.
+    """Open the weights that a run reads in addition to its checkpoint; None if there are no such weights.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        weights_of: the family's method `weights`.
+        weights_of: method `weights` of the model family.
 
     Raises:
         ValueError: a run with frozen weights has no weights to start from, or its base is missing.
@@ -58,21 +58,21 @@ def load_beside(
     model: config.Model,
     was: Base | None,
 ) -> dict[str, str]:
-    """Fill this rank's part of a model from the weights beside its checkpoint. All ranks call this function.
+    """Fill this rank's part of a model with the weights that its checkpoint leaves out. All ranks call this function.
 
     Args:
         source: result of `weights_beside`.
-        stored: names and tensors of this rank, without those of adapters. A name may appear twice.
+        stored: names and tensors of this rank, without adapters. A name may appear twice.
         counted: names of the frozen parameters that this rank counts in sums over `group`.
-        group: ranks that hold the model once.
-        model: the [model] section.
+        group: process group of the ranks that together hold the model once.
+        model: [model] section of the configuration.
         was: description of the base in the checkpoint; None for a new run.
 
     Returns:
         The digests of the frozen tensors, by name.
 
     Raises:
-        ValueError: the weights are not those that the run started from.
+        ValueError: the weights differ from the weights that the run started from.
     """
     if was is not None:
         stored = ((name, tensor) for name, tensor in stored if name in was.digests)

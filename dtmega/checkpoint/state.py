@@ -68,13 +68,13 @@ class State(BaseModel):
         updates: number of weight updates; AdamW calls this number `step`.
         recent: (loss, gradient norm) pairs of the last steps, if [train] skip_spikes needs them.
         loss_scale: state of float16's loss scale; None in other precisions.
-        exact: grids and fixed values of [run] exact; None without.
+        exact: grids and fixed values of [run] exact; None without [run] exact.
         health: counts of high losses.
-        base: weights that the run started from, if the checkpoint holds only what was trained; else None.
+        base: weights that the run started from, if the checkpoint holds only trained weights; otherwise None.
         identity: everything that determines the run's results, except the weights: for example, the seed, and digests
             of the data and the tokenizer. Empty in a checkpoint that holds weights only.
-        config: the run's resolved configuration, by section.
-        digest: digest of the directory that the model is read from; '' if there is no such directory.
+        config: resolved configuration of the run, by section.
+        digest: digest of the directory from which the model is read; '' if there is no such directory.
         layout: number of processes, and size of each mesh axis; for human readers.
         versions: versions of dtmega, torch and Python that wrote the checkpoint; for human readers.
     """

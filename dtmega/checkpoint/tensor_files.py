@@ -83,9 +83,9 @@ def save(
         folder: name of the folder to make; leftovers under this name are deleted.
         tensors: tensors as this rank holds them, by name in the checkpoint.
         step: step number to record in the manifest.
-        state: the run's state as a JSON object, to record in the manifest.
+        state: state of the run as a JSON object, to record in the manifest.
         group: process group of all ranks; nothing else may use this group during the save.
-        attempt: end of the names of the data files, from the place's `new_attempt`; that of rank 0 counts.
+        attempt: suffix for the names of the data files, from the place's `new_attempt`; only rank 0's suffix is used.
 
     Returns:
         The manifest on rank 0, where the caller still has to write it; None on all other ranks.
@@ -108,7 +108,7 @@ def load_tensors(
     """Fill tensors in place. Each rank reads the parts that it holds. All ranks call this function.
 
     Args:
-        checkpoint: the checkpoint to read.
+        checkpoint: checkpoint to read.
         tensors: tensors to fill, by name in the checkpoint. The names differ between pipeline stages.
         group: process group of all ranks.
         pace: heartbeats for the ranks that wait for this rank; None if no rank waits.
@@ -142,11 +142,11 @@ class _Writer(StorageWriter):
     """The storage side of a save: each rank writes `data-RANK.bin`, and the coordinator (rank 0) makes the manifest.
 
     Attributes:
-        manifest: the finished manifest on the coordinator; None until `finish` has run, and on the other ranks.
+        manifest: finished manifest on the coordinator; None before `finish` has run, and on all other ranks.
     """
 
     manifest: Manifest | None = None
-    _block_bytes = 0  # on the coordinator, the size of a block
+    _block_bytes = 0  # size of a block; set only on the coordinator
 
     def __init__(self, files: Place, folder: str, step: int, state: dict[str, Any], attempt: str) -> None:
         self._files, self._folder, self._step, self._state, self._attempt = files, folder, step, state, attempt
@@ -158,7 +158,7 @@ class _Writer(StorageWriter):
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Drop empty boxes, which some ranks hold if a dim is shorter than the mesh axis that shards the dim."""
+        """Drop empty boxes, which some ranks hold if a dim has fewer elements than the mesh axis has ranks."""
         items = []
         for item in plan.items:
             data = item.tensor_data
@@ -263,7 +263,7 @@ class _Reader(StorageReader):
         return done
 
     def _contents(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Tensor]]:
-        """Read the items, in any order, as many at the same time as is worth doing where the checkpoint is."""
+        """Read the items, in any order. The number of concurrent reads depends on the place of the checkpoint."""
         extents = [self._extent(item) for item in items]
         groups = deque(side_by_side(extents, PART_BYTES))
         at_once = self._checkpoint.files.parallel_reads
@@ -283,7 +283,7 @@ class _Reader(StorageReader):
                 yield from zip([items[i] for i in group], contents.result(), strict=True)
 
     def _extent(self, item: ReadItem) -> Extent:
-        """The bytes of one box of a stored chunk."""
+        """The location of one box's bytes in a stored chunk."""
         name, number = item.storage_index.fqn, item.storage_index.index
         assert number is not None
         chunk = self._checkpoint.manifest.tensors[name].chunks[number]
@@ -296,6 +296,6 @@ class _Reader(StorageReader):
 
 
 def _n_bytes(item: WriteItem) -> int:
-    """The bytes of a box that is to be written."""
+    """The size in bytes of a box to write."""
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint holds, by name: weights, and the optimizer's state for each trained parameter."""
+"""The tensors in a checkpoint, by name: the weights, and the optimizer's state for each trained parameter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensors_of(
     Args:
         stored: parameters and buffers as this rank holds them, by name.
         optimizer: optimizer of the trained parameters.
-        base: base that holds the frozen parameters; None if the checkpoint holds all of them.
+        base: base that holds the frozen parameters; None if the checkpoint holds all parameters.
     """
     elsewhere = base.digests if base else {}
     stored = {n: p for n, p in stored.items() if n not in elsewhere}
@@ -44,16 +44,16 @@ def targets_of(
     n_updates: int,
     base: Base | None = None,
 ) -> dict[str, list[Tensor]]:
-    """The tensors to fill, keyed by their names in the checkpoint (see `tensors_of`).
+    """The tensors to fill, by their names in the checkpoint (see `tensors_of`).
 
     Replaces the optimizer's state with zero tensors, and includes these tensors in the result.
 
     Args:
-        checkpoint: the checkpoint to load.
+        checkpoint: checkpoint to load.
         stored: names and parameters of this rank; a name may appear twice.
         optimizer: optimizer of these parameters.
         n_updates: number of weight updates so far.
-        base: base that holds the tensors that the checkpoint leaves out; None if it leaves out none.
+        base: base that holds the tensors that the checkpoint leaves out; None if the checkpoint holds all tensors.
 
     Raises:
         ValueError: the checkpoint lacks a tensor, or holds a tensor in a different shape.
@@ -63,7 +63,7 @@ def targets_of(
     kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}
     optimizer.state.clear()
-    # With Muon, matrices have other moments than the parameters that AdamW trains.
+    # With Muon, the moments of matrices differ from those of the parameters that AdamW trains.
     kinds_of: dict[Tensor, Sequence[str]] = {}
     for group in optimizer.param_groups if kinds else ():
         kinds_of |= dict.fromkeys(group["params"], group.get("moments", kinds))

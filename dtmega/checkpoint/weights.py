@@ -31,7 +31,7 @@ class Weights:
 
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """(dtype, shape) of each weight, by name."""
+        """Name of each weight -> (dtype, shape)."""
         tensors = self.checkpoint.tensors
         return {name.removeprefix("model/"): tensors[name] for name in tensors if name.startswith("model/")}
 
@@ -40,13 +40,13 @@ class Weights:
 
 
 class Merged:
-    """The weights of a run whose checkpoints hold only what was trained, as a `Source` of whole weights.
+    """The weights of a run whose checkpoints hold only trained parameters, as a `Source` of whole weights.
 
     Frozen weights come from the base. An adapter is added to its layer's weight: W + (alpha / r) B A, in fp32. A frozen
-    tensor that is read as a whole is compared with its digest; `verify` compares those that are read in parts.
+    tensor that is read as a whole is compared with its digest; `verify` compares tensors that are read in parts.
 
     Args:
-        checkpoint: the run's checkpoint.
+        checkpoint: checkpoint of the run.
         base: weights of the base.
         path: path of the base.
         vocab: value of [model] vocab_size.
@@ -89,16 +89,18 @@ class Merged:
         return weight.float() + (update.t() if layer in self.base.transposed else update)
 
     def verify(self, counted: Collection[str], group: dist.ProcessGroup | None = None) -> None:
-        """Compare what has been read from the base with the digests in the checkpoint; the arguments of `digests`.
+        """Compare the tensors read from the base with the digests in the checkpoint.
+
+        The arguments are the same as for `Digesting.digests`.
 
         Raises:
-            ValueError: the base is not the base of the run.
+            ValueError: the tensors do not come from the base of the run.
         """
         frozen = [name for name in counted if name in self.base.digests]
         self.base.check(self._frozen.digests(frozen, group), self.path)
 
     def _layer(self, name: str) -> str:
-        """The layer whose adapter changes the tensor with this name; '' if there is none."""
+        """The name of the layer whose adapter changes the tensor with this name; '' if no adapter changes it."""
         layer = name.removesuffix(".weight")
         return layer if f"{layer}.lora_a" in self._stored.tensors else ""
 
@@ -109,16 +111,16 @@ def whole_weights(
     weights_of: Callable[[config.Model], Source | None],
     base_path: str = "",
 ) -> Source:
-    """All weights of a checkpoint's model, even if the checkpoint holds only what was trained.
+    """All weights of a checkpoint's model, even if the checkpoint holds only trained parameters.
 
     Args:
-        checkpoint: the checkpoint.
-        model: the [model] section, with the current path of the model's directory.
-        weights_of: the family's method `weights`, to open the base.
-        base_path: path of the base now; '' if the base has not moved.
+        checkpoint: checkpoint to read.
+        model: [model] section, with the current path of the model's directory.
+        weights_of: method `weights` of the model family, which opens the base.
+        base_path: current path of the base; '' if the base has not moved.
 
     Raises:
-        ValueError: the base is missing, or belongs to another model.
+        ValueError: the base is missing, or belongs to a different model.
     """
     state = state_of(checkpoint)
     if state.base is None:
@@ -138,9 +140,9 @@ def open_checkpoint_weights(
     """Open the checkpoint that `[model] init_from` names, and check that its weights fit the other keys of [model].
 
     Args:
-        model: the run's [model] section.
-        weights_of: the family's method `weights`, to open the base of a checkpoint that holds only what was trained.
-        digest: digest of the directory that the model is read from; '' if there is no such directory.
+        model: [model] section of the run.
+        weights_of: method `weights` of the model family, which opens the base of a checkpoint with frozen weights.
+        digest: digest of the directory from which the model is read; '' if there is no such directory.
 
     Raises:
         ValueError: `[model] init_from` has no checkpoint, or the checkpoint belongs to a different model.
@@ -166,7 +168,7 @@ def open_checkpoint_weights(
             f"{checkpoint.path} is of a model whose config.json has the digest '{state.digest}', not '{digest}' "
             f"([model] init_from, [model] path)"
         )
-    # The base is named by the checkpoint's own section, not by `init_from`, which names the checkpoint.
+    # The [model] section in the checkpoint names the base. The run's own `init_from` names the checkpoint itself.
     own = model.model_copy(update={"init_from": state.config.get("model", {}).get("init_from", "")})
     return whole_weights(checkpoint, own, weights_of, state.config.get("lora", {}).get("base_path", ""))
 

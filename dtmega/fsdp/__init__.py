@@ -24,16 +24,16 @@ from dtmega.ops.shards import dim_of_experts, dim_to_cut
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
     """True if FSDP2 must hold the weights: for shards, casts, CPU offload, or a split backward.
 
-    Otherwise gradients are summed in place (`replicas.py`). If a rank that holds the whole model needs only casts of
-    its weights, `masters.py` makes these casts.
+    If not, gradients are summed in place (`replicas.py`). If each rank holds the whole model and only casts its
+    weights, `masters.py` does the casts.
 
     Args:
+        cfg: configuration of the run.
         sizes: resolved size of each mesh axis.
         splits_backward: whether the schedule splits the backward pass in two.
     """
-    # In a split backward, torch's pass for the weights (`stage_backward_weight`) frees an autograd node at the first
-    # visit, but visits a node again for every further weight that uses it. FSDP's own nodes in the graph separate the
-    # weights.
+    # In a split backward, torch's pass for the weights (`stage_backward_weight`) frees an autograd node at its first
+    # visit, but visits the node once for every weight that uses it. FSDP's own nodes in the graph separate the weights.
     if splits_backward:
         return True
     if keeps_masters(cfg, sizes):
@@ -49,14 +49,15 @@ def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
 
 
 def reshards(cfg: config.Config, pp: int, n_shards: int) -> bool:
-    """True if FSDP frees a block's gathered weights after its forward.
+    """True if FSDP frees a block's gathered weights after the block's forward.
 
     Args:
+        cfg: configuration of the run.
         pp: number of pipeline ranks.
-        n_shards: number of ranks that parameters are sharded over.
+        n_shards: number of ranks over which parameters are sharded.
     """
     if cfg.fsdp.reshard_after_forward == "auto":
-        # Under pp each microbatch would gather the weights again; with one shard there is nothing to free.
+        # In a pipeline, each microbatch would gather the weights again. With one shard, there is nothing to free.
         return pp == 1 and n_shards > 1
     return cfg.fsdp.reshard_after_forward
 
@@ -71,20 +72,24 @@ def apply_fsdp(
     experts: Sequence[nn.Module] = (),
     of_experts: DeviceMesh | None = None,
 ) -> None:
-    """Wrap each block, then the root. The root takes all other parameters, so that tied weights are in one group.
+    """Wrap each block, then the root. The root takes the remaining parameters, so that tied weights are in one group.
 
-    If experts are divided over ep, they are wrapped first, because fewer ranks share them than other parameters.
+    If experts are divided over ep, they are wrapped first, because they are sharded over fewer ranks than the remaining
+    parameters.
 
     Parameters stay fp32 shards; forward and backward use copies in `precision.params`. Gradients are summed, not
     averaged, in `precision.reduce`, because the loss is already divided by the counts of the global batch.
 
     Args:
+        model: root module.
+        blocks: blocks of the model, in order.
         mesh: mesh of the data ranks: 1-D (fsdp), or for HSDP 2-D (dp_replicate, fsdp). HSDP with one shard
             is the same as DDP.
-        reshard: whether to free each block's gathered weights after its forward. The root and the last block keep
-            their gathered weights, because backward starts with the root and the last block, and ends with the root.
+        cfg: configuration of the run.
+        reshard: whether to free each block's gathered weights after the block's forward. The root and the last block
+            keep their gathered weights, because backward starts with these two, and ends with the root.
         experts: modules that are divided over ep; [] if ep is 1.
-        of_experts: mesh of the ranks that hold the same experts, 1-D or 2-D as `mesh`; None if ep is 1.
+        of_experts: mesh of the ranks that hold the same experts, 1-D or 2-D like `mesh`; None if ep is 1.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -92,7 +97,7 @@ def apply_fsdp(
         # The ALiBi bias enters a block as an input and must stay fp32.
         cast_forward_inputs=False,
     )
-    # On a CPU mesh the shards are already in host memory.
+    # On a CPU mesh, the shards are already in host memory.
     offload = cfg.fsdp.cpu_offload and mesh.device_type != "cpu"
     stay_gathered = {model}
     for block in blocks[-1:]:
@@ -114,19 +119,19 @@ def apply_fsdp(
 
 
 def _set_collectives(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Let a wrapped module sum its gradients, by messages on a CPU."""
+    """Make a wrapped module sum gradients instead of averaging them. On a CPU, use the collectives in `sends.py`."""
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)
         if mesh.device_type == "cpu":
             module.set_custom_all_gather(Gathers())  # pyright: ignore[reportArgumentType]
             module.set_custom_reduce_scatter(ReducesAndScatters())  # pyright: ignore[reportArgumentType]
     else:
-        # With a single rank, torch 2.13 would divide the gradients by 1.0, and so copy the gradients once more.
+        # With a single rank, torch 2.13 would divide the gradients by 1.0, which would copy the gradients again.
         module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
     if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
         # Ranks that have not used a parameter contribute zeros to the sum of the parameter's gradients.
         module.set_reduce_scatter_unused_params(True)
-    # Without this call, FSDP asks for a sum scaled by a factor (here 1.0), which gloo does not support.
+    # Without this call, FSDP would request a sum that is scaled by a factor (here 1.0), which gloo does not support.
     module.set_force_sum_reduction_for_comms(True)
 
 
@@ -158,10 +163,10 @@ def _masters(model: nn.Module) -> Masters | None:
 
 
 def release(model: nn.Module) -> None:
-    """Put the fp32 parameters back into the modules, for optimizer and checkpoints, and free gathered weights.
+    """Put the fp32 parameters back into the modules, for the optimizer and checkpoints, and free gathered weights.
 
-    Call this function after the last microbatch, and after a forward without a backward, which leaves copies in the
-    modules.
+    Call this function after the last microbatch, and after a forward without a backward, because such a forward leaves
+    copies in the modules.
     """
     masters = _masters(model)
     if masters is not None:
@@ -178,12 +183,12 @@ def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sh
     `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
 
     Args:
-        model: the model.
+        model: model that trains.
         last_microbatch: whether this is the last microbatch of a step.
         reshard: whether to free each block's gathered weights after each backward.
-        sharded: whether to reduce and scatter the gradients of each microbatch and add them to the sharded
-            gradients (HSDP leaves sums over copies of the shards to the last microbatch). If not, whole gradients are
-            added up on each rank, and reduced in the last microbatch.
+        sharded: whether to reduce-scatter the gradients of each microbatch and add them to the sharded gradients (HSDP
+            leaves sums over copies of the shards to the last microbatch). If False, each rank adds up whole gradients,
+            which are reduced in the last microbatch.
     """
     masters = _masters(model)
     if masters is not None:

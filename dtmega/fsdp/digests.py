@@ -1,8 +1,9 @@
-"""64-bit digests of tensors: parts of a tensor, and tensors of several ranks, have digests that add up.
+"""64-bit digests of tensors. The digests of a tensor's parts, or of tensors on several ranks, can be added up.
 
-A digest is a sum modulo 2^64, over elements, of a hash of the tensor's name, the element's number and its bits. So it
-depends neither on how a tensor is cut nor on the order of the ranks. The hash is the finalizer of SplitMix64
-(`ops/keyed.py`), twice: of the number, and of the result, the name and the bits together.
+A digest is the sum modulo 2^64, over all elements, of a hash of the tensor's name, the element's index and the
+element's bits. The digest therefore depends neither on the cuts of a tensor nor on the order of the ranks. The hash
+applies SplitMix64's finalizer (`ops/keyed.py`) twice: to the index, and then to the result combined with the name and
+the bits.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class Digest:
     """A digest of tensors that are always cut into the same pieces.
 
     Args:
-        keys: the result of `first_keys`.
+        keys: result of `first_keys`.
 
     Attributes:
-        total: the digest, an int64 scalar.
+        total: digest of all pieces so far, an int64 scalar.
     """
 
     def __init__(self, keys: Tensor) -> None:
@@ -36,23 +37,23 @@ class Digest:
 
         Args:
             name: name of the tensor.
-            number: number of the piece.
-            values: the elements, int64, at most PIECE of them.
+            number: index of the piece in the tensor.
+            values: elements of the piece, int64, at most PIECE elements.
         """
         self.total += _hashed(self._keys[: values.numel()], values, f"{name}/{number}")
 
 
 def first_keys(device: torch.device) -> Tensor:
-    """The hashes of the numbers 0 to PIECE - 1, int64 [PIECE]."""
+    """The hashes of the indices 0 to PIECE - 1, int64 [PIECE]."""
     return _mix(torch.arange(PIECE, device=device))
 
 
 @torch.no_grad()
 def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The digest of this rank's part of the weights, an int64 scalar, however they are cut.
+    """The digest of this rank's part of the weights, an int64 scalar. The cuts of the weights do not affect the total.
 
     Args:
-        weights: fp32 weights by their names in the whole model; DTensors if they are cut. None is a scalar.
+        weights: name in the whole model -> fp32 weight, which is a DTensor if it is cut. No weight may be a scalar.
         device: device of the digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -68,12 +69,12 @@ def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
 
 
 def _numbers(shape: torch.Size, offsets: tuple[int, ...], part: Tensor) -> Tensor:
-    """Index of each element of a part in the flattened whole tensor, int64 in the shape of the part.
+    """The index of each element of a part in the flattened whole tensor, int64 in the shape of the part.
 
     Args:
         shape: shape of the whole tensor.
-        offsets: place of the part's first element in the whole tensor.
-        part: the part.
+        offsets: position of the part's first element in the whole tensor.
+        part: part of the tensor.
     """
     numbers = torch.zeros((), dtype=torch.int64, device=part.device)
     for whole_size, offset, size in zip(shape, offsets, part.shape, strict=True):
@@ -86,7 +87,7 @@ def _hashed(keys: Tensor, bits: Tensor, name: str) -> Tensor:
     """The sum of the elements' hashes, an int64 scalar.
 
     Args:
-        keys: hashes of the elements' numbers, int64.
+        keys: hashes of the elements' indices, int64.
         bits: bits of the elements, int64 in the same shape.
         name: name that all elements share.
     """
@@ -96,7 +97,7 @@ def _hashed(keys: Tensor, bits: Tensor, name: str) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """The number that int64 holds for 64 bits."""
+    """Convert an unsigned 64-bit number to the int64 with the same bits."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 
@@ -104,7 +105,7 @@ GOLDEN, FIRST, SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Replace each element of an int64 tensor by its output of SplitMix64, and return the tensor."""
+    """Apply SplitMix64 to each element of an int64 tensor in place, and return the tensor."""
     x += GOLDEN
     shifted = torch.empty_like(x)
     # int64 has no logical shift, so a mask removes the copies of the sign bit.

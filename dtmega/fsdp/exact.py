@@ -1,17 +1,18 @@
-"""Gradients added as integers, so that no data layout, pipeline or order of microbatches changes a bit ([run] exact).
+"""Add gradients as integers, so that no data layout, pipeline or order of microbatches changes a bit ([run] exact).
 
-After each microbatch the gradients are taken from where autograd left them, rounded to the grid of their tensor
-(`ops/fixed_point.py`), and added as int64. A parameter that FSDP2 shards has its sum in shards: the integers of each
-microbatch are reduced and scattered at once. All other sums stay whole, and are all-reduced once a step.
+After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to the grid of their
+parameter (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
+of each microbatch are reduce-scattered at once. All other sums stay whole, and are all-reduced once per step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
-    sums.finish(tied)                    # after the last one: every parameter gets its gradient, or the step fails
-    sums.settle(skipped)                 # after the step: the next grids follow this step's largest gradients
+    sums.finish(tied)                    # after the last microbatch: each parameter gets its gradient, or the step
+    fails sums.settle(skipped)                 # after the step: chooses the next grids from this step's largest
+    gradients
 
-A grid depends on what is equal on all layouts: the largest gradient of any microbatch in the last step that was not
-skipped. In a tensor's first step, it is 1 / the number of microbatches. If a gradient exceeds its grid, all ranks skip
-the step, and the grid is made coarser.
+A grid is chosen from a number that is equal on all layouts: the largest gradient of any microbatch in the last step
+that was not skipped, or, in a tensor's first step, 1 / the number of microbatches. If a gradient exceeds its grid, all
+ranks skip the step, and the grid is made coarser.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from dtmega.ops.shards import local
 
 
 class Groups(NamedTuple):
-    """The groups over which gradients are summed.
+    """The process groups over which gradients are summed.
 
     Attributes:
-        everyone: all ranks, which agree on the largest gradients.
-        shards: the ranks that hold the shards of a parameter.
-        replicas: the ranks that hold the same shard.
-        tp: the ranks that compute parts of some gradients.
+        everyone: group of all ranks, which agree on the largest gradients.
+        shards: group of the ranks that hold the shards of a parameter.
+        replicas: group of the ranks that hold the same shard.
+        tp: group of the ranks that each compute a part of some gradients.
     """
 
     everyone: dist.ProcessGroup
@@ -62,15 +63,15 @@ class SharedByStages(Protocol):
 
 
 class StageSums:
-    """The sums of one stage; a `Sums` of the pipeline.
+    """The integer sums of one stage, with the interface `pipelining.sums.Sums`.
 
     Args:
-        stage: the stage. Its parameters must not be gathered when the first step begins.
-        full_name: function from a parameter's name in the stage to its name in the whole model.
-        ties: names that share one parameter, in groups.
-        read_by_layers: names of the parameters that each layer reads by a call of its own.
-        partial: names of the parameters of whose gradients each tp rank has a part.
-        owner: the sums of all stages.
+        stage: model of the stage. Its parameters must not be gathered when the first step begins.
+        full_name: function that converts a parameter's name in the stage to its name in the whole model.
+        ties: groups of names that share one parameter.
+        read_by_layers: names of the parameters that each layer reads by a separate call.
+        partial: names of the parameters whose gradient on each tp rank is only a part of the whole gradient.
+        owner: integer sums of all stages.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class StageSums:
         return Place(self._stage.get_submodule(module), attribute)
 
     def build(self) -> None:
-        """List the slots: a unit for each group of parameters that FSDP2 gathers at once, or a single unit."""
+        """List the slots in units: one unit per group of parameters that FSDP2 gathers at once, or a single unit."""
         fsdp_units: list[list[Any]] = []
         for module in self._stage.modules():
             if isinstance(module, FSDPModule):
@@ -128,14 +129,14 @@ class StageSums:
             self._stage.set_requires_gradient_sync(False)
 
     def units(self) -> Iterator[set[nn.Parameter]]:
-        """Yield all parameters at once: `swept` takes the gradients of a whole microbatch."""
+        """Yield all parameters as one unit, because `swept` takes the gradients of a whole microbatch."""
         yield set(self._stage.parameters())
 
     def swept(self, microbatch: int) -> None:
         """Add the gradients of a microbatch whose backward has ended.
 
         Args:
-            microbatch: number of the microbatch among this rank's in the step.
+            microbatch: index of the microbatch among this rank's microbatches of the step.
         """
         for unit in self.slots_of_units:
             self._owner.add(unit, microbatch)
@@ -153,20 +154,20 @@ class ExactSums:
     """The gradients of a step on this rank, as sums of integers.
 
     Args:
-        sizes: number of elements of each parameter of the whole model, by name; the same on all ranks.
-        n_parts: number of gradients that one microbatch may contribute to an element: places x tp x cp ranks.
-        groups: groups of ranks to sum over.
+        sizes: name of each parameter of the whole model -> number of elements; the same on all ranks.
+        n_parts: maximum number of gradients that one microbatch contributes to an element: places x tp x cp ranks.
+        groups: process groups to sum over.
         device: device of the sums.
         share: name of this rank's share of a microbatch, which the digests contain.
 
     Attributes:
-        sizes: the argument of this name.
-        of_stage: the sums of each stage of this rank, by number.
+        sizes: value of the argument `sizes`.
+        of_stage: index of each of this rank's stages -> sums of the stage.
         state: largest gradients of the last step that was not skipped, as checkpoints store them.
         overflowed: names of the tensors whose gradients exceeded their grid in the last step.
         finite: whether all gradients of the last step were finite.
-        grids: the grid of each tensor in this step, by name.
-        digests: digest of this rank's rounded gradients of each of its microbatches in this step, by number.
+        grids: name of each tensor -> grid in this step.
+        digests: index of each of this rank's microbatches in this step -> digest of the rounded gradients.
     """
 
     def __init__(
@@ -190,8 +191,8 @@ class ExactSums:
         """Choose the grids of a step.
 
         Args:
-            n_microbatches: number of microbatches of the global batch, on all data ranks together.
-            scale: loss scale, which is divided out before the gradients are rounded.
+            n_microbatches: number of microbatches in the global batch, on all data ranks together.
+            scale: loss scale, by which the gradients are divided before they are rounded.
         """
         for stage in self.of_stage.values():
             if not stage.slots_of_units:
@@ -219,14 +220,14 @@ class ExactSums:
                 seen = functools.partial(digest.add, f"{slot.name}, {self._share}")
                 self.grids[slot.name].add(integers, gradient, self._scale, seen)
             sums.append(integers)
-        # A stage whose blocks have all its parameters has an empty unit for the others.
+        # If all parameters of a stage are in its blocks, the unit for the remaining parameters is empty.
         if shards and unit:
             sums = self._scatter(unit, sums)
         for slot, integers in zip(unit, sums, strict=True):
             slot.total = integers if slot.total is None or not shards else slot.total.add_(integers)
 
     def _scatter(self, unit: Sequence[Slot], wholes: Sequence[Tensor]) -> list[Tensor]:
-        """Sum whole tensors over the ranks with the shards of a parameter: each rank keeps the sum of its shards."""
+        """Reduce-scatter whole tensors over the ranks that shard them: each rank gets the sums for its own shards."""
         n = self._groups.shards.size()
         rows: list[Tensor] = []
         for slot, whole in zip(unit, wholes, strict=True):
@@ -252,10 +253,10 @@ class ExactSums:
     def finish(self, tied: Sequence[SharedByStages]) -> None:
         """Sum over the remaining ranks, and give every trained parameter its gradient.
 
-        If a gradient is not finite or exceeds its grid, no parameter gets a gradient; all ranks agree.
+        If any gradient is not finite or exceeds its grid, no parameter gets a gradient on any rank.
 
         Args:
-            tied: the parameters that several stages have copies of.
+            tied: parameters that have copies in several stages.
         """
         dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._groups.everyone)
         self._found = [value / self._scale for value in host.read(self._largest).tolist()]
@@ -304,10 +305,10 @@ class ExactSums:
         slot.parameter.grad = gradient
 
     def settle(self, skipped: bool) -> None:
-        """Note the largest gradients of a step, for the grids of the next one.
+        """Record the largest gradients of a step, from which the grids of the next step are chosen.
 
         Args:
-            skipped: whether the step has changed no weight. Such a step only makes the grids coarser that it exceeded.
+            skipped: whether the step was skipped. A skipped step only makes the grids that it exceeded coarser.
         """
         names = self.overflowed if skipped else self._index
         for name in names:
@@ -322,7 +323,7 @@ def _sum_of(slot: Slot) -> Tensor:
 
 
 def _all_reduce(totals: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum integers over a group, in place, with one message."""
+    """Sum integer tensors over a group in place, with one all-reduce for all tensors."""
     if group.size() == 1 or not totals:
         return
     flat = torch.cat([total.flatten() for total in totals])

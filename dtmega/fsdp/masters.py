@@ -1,9 +1,9 @@
 """Mixed precision for a model that one rank holds as a whole: fp32 parameters, and copies in the compute dtype.
 
 FSDP2 also offers mixed precision. But even if there is nothing to gather, FSDP2 copies weights twice and moves
-gradients through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The results are
-bit-identical to FSDP2's: each microbatch's gradient is rounded to the dtype of the copies, and then accumulated in
-fp32. With several ranks, `replicas.py` sums the fp32 gradients.
+gradients through two flat buffers (torch 2.13). Here, each weight and gradient is cast only once. The results are
+bit-identical to those of FSDP2: each microbatch's gradient is rounded to the dtype of the copies, and then accumulated
+in fp32. With several ranks, `replicas.py` sums the fp32 gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Masters:
     gradient and freed.
 
     Args:
-        model: the model; its parameters may still be on the meta device.
+        model: model whose parameters get copies. The parameters may still be on the meta device.
         dtype: dtype of the copies.
 
     Attributes:
@@ -68,7 +68,7 @@ class Masters:
             copy.grad = None
             assert gradient is not None
             if master.grad is None:
-                # With empty_like the gradient has the parameter's strides, as the optimizer's kernel expects.
+                # empty_like gives the gradient the parameter's strides, which the optimizer's kernel expects.
                 master.grad = torch.empty_like(master).copy_(gradient)
             else:
                 master.grad += gradient
@@ -101,9 +101,9 @@ class _Slot(NamedTuple):
     """A module attribute that holds a parameter.
 
     Attributes:
-        module: the module.
+        module: module with the attribute.
         name: name of the attribute.
-        master: the fp32 parameter.
+        master: fp32 parameter.
     """
 
     module: nn.Module

@@ -24,12 +24,12 @@ class Replicas:
     """Sums the gradients of one stage over a group of ranks. Every rank holds a copy of the stage.
 
     Sums start block by block, the last block first, as backward finishes the blocks. A block's sum never starts before
-    the sums of later blocks start. So all ranks launch their collectives in one common order, even if the ranks
+    the sums of later blocks start. All ranks therefore launch their collectives in the same order, even if the ranks
     use different parameters.
 
     Args:
-        stage: the stage; its parameters must not be replaced later.
-        blocks: the stage's blocks, in order.
+        stage: model of the stage. Its parameters must not be replaced later.
+        blocks: blocks of the stage, in order.
         group: process group of the ranks that hold a copy of the stage.
     """
 
@@ -74,7 +74,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Note that a parameter's gradient is complete, and launch the units whose gradients are all complete."""
+        """Record that a parameter's gradient is complete, and launch the units whose gradients are all complete."""
         if self._awaited is None:
             return
         for awaited in self._awaited:

@@ -82,10 +82,10 @@ class _Messages(dist.Work):
 
 
 def _exchange(parts: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> _Messages:
-    """Send `parts[i]` to each other rank i, and receive rank i's part for this rank into `received[i]`."""
+    """For each remote rank i, send `parts[i]` to rank i, and receive rank i's part for this rank into `received[i]`."""
     n, rank = group.size(), group.rank()
     messages = []
-    # Each rank sends to the next rank first, then to the rank after the next, and so on. So no rank receives all
+    # Each rank sends to the next rank first, then to the rank after that, and so on, so that no rank receives all
     # messages at once.
     for distance in range(1, n):
         to, source = (rank + distance) % n, (rank - distance) % n

@@ -5,8 +5,8 @@ gradients only once, after a step's last microbatch. In addition, FSDP2's hooks 
 backward in two parts, which computes the gradients of weights.
 
     sums = ShardSums(stage)
-    sums.expect(last)          # before each backward, in which FSDP2 sums each unit's gradients once they are complete
-    for unit in sums.units():  # or after that, in the second part of a backward in two parts:
+    sums.expect(last)          # before each backward, during which FSDP2 sums each unit's complete gradients
+    for unit in sums.units():  # only for the second part of a backward in two parts:
         ...                    # compute the gradients of the unit's parameters
     sums.finish()              # after a step's last microbatch: free the gathered weights
 """
@@ -27,14 +27,14 @@ class ShardSums:
     the blocks. With copies of the shards (HSDP), the sums over the copies are left to the last microbatch.
 
     Args:
-        stage: the stage, wrapped by `apply_fsdp`.
+        stage: model of the stage, wrapped by `apply_fsdp`.
     """
 
     def __init__(self, stage: nn.Module) -> None:
         assert isinstance(stage, FSDPModule)
         self._stage = stage
-        # The last block comes first, and the root last, as in a backward in one part. All ranks use this order,
-        # whatever torch's order of the weights is.
+        # The last block comes first, and the root last, as in a backward in one part. All ranks use this order, no
+        # matter in which order torch lists the weights.
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)][::-1]
 
     def expect(self, last: bool) -> None:
@@ -51,7 +51,7 @@ class ShardSums:
 
     def units(self) -> Iterator[set[nn.Parameter]]:
         """Yield the parameters of each unit, and sum the unit's gradients when the caller resumes the iteration."""
-        # FSDP2's hooks run in parts of the caller's work, and would sum zeros in place of gradients still to come.
+        # FSDP2's hooks also run during the caller's work, and would sum zeros instead of gradients that are not ready.
         self._stage.set_requires_gradient_sync(False)
         seen = set[nn.Parameter]()
         for module in self._modules:
@@ -63,11 +63,11 @@ class ShardSums:
                 module.set_requires_gradient_sync(True, recurse=False)
                 group.post_backward()
                 module.set_requires_gradient_sync(False, recurse=False)
-        # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not.
+        # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not report it.
         _state(self._stage)._root_post_backward_final_callback()
 
     def swept(self, microbatch: int) -> None:
-        """Do nothing after a microbatch: FSDP2 has summed the gradients of each unit already."""
+        """Do nothing after a microbatch, because FSDP2 has already summed the gradients of each unit."""
 
     def finish(self) -> None:
         """Free the gathered weights after a step or an evaluation."""

@@ -1,4 +1,4 @@
-"""The places where autograd leaves a microbatch's gradients, for `exact.py`, which adds them up itself."""
+"""The places where autograd leaves a microbatch's gradients, from which `exact.py` takes them to add them up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Slot:
     """A trained parameter of a stage, and the sum of its gradients in this step.
 
     Attributes:
-        name: name in the whole model.
-        parameter: the parameter that the optimizer updates.
+        name: name of the parameter in the whole model.
+        parameter: parameter that the optimizer updates.
         fsdp: FSDP2's record of the parameter; None without FSDP2.
-        places: the further places of a shared parameter, whose gradients autograd must not add to the first one's.
-        partial: whether each tp rank has a part of the gradient.
-        total: the sum, int64 in the shape of the parameter's local part; None before the first microbatch.
+        places: additional places of a shared parameter. Autograd must not add their gradients to the first place's.
+        partial: whether the gradient on each tp rank is only a part of the whole gradient.
+        total: sum so far, int64 in the shape of the parameter's local part; None before the first microbatch.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, fsdp: Any, places: Sequence[Place], partial: bool) -> None:
@@ -28,7 +28,7 @@ class Slot:
         self.total: Tensor | None = None
 
     def take(self) -> list[Tensor]:
-        """Take this microbatch's gradients, one of each place: whole over the data ranks, this rank's part over tp."""
+        """Take the microbatch's gradients, one per place. They are not sharded by FSDP2, but tp may have cut them."""
         taken: list[Tensor | None] = []
         for place in self.places:
             taken += place.take()
@@ -46,16 +46,17 @@ class Slot:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Shape of the gradients that `take` returns."""
+        """The shape of the gradients that `take` returns."""
         return local(self.parameter).shape if self.fsdp is None else self.fsdp._orig_size
 
 
 class Place:
-    """A further place of a shared parameter: in each forward, the module gets a leaf of its own with the same memory.
+    """An additional place of a shared parameter. In each forward, the place's module gets its own leaf tensor, which
+    shares the parameter's memory.
 
-    Otherwise autograd would add the gradients of all places before they are rounded. Stages of a pipeline hold their
-    places separately, so the sum on one process must round each gradient separately, too. A module that several layers
-    call has a place for each call.
+    Without separate leaves, autograd would add the gradients of all places before rounding. The stages of a pipeline
+    round the gradient of each place separately, so a single process must do the same. A module that several layers call
+    has one place for each call.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -80,7 +81,7 @@ class Place:
             self._shared = None
 
     def _keep(self, leaf: Tensor) -> None:
-        # Under a pipeline, other microbatches may have passed the module since the forward of this one.
+        # In a pipeline, the module may have run forward for more microbatches since this leaf's forward.
         assert leaf.grad is not None
         self._gradients.append(leaf.grad)
         leaf.grad = None

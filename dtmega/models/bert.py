@@ -105,7 +105,7 @@ class Bert(Model):
 
     Attributes:
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the numbers along with the heads.
+            a plan can cut the indices along with the heads.
     """
 
     cfg: config.Bert
@@ -156,12 +156,12 @@ class Bert(Model):
             tokens: token ids, [B, S] int64, in which [MASK] replaces some tokens.
             labels: original token at each masked place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
-            token_types: segment of each token, 0 or 1, [B, S] int64; None: all tokens are in segment 0.
+            token_types: segment of each token, 0 or 1, [B, S] int64; None if all tokens are in segment 0.
             swapped: flag for each sample, [B] int64: 1 if its segments are swapped, otherwise 0; needed with labels.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, this tensor is only this rank's part.
+                the sequence, `hidden` is only this rank's part.
             places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
@@ -207,7 +207,7 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece; padding is counted like text.
+        """The `Piece.attention_flops` of the named piece. Padding is counted like text.
 
         Tokens attend in both directions, which takes twice the FLOPs of a causal decoder.
         """

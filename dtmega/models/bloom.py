@@ -61,7 +61,7 @@ class Bloom(Model):
         slopes: ALiBi slope of each head (arXiv:2108.12409). The slopes are stored as a buffer, so that a plan can cut
             the slopes along with the heads.
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the numbers along with the heads.
+            a plan can cut the indices along with the heads.
     """
 
     cfg: config.Bloom
@@ -108,9 +108,9 @@ class Bloom(Model):
                 Megatron.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
-            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None if all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, this tensor is only this rank's part.
+                the sequence, `hidden` is only this rank's part.
             places: global index of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 

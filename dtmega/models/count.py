@@ -14,7 +14,8 @@ from dtmega.ops.cost import Piece
 def pieces(whole: Model) -> list[Piece]:
     """The pieces of a whole model with their costs, in the pipeline's order.
 
-    A frozen weight costs no gradient of its own, and none of its input if no weight before it is trained.
+    A frozen weight needs no product for its own gradient. It also needs none for the gradient of its input, unless an
+    earlier weight is trained.
     """
     seen = set[int]()
     has_backward = False
@@ -33,12 +34,12 @@ def pieces(whole: Model) -> list[Piece]:
                     elements += parameter.numel()
                 seen.add(id(parameter))
                 per = works_per.get(module, "token")
-                # 2 FLOPs per element each for the output, the gradient of the input, and that of the weight.
+                # 2 FLOPs per element for the output, 2 for the input's gradient, and 2 for the weight's gradient.
                 per_element = 2 + 2 * has_backward + 2 * parameter.requires_grad
                 flops_of_products[per] += per_element * _multiplied(module, parameter, whole.experts_per_token)
                 has_backward |= parameter.requires_grad
         of_decoder, across = whole.decoder_attention_flops(name)
-        # Two thirds of the attention's FLOPs are those of its backward.
+        # Two thirds of the attention's FLOPs belong to its backward.
         passes = 3 if has_backward else 1
         flops = {
             "matmul_flops": flops_of_products["token"],
@@ -56,7 +57,7 @@ def pieces(whole: Model) -> list[Piece]:
 
 
 def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int | None) -> int:
-    """The number of weight elements that each row of activations is multiplied by. A row usually holds one token."""
+    """The number of weight elements by which each row of activations is multiplied. A row usually holds one token."""
     # Look-ups, biases and scales are not matrix products.
     if isinstance(module, nn.Embedding) or weight.ndim < 2:
         return 0

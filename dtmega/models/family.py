@@ -30,13 +30,12 @@ class Family(Protocol):
     Attributes:
         libraries: libraries besides torch whose versions must be the same on all ranks.
         directory: whether the model is read from the directory that [model] path names.
-        formats: formats in which other programs store the family's models, keyed by the program's name in `convert`. A
-            program with several classes for these models has several formats.
-        objectives: training objectives that the family supports, keyed by the value of [data] objective; the default
-            key is "auto".
+        formats: name of a program in `convert` -> formats in which the program stores the family's models. A program
+            with several classes for these models has several formats.
+        objectives: value of [data] objective -> training objective that the family supports. The default key is "auto".
         show: kind of sample that is shown at the end of training.
-        exact: ways of running that benchmarks/exact.py has shown to keep every bit on all layouts ([run] exact):
-            blocks that are "eager" or "compiled", and "tp with pp".
+        exact: ways of running for which benchmarks/exact.py has shown that every bit is equal on all layouts ([run]
+            exact): "eager" or "compiled" blocks, and "tp with pp".
         dtypes: values of [precision] params that the family supports in training. float16 requires heads that multiply
             their gradients by the loss scale (`Model.expect`).
     """
@@ -63,7 +62,7 @@ class Family(Protocol):
     def dtypes(self) -> tuple[str, ...]: ...
 
     def resolve(self, cfg: config.Config) -> config.Config:
-        """Complete the configuration with the values that only the family knows.
+        """Complete the configuration with the values that only the family can determine.
 
         Raises:
             ValueError: the configuration sets keys that the family would ignore or does not support.
@@ -78,7 +77,7 @@ class Family(Protocol):
         """Complete a checkpoint's [model] section again, from the current content of the model's directory.
 
         Args:
-            model: the [model] section that the checkpoint stores.
+            model: [model] section that the checkpoint stores.
             trained: result of `digest` when the model was trained; '' if the digest is not known.
 
         Raises:
@@ -95,11 +94,11 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Build a small model on the default device that tp cuts like the configured one. Also return its config."""
+        """Build a small model that tp cuts like the configured model, on the default device. Also return its config."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:
-        """An objective of this family, with the sums that this model returns beside those of the objective."""
+        """Complete an objective of this family with the additional sums that this model returns."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
@@ -116,10 +115,10 @@ class Family(Protocol):
         ...
 
     def attends_by_heads(self, cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-        """True if attention under cp exchanges heads, False if it gathers keys and values.
+        """True if attention under cp exchanges heads, False if attention gathers keys and values.
 
         Raises:
-            ValueError: [mesh] cp_form asks for a form that does not fit the model.
+            ValueError: [mesh] cp_form selects a form that does not fit the model.
         """
         ...
 
@@ -132,15 +131,18 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage ending with `after` passes on, as meta tensors with this rank's shapes, by name.
+        """The tensors that a stage passes to the next stage, by name, as meta tensors with this rank's shapes.
 
         Args:
+            cfg: configuration of the run.
+            sizes: resolved size of each mesh axis.
+            whole: whole model.
             after: name of the stage's last piece.
         """
         ...
 
     def weights(self, model: config.Model) -> Source | None:
-        """The weights that a new run starts with, keyed by dtmega's names; None if initial values come from the seed.
+        """The weights that a new run starts with, under dtmega's names; None if initial values come from the seed.
 
         Raises:
             ValueError: the folder that [model] init_from or path names has no usable weights, or has the weights of a
@@ -150,7 +152,7 @@ class Family(Protocol):
         ...
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights from a directory saved by transformers, keyed by dtmega's names.
+        """The weights from a directory saved by transformers, under dtmega's names.
 
         Raises:
             ValueError: config.json does not agree with the [model] section, or the tensors belong to a different model.
@@ -158,19 +160,20 @@ class Family(Protocol):
         ...
 
     def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[Any, list[str]]:
-        """The layers of the transformers model that compute what these layers do, and the names of all its modules.
+        """The transformers model's counterparts of these layers, and the names of all modules in that model.
 
         Raises:
-            ValueError: transformers joins several of these layers into one, or has no such model.
+            ValueError: transformers joins several of these layers into one layer, or does not have this model.
         """
         ...
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights stored by another program, keyed by dtmega's names.
+        """The weights that a different program has stored, under dtmega's names.
 
         Args:
-            program: a key of `formats`.
-            source: a whole model's tensors, keyed by the program's names; padding rows of the vocabulary are dropped.
+            program: name of the program, a key of `formats`.
+            source: tensors of a whole model, under the program's names; padding rows of the vocabulary are dropped.
+            model: [model] section of the configuration.
             where: path of the source, for error messages.
 
         Raises:
@@ -183,7 +186,8 @@ class Family(Protocol):
         """The tokenizer in the form in which an exported directory stores it.
 
         Args:
-            data: the [data] section that the model was trained with.
+            tokenizer: tokenizer of the model.
+            data: [data] section with which the model was trained.
 
         Raises:
             ValueError: tokenizer.json cannot express the tokenizer.
@@ -191,14 +195,15 @@ class Family(Protocol):
         ...
 
     def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        """Convert a model to the form that another program stores.
+        """Convert a model to the format of a different program.
 
         Args:
-            program: a key of `formats`.
-            source: the whole model's tensors, keyed by dtmega's names.
+            program: name of the program, a key of `formats`.
+            source: tensors of the whole model, under dtmega's names.
+            model: [model] section of the configuration.
 
         Returns:
-            The program's configuration, and the tensors keyed by the program's names. The tensors have no vocabulary
+            The program's configuration, and the tensors under the program's names. The tensors have no vocabulary
             padding, and each tied tensor appears only once.
 
         Raises:
@@ -210,8 +215,9 @@ class Family(Protocol):
         """Write weights as a directory that transformers can load. All ranks call this method together.
 
         Args:
-            source: the whole model's tensors, keyed by dtmega's names.
+            source: tensors of the whole model, under dtmega's names.
             folder: directory to write.
+            model: [model] section of the configuration.
             tokenizer: content of tokenizer.json; None to export the tokenizer in the model's own directory, if that
                 directory has a tokenizer.
             options: options of `hf.files.export.export`.
@@ -228,6 +234,7 @@ def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
     """The hidden state between two stages, [B, S / parts, D] on meta.
 
     Args:
+        cfg: configuration of the run.
         parts: number of ranks over which the sequence is cut.
         length: key of [data] that holds S.
     """
@@ -237,10 +244,10 @@ def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
 
 
 def check_units(cfg: config.Config, whole: Model) -> None:
-    """Refuse to recompute several layers as a unit in a model that does not run them through `Model.run_layers`.
+    """Refuse to recompute several layers as a unit, if the model does not run its layers through `Model.run_layers`.
 
     Raises:
-        ValueError: [recompute] asks for units of several layers, which the model does not support.
+        ValueError: [recompute] configures units of several layers, which the model does not support.
     """
     if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
         raise ValueError(

@@ -24,7 +24,7 @@ from dtmega.files.console import counted
 from dtmega.models.model import Model
 from dtmega.ops.key_value_cache import KeyValueCache
 
-PADDING = 64  # lengths are padded to a multiple of 64, because some kernels are compiled anew for each length
+PADDING = 64  # lengths are padded to a multiple of PADDING, because some kernels are recompiled for each length
 Settle = Callable[[Tensor], bool]
 
 
@@ -42,14 +42,14 @@ class Sampling:
         end_ids: tokens that end a sample; a sample does not include its end token.
         seed: seed for the random draws.
         temperature: temperature of the softmax; 0 takes the most probable token.
-        top_k: number of most probable tokens to draw from; 0 = all.
+        top_k: number of most probable tokens to draw from; 0 to draw from all tokens.
         top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set
-            of most probable tokens with a total probability of at least top_p; 1 = all.
+            of most probable tokens with a total probability of at least top_p; 1 to draw from all tokens.
         multiple: size of tp, which must divide the sequence length. With a size above 1, all tokens are recomputed for
             every new token.
         settle: function that is called with the tokens just drawn, int64 [B], and may overwrite the tokens, so that
             all ranks use the same tokens. If the function returns False, all samples end.
-        uses_cache: whether to keep keys and values; if not, all tokens are recomputed for every new token.
+        uses_cache: whether to keep keys and values; if False, all tokens are recomputed for every new token.
         prompt_is_prefix: whether each token of the prompt attends to the whole prompt
             (`Objective.prompt_is_prefix`).
     """
@@ -150,7 +150,7 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
     """Sample up to `n` tokens of the decoder's answer to the encoder's text. The encoder runs once.
 
     Args:
-        model: a model with an encoder and a decoder.
+        model: model with an encoder and a decoder.
         tokens: tokens that the encoder reads.
         n: maximum number of tokens in the answer.
         sampling: sampling settings.
@@ -192,8 +192,7 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_se
         model: model whose `longest` limits the sequence.
         tokens: tokens of the prompt.
         multiple: number that must divide the sequence length.
-        answer_is_separate: whether the answer is a sequence of its own, so that the prompt may take all
-            positions.
+        answer_is_separate: whether the answer is a separate sequence, so that the prompt may take all positions.
 
     Raises:
         ValueError: the prompt is empty or too long.
@@ -240,9 +239,9 @@ def _draw_tokens(
     """Draw the tokens that follow each prompt: in each step, one token for every unfinished text.
 
     Args:
-        model: the model that `next_logits` calls.
+        model: model that `next_logits` calls.
         next_logits: function (texts so far, key/value cache) -> logits [B, V] of each text's next token. The cache is
-            None if keys and values are not kept. Texts that have ended stay in the batch unchanged, and their logits
+            None if keys and values are not kept. Texts that have ended remain in the batch unchanged, and their logits
             are ignored.
         prompts: tokens of each prompt.
         limits: maximum number of new tokens for each prompt.
@@ -255,8 +254,8 @@ def _draw_tokens(
     going = [limit > 0 for limit in limits]
     while any(going):
         logits = next_logits(texts, cache)[:, : sampling.vocab_size].float()
-        # Each prompt has its own generator, so that its tokens do not depend on the other prompts. The generators are
-        # made here, on the device of the logits, because FSDP may offload the parameters to the host.
+        # Each prompt has its own generator, so that a prompt's tokens do not depend on the rest of the batch. Make the
+        # generators here, on the device of the logits, because FSDP may offload the parameters to the host.
         if not generators:
             generators = [torch.Generator(logits.device).manual_seed(sampling.seed) for _ in prompts]
         drawn = []

@@ -51,7 +51,7 @@ class GPT(Model):
 
     Attributes:
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the numbers along with the heads.
+            a plan can cut the indices along with the heads.
     """
 
     cfg: config.GPT
@@ -93,13 +93,13 @@ class GPT(Model):
             tokens: token ids, [B, S] int64.
             labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
-            position_ids: index of each token in the position embedding, [B, S] int64, below `longest`; None: `places`
-                are the indices.
+            position_ids: index of each token in the position embedding, [B, S] int64, below `longest`; None to use
+                `places` as the indices.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
-            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None if all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, this tensor is only this rank's part.
+                the sequence, `hidden` is only this rank's part.
             places: global index of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 

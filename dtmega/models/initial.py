@@ -28,11 +28,11 @@ def draw(parameter: Tensor, name: str, seed: int, std: float | None, constant: f
     """Set the initial values of this rank's part of a parameter.
 
     Args:
-        parameter: the parameter, which may be cut.
+        parameter: parameter to fill, which may be cut.
         name: name of the parameter in the whole model.
         seed: seed of the values.
-        std: std of the values; None: all values are `constant`.
-        constant: value of all elements if there is no std.
+        std: standard deviation of the values; None to set all values to `constant`.
+        constant: value of all elements if `std` is None.
     """
     for offsets, part in boxes(parameter):
         if std is None:
@@ -52,7 +52,7 @@ def _values_per_draw(device: torch.device) -> int:
 
 
 def _global_indices(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """Each element's row-major index in the whole tensor, int64 in the shape of `part`.
+    """The row-major index of each element in the whole tensor, int64 in the shape of `part`.
 
     Args:
         part: part of the whole tensor.

@@ -46,7 +46,7 @@ class KeyedDropout(nn.Module):
             sample_ids: global sample indices, [B] int64; may be None only if nothing is dropped.
             places: global place of each token of x, [B, S] int. If x is only a part along S, the plan replaces the
                 places of the whole sequence with the places of that part.
-            channel_ids: global indices of the channels of x, [D] int32; None: x has all channels.
+            channel_ids: global indices of the channels of x, [D] int32; None if x has all channels.
         """
         if self.p == 0.0 or not self.training:
             return x
@@ -115,7 +115,7 @@ class FusedAttention(nn.Module):
     kernels keep the products in fp32.
 
     Args:
-        cfg: the model's sizes and dropout rate.
+        cfg: sizes and dropout rate of the model.
         number: index of the layer, from 1.
     """
 
@@ -171,7 +171,7 @@ class MLP(nn.Module):
     With a gate, the rows of `up` are ordered [F, (value, gate)], so that tp never separates a value from its gate.
 
     Args:
-        cfg: the model's sizes and kind of gate.
+        cfg: sizes and kind of gate of the model.
         form: form of the GELU; Megatron, BLOOM and GPT-2 use the tanh approximation.
     """
 
@@ -202,7 +202,7 @@ class LMHead(nn.Module):
     pad_vocab_to_multiple`); the extra rows produce no logits.
 
     Args:
-        cfg: the model's sizes and the terms of its loss.
+        cfg: sizes of the model and terms of its loss.
         bias: whether to add a bias to the logits. BERT has this bias; BLOOM and GPT do not.
 
     Attributes:
@@ -230,7 +230,7 @@ class LMHead(nn.Module):
         Args:
             h: hidden states, [..., D].
             labels: tokens to predict, [...] int64; the loss ignores labels of -100.
-            label_weights: weight of each token's loss in the sum, [...] fp32; None: all weights are 1.
+            label_weights: weight of each token's loss in the sum, [...] fp32; None if all weights are 1.
         """
         if labels is None:
             bias = None if self.bias is None else self.bias[: self.vocab_size]

@@ -16,7 +16,7 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
     """
     cp, tp = sizes["cp"], sizes["tp"]
     for key, length in lengths.items():
-        # Under a causal mask a rank holds two slices, one from each half of the sequence.
+        # Under a causal mask, a rank holds two slices, one from each half of the sequence.
         n_slices = cp if key in whole.both_ways else 2 * cp
         if cp > 1 and length % n_slices:
             product = f"cp={cp}" if n_slices == cp else f"2 x cp = {n_slices}"
@@ -28,15 +28,16 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
 
 
 def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: Mapping[str, int]) -> bool:
-    """True if attention under cp exchanges heads, False if it gathers keys and values ([mesh] cp_form).
+    """True if attention under cp exchanges heads, False if attention gathers keys and values ([mesh] cp_form).
 
-    Let H and G be this rank's numbers of query heads and key/value heads. Per token of a rank and layer, a forward or a
-    backward of exchanging heads receives 2 (H + G) K (cp - 1) / cp numbers. Gathering receives 2 G K (cp - 1) numbers
-    three times in a step: in forward, before backward, and as gradients in backward. So in a step of p passes (2, or 3
-    with recomputation), 'auto' exchanges heads if cp divides the heads and 3 cp > p (H / G + 1).
+    Let H and G be this rank's numbers of query heads and key/value heads. To exchange heads, a rank receives
+    2 (H + G) K (cp - 1) / cp numbers per token and layer in each forward or backward. To gather keys and values, it
+    receives 2 G K (cp - 1) numbers three times in a step: in forward, before backward, and as gradients in backward. In
+    a step with p passes (2, or 3 with recomputation), 'auto' therefore exchanges heads if cp divides the heads and
+    3 cp > p (H / G + 1).
 
     Raises:
-        ValueError: cp_form is 'heads', and cp does not divide the heads.
+        ValueError: cp_form is 'heads', but cp does not divide the numbers of heads.
     """
     cp, tp = sizes["cp"], sizes["tp"]
     n_local_kv_heads = max(1, n_kv_heads // tp)
@@ -54,7 +55,7 @@ def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: M
 
 
 def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:
-    """The lengths of a model's sequences, each keyed by its [data] key.
+    """The lengths of a model's sequences: [data] key -> length.
 
     Raises:
         ValueError: [data] sets the length of a sequence that the model does not have, such as a decoder sequence.

@@ -1,7 +1,7 @@
 """Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
-Mistral (arXiv:2310.06825) is a Llama whose attention has a window, and Qwen3 (arXiv:2505.09388) one with an RMSNorm on
-each query and key.
+Mistral (arXiv:2310.06825) is a Llama whose attention has a window. Qwen3 (arXiv:2505.09388) is a Llama with an RMSNorm
+on each query and key.
 
 bloom.py explains how a model written for one device also runs in pieces.
 """
@@ -23,7 +23,7 @@ from dtmega.ops.attention import attention
 from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.key_value_cache import KeyValueCache
 
-Rules: TypeAlias = Mapping[int, AttentionRule]  # rule of a batch for each window; 0 means no window
+Rules: TypeAlias = Mapping[int, AttentionRule]  # window (0 for no window) -> attention rule of the batch
 
 
 class Rotation(NamedTuple):
@@ -48,7 +48,7 @@ class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): each of the `n_kv_heads` KV heads serves a group of query heads.
 
     Args:
-        cfg: the model's sizes.
+        cfg: sizes of the model.
         layer: number of the layer, from 0.
     """
 
@@ -80,8 +80,8 @@ class MLP(nn.Module):
     """The SwiGLU gated feed-forward layer (arXiv:2002.05202): down(silu(gate x) * up x).
 
     Args:
-        hidden_size: D, the width of the hidden state.
-        ffn: F, the width inside the layer.
+        hidden_size: width of the hidden state, D.
+        ffn: width inside the layer, F.
     """
 
     def __init__(self, hidden_size: int, ffn: int) -> None:
@@ -98,7 +98,7 @@ class Block(nn.Module):
     """One layer: h + attn(norm h), then h + mlp(norm h).
 
     Args:
-        cfg: the model's sizes.
+        cfg: sizes of the model.
         layer: number of the layer, from 0.
     """
 
@@ -118,7 +118,7 @@ class Llama(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        block: class of a layer, called with the model's sizes and the number of the layer.
+        block: class of a layer, called with the sizes of the model and the number of the layer.
         frequencies: rotation angle per position, for each pair of channels. All heads use the same frequencies, so no
             plan cuts them.
     """
@@ -164,9 +164,9 @@ class Llama(Model):
             position_ids: positions for the rotation of queries and keys, [B, S] int64; None to use `places`.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
-            label_weights: weight of each token's loss in the sum, [B, S] fp32; None: all weights are 1.
+            label_weights: weight of each token's loss in the sum, [B, S] fp32; None if all weights are 1.
             hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, this tensor is only this rank's part.
+                the sequence, `hidden` is only this rank's part.
             places: global index of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 
@@ -184,11 +184,11 @@ class Llama(Model):
         return finish(hidden, self.norm, self.head, labels, label_weights)
 
     def rules_and_rotation(self, places: Tensor, position_ids: Tensor | None, **options: Any) -> tuple[Rules, Rotation]:
-        """The rules of attention of this stage's layers, and the rotation of queries and keys.
+        """The attention rules for this stage's layers, and the rotation of queries and keys.
 
         Args:
             places, position_ids: arguments of `forward`.
-            **options: further arguments of `attention_rule`.
+            **options: remaining arguments of `attention_rule`.
         """
         first, *others = sorted({self.cfg.window_of(int(layer)) for layer in self.layers}) or [0]
         rule = attention_rule(places, window=first, causal=True, context=self.context, **options)
@@ -206,7 +206,7 @@ class Llama(Model):
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
-    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low frequencies reduced.
+    """The rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with reduced low frequencies.
 
     Llama 3.1 extends its context by reducing the low frequencies. A frequency with fewer than `rope_low_freq_factor`
     turns within `rope_original_length` positions is divided by `rope_factor`. A frequency with more than

@@ -1,13 +1,13 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): linear layers compute with W + (alpha / r) B A, and W stays frozen.
 
-An adapter belongs to its linear layer, as two more parameters and a number of the same module:
+An adapter consists of three attributes of the linear layer's module, two parameters and a number:
 
     lora_a      A, [r, in]
     lora_b      B, [out, r]; zero at first, so that the model begins as its base
     lora_scale  alpha / r
 
-So whatever cuts, gathers, saves or copies the layer's parameters does the same with the adapter. `plans/adapters.py`
-says how tp cuts an adapter. Without tp, `forward` below replaces the layer's forward.
+All code that cuts, gathers, saves or copies the layer's parameters therefore handles the adapter too.
+`plans/adapters.py` describes how tp cuts an adapter. Without tp, `forward` below replaces the layer's forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dtmega import config
 from dtmega.models.initial import draw
 from dtmega.models.model import Model
 
-A, B = ".lora_a", ".lora_b"  # ends of the parameters' names
+A, B = ".lora_a", ".lora_b"  # suffixes of the parameters' names
 LINEARS = "linears"
 
 
@@ -34,7 +34,7 @@ class Linear(NamedTuple):
     """A linear layer that can have an adapter.
 
     Attributes:
-        module: the layer.
+        module: linear layer.
         outputs: number of output features.
         inputs: number of input features.
         transposed: whether the weight is stored as [in, out], as in transformers' Conv1D.
@@ -52,19 +52,19 @@ def is_adapter(name: str) -> bool:
 
 
 def attach(model: Model, lora: config.Lora) -> None:
-    """Give each target an adapter, and freeze all other parameters, in place.
+    """Give each target layer an adapter, and freeze all other parameters, in place.
 
     Call this function on a whole model on the meta device, before the model is cut into stages.
 
     Args:
-        model: the whole model.
-        lora: section [lora], with a rank.
+        model: whole model.
+        lora: section [lora] of the configuration, with a rank.
 
     Raises:
         ValueError: a pattern matches no linear layer of the blocks.
     """
     dtype = getattr(torch, lora.base)
-    frozen: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays tied
+    frozen: dict[nn.Parameter, nn.Parameter] = {}  # trained parameter -> frozen parameter, so that ties are kept
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in frozen:
@@ -80,13 +80,13 @@ def attach(model: Model, lora: config.Lora) -> None:
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
-    """The forward of a linear layer with an adapter that is whole on this rank."""
+    """The forward of a linear layer whose adapter is whole on this rank."""
     update = F.linear(F.linear(x, module.lora_a), module.lora_b)
     return type(module).forward(module, x) + module.lora_scale * update
 
 
 def linears(model: Model) -> dict[str, Linear]:
-    """The linear layers in the model's blocks, by the name that their weights have in checkpoints."""
+    """The linear layers in the model's blocks, by the names of their weights in checkpoints."""
     inside: set[nn.Module] = set()
     for block in model.blocks():
         inside.update(block.modules())
@@ -107,8 +107,8 @@ def targets(model: Model, patterns: str | Sequence[str]) -> dict[str, Linear]:
     """The linear layers that get adapters, by name.
 
     Args:
-        model: the whole model.
-        patterns: value of [lora] targets. A pattern matches a layer's whole name, or the end of it after a dot.
+        model: whole model.
+        patterns: value of [lora] targets. A pattern matches a layer's whole name, or the part of the name after a dot.
 
     Raises:
         ValueError: a pattern matches no linear layer of the blocks.
@@ -164,7 +164,8 @@ def transposed_layers(model: Model) -> tuple[str, ...]:
 def draw_adapters(model: Model, seed: int) -> None:
     """Set the initial values of this rank's part of each adapter: B to 0, and A to values drawn from the seed.
 
-    The std of A is that of peft's uniform distribution between -1 / sqrt(in) and 1 / sqrt(in).
+    A has the same standard deviation as in peft, which draws from a uniform distribution between -1 / sqrt(in) and
+    1 / sqrt(in).
     """
     for name, parameter in adapters(model):
         std = 1 / math.sqrt(3 * parameter.shape[1]) if name.endswith(A) else None

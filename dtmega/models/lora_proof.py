@@ -1,8 +1,8 @@
-"""A proof at the start of a run that every adapter learns, on a small clone of the model that is cut as the model is.
+"""Prove at the start of a run that every adapter learns, on a small clone that is cut like the model.
 
-A linear layer whose weight is used without a call of the layer, or whose forward is replaced by another one, would
-train no adapter, and nobody would see it. B begins at zero, so that A has no gradient in the first step. After one step
-each B, and after two each A, must have a gradient that is not zero.
+If a model uses a layer's weight without calling the layer, or replaces the layer's forward, the layer's adapter does
+not train, and no error occurs. This proof detects such adapters. B starts at zero, so A has no gradient in the first
+step. Each B must have a nonzero gradient in the first step, and each A in the second step.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dtmega.models.lora import A, B, adapters, draw_adapters, is_adapter
 from dtmega.models.model import Model
 from dtmega.ops.shards import local
 
-HEAD_DIM = 8  # of the clone's attention heads
+HEAD_DIM = 8  # size of the clone's attention heads
 SEED = 1
 RATE = 0.1  # learning rate of the clone's first step
 
 
 def everywhere(names: Iterable[str]) -> list[str]:
-    """Patterns that match the layers of these names with any layer numbers."""
+    """Patterns that match these names with any layer numbers."""
     return sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names})
 
 
 def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
-    """A [model] section of the same family that tp cuts in the same way, with two layers and small sizes.
+    """A [model] section for a small clone with two layers, of the same family, which tp cuts like the run's model.
 
     Args:
-        model: the run's [model] section.
+        model: [model] section of the run.
         tp: number of ranks.
     """
     kv_heads = getattr(model, "n_kv_heads", 0)
@@ -48,7 +48,7 @@ def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
         "hidden_size": hidden,
         "ffn_hidden_size": 2 * hidden,
         "expert_ffn_hidden_size": hidden if getattr(model, "expert_ffn_hidden_size", 0) else 0,
-        "dense_layers": min(1, getattr(model, "dense_layers", 0)),  # so that the other layer has experts
+        "dense_layers": min(1, getattr(model, "dense_layers", 0)),  # so that at least one layer has experts
         "kv_channels": HEAD_DIM if getattr(model, "kv_channels", 0) else 0,
         "vocab_size": 64,
         "pad_vocab_to_multiple": 1,
@@ -63,8 +63,8 @@ def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
     """The names of this rank's adapters in a clone that do not learn in two steps.
 
     Args:
-        clone: the clone, with adapters, cut and allocated. Its values are drawn here.
-        rows: a microbatch.
+        clone: clone with adapters, cut and allocated. This function draws the clone's values.
+        rows: tensors of one microbatch.
     """
     _draw(clone)
     missing: list[str] = []
@@ -92,12 +92,12 @@ def _draw(clone: Model) -> None:
 
 
 def blank_to_text(rows: dict[str, Tensor], vocab: int) -> dict[str, Tensor]:
-    """A microbatch whose tokens and labels are drawn, the same ones on every rank.
+    """Fill a microbatch with random tokens and labels, which are equal on every rank.
 
-    Every token has a label, because a rank whose tokens have none would have no gradient.
+    Every token has a label, because a rank whose tokens have no labels would have no gradient.
 
     Args:
-        rows: rows without text, as `Objective.blank` makes them.
+        rows: tensors of a microbatch without text, from `Objective.blank`.
         vocab: size of the vocabulary.
     """
     generator = torch.Generator().manual_seed(SEED)

@@ -33,30 +33,30 @@ class Model(nn.Module):
     notebook), the tokens are treated as a whole sequence that starts at place 0.
 
     Attributes:
-        cfg: the [model] section of the configuration.
-        layers: blocks of a model with a single stack, keyed by number.
+        cfg: [model] section of the configuration.
+        layers: number of a block -> block, for a model with a single stack.
         ties: groups of parameter names in the whole model. All names in a group share one parameter, and checkpoints
             use the first name.
-        longest: length of the longest sequence that the model has positions for; None: there is no limit.
+        longest: length of the longest sequence for which the model has positions; None for no limit.
         runs_layers: whether the model calls `run_layers` for all layers of a stack. Recomputing several layers as
             a unit needs `run_layers`.
         has_cache: whether forward takes a `cache`, so that generation computes each token once.
         experts_per_token: number of experts that each token uses, for models whose weights [experts, rows, columns]
             stack experts; None for all other models.
-        works_per: unit of work of each module that does not run on every token, keyed by module name. Such a module
-            runs once per labelled token, per decoder token, or per sequence. An entry also applies to all nested
-            modules, and later entries override earlier entries.
+        works_per: name of a module that does not run on every token -> unit of the module's work. Such a module runs
+            once per labelled token, per decoder token, or per sequence. An entry also applies to all nested modules,
+            and later entries override earlier entries.
         lengths: keys of [data] that hold the lengths of the model's sequences.
         both_ways: keys of [data] that hold the lengths of sequences with attention in both directions.
         decoder_rows: names of the batch's tensors that have the length of the decoder's sequence.
-        context: ranks that share the sequences of the current batch; None: this process has whole sequences.
+        context: ranks that share the sequences of the current batch; None if this process has whole sequences.
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' for models without such a
             decoder.
         outputs: names of the weights that compute predictions from the last hidden state.
-        one_backward: reason why backward cannot run in two parts; '' if nothing prevents two parts.
-        read_by_layers: names of the parameters that all layers of a stack read, though no layer contains them.
-        layers_apart: whether each layer reads the parameters of `read_by_layers` by a call of its own, so that their
-            gradients can be taken layer by layer ([run] exact).
+        one_backward: reason why backward cannot run in two parts; '' if it can.
+        read_by_layers: names of the parameters that all layers of a stack read, although no layer contains them.
+        layers_apart: whether each layer reads the parameters of `read_by_layers` by a separate call, so that the
+            gradients of these parameters can be taken layer by layer ([run] exact).
     """
 
     cfg: Any
@@ -118,8 +118,8 @@ class Model(nn.Module):
         """True if attention may use a fused kernel in this forward.
 
         A fused kernel is compiled again for each length, and does not support keyed dropout masks. Forward passes
-        without labels mostly generate text, where each new token changes the length. So only passes with labels and
-        without attention dropout use a fused kernel.
+        without labels mostly generate text, where each new token changes the length. A fused kernel is therefore used
+        only in passes with labels and without attention dropout.
         """
         drops = self.training and attention_dropout > 0
         return labels is not None and not drops
@@ -135,7 +135,7 @@ class Model(nn.Module):
         return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The modules of each piece, including all nested modules, keyed by piece name, in the pipeline's order.
+        """Name of each piece -> modules of the piece, including all nested modules, in the pipeline's order.
 
         By default, modules registered before the blocks belong to the embedding, and modules registered after the
         blocks belong to the head.
@@ -156,19 +156,19 @@ class Model(nn.Module):
         return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece, for a causal decoder."""
+        """The `Piece.attention_flops` of the named piece, for a causal decoder."""
         return 6 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("layers.") else 0
 
     def attention_window(self, piece: str) -> int:
-        """`Piece.window` of the named piece. By default, no layer has a window."""
+        """The `Piece.window` of the named piece. By default, no layer has a window."""
         return 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the named piece. By default, both are 0."""
+        """The `decoder_attention_flops` and `cross_attention_flops` of the named `Piece`. By default, both are 0."""
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """The tensors [B, length, D] that a stage ending with `after` passes on: [data] key of each length, by name.
+        """Name of each tensor [B, length, D] that a stage passes to the next stage -> [data] key of the length.
 
         Args:
             after: name of the stage's last piece.
@@ -191,20 +191,18 @@ class Model(nn.Module):
         """Set the gradient that each head expects backward to pass to the head's sum.
 
         Call this method before each forward pass in training. A head computes its gradient during the forward pass. In
-        float16 the head must multiply the gradient by the sum's factor before rounding, or small gradients become 0.
+        float16, the head must multiply the gradient by the sum's factor before rounding; otherwise, small gradients
+        would become 0.
 
         Args:
-            factors: factor of each sum (loss scale x weight / count), keyed by the sum's name.
+            factors: name of each sum -> factor of the sum (loss scale x weight / count).
         """
         for module in self.modules():
             if hasattr(module, "expected"):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Make the heads that sum a loss over tokens use compiled kernels.
-
-        Runs that compile the blocks call this method.
-        """
+        """Make the heads that sum a loss over tokens use compiled kernels. Called if the blocks are compiled."""
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
@@ -223,7 +221,7 @@ class Model(nn.Module):
                 self.get_submodule(owner).register_parameter(attribute, self.get_parameter(names_here[0]))
 
     def init_std(self, name: str) -> float | None:
-        """The std of N(0, std) for the parameter with this full name; None if `init_constant` fills the parameter."""
+        """The standard deviation for the parameter with this full name; None if `init_constant` fills the parameter."""
         if name.endswith("bias") or "norm" in name:
             return None
         # 2 L of these weights write to the residual stream. Dividing their std by sqrt(2 L) makes the variance of the
@@ -237,14 +235,14 @@ class Model(nn.Module):
         return 1.0 if name.endswith("weight") else 0.0
 
     def unseen(self) -> dict[str, Tensor]:
-        """Masks of the parameter elements that no output depends on, bool in the whole parameter's shape, by name.
+        """Masks of elements that affect no output: parameter name -> mask, bool in the whole parameter's shape.
 
-        The bias of unrotated keys adds one number to all scores of a query, and softmax cancels that number. The
+        The bias of unrotated keys adds the same number to all scores of a query, and softmax cancels this number. The
         gradient of the bias is therefore 0, but computing the gradient leaves rounding noise, which Adam would turn
-        into full steps. So training sets the gradient to 0, and the bias keeps its initial value. The models have this
-        bias only because the checkpoints of other programs contain it.
+        into full steps. To prevent this, training sets the gradient to 0, and the bias keeps its initial value. The
+        models have this bias only because the checkpoints of other programs contain it.
 
-        A module with unseen elements has a method `unseen`, whose masks are keyed by the module's parameter names.
+        A module with unseen elements has a method `unseen` that returns the masks under the module's parameter names.
         """
         masks = {}
         for prefix, module in self.named_modules():
@@ -280,18 +278,18 @@ class Model(nn.Module):
         return matrices
 
     def counts_of_step(self) -> Tensor | None:
-        """Counts of this rank's tokens since the last `after_step`, in the shape of the whole model; None: no counts.
+        """Counts over this rank's tokens since the last `after_step`, in the whole model's shape; None for no counts.
 
-        The counts of all ranks and stages add up to those of the global batch.
+        The counts of all ranks and stages add up to the counts of the global batch.
         """
         return None
 
     def after_step(self, counts: Tensor, skipped: bool) -> None:
-        """Take note of a step's counts over the global batch, and begin to count anew.
+        """Process a step's counts over the global batch, and reset the counts of this rank.
 
         Args:
             counts: sum of all ranks' `counts_of_step`.
-            skipped: whether the step has changed no weight.
+            skipped: whether the step was skipped, so that no weight has changed.
         """
 
     def init_buffers(self, seed: int) -> None:

@@ -25,13 +25,13 @@ class Show(NamedTuple):
     """The kind of sample that a family shows.
 
     Attributes:
-        options: options of `dtmega generate` that `text` takes. Each option has a default. The command's other options
-            are not passed to `text`.
+        options: options of `dtmega generate` that `text` takes. Each option has a default. The command's remaining
+            options are not passed to `text`.
         text: function (model, tokenizer, prompt, **options) -> text to print. The options also include `multiple` and
             `settle` of `Sampling`, and the options that `families.sample_options` derives from the run. The function
             raises a ValueError if it cannot use the prompt.
         reads: [data] keys whose values in the run are also passed to `text` as options.
-        together: function like `text`, but for several prompts that share each forward pass; None: prompts are
+        together: function like `text`, but for several prompts that share each forward pass; None if prompts are
             processed one by one.
     """
 
@@ -51,8 +51,8 @@ def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 
     """Continue a prompt with a decoder. Return the prompt and its continuation.
 
     Args:
-        model: a decoder that returns logits [B, S, V].
-        tokenizer: the model's tokenizer.
+        model: decoder that returns logits [B, S, V].
+        tokenizer: tokenizer of the model.
         prompt: text to continue.
         tokens: maximum number of new tokens.
         options: fields of `Sampling`.
@@ -87,10 +87,10 @@ def filled(
     """The prompt, followed by one line per [MASK] with the most probable tokens for that mask.
 
     Args:
-        model: an encoder that returns the logits [B, S, V] under the key "logits".
-        tokenizer: the model's tokenizer, which has [CLS], [MASK] and [SEP].
+        model: encoder that returns the logits [B, S, V] under the key "logits".
+        tokenizer: tokenizer of the model, which has [CLS], [MASK] and [SEP].
         prompt: text with at least one [MASK].
-        top_k: number of tokens to list per mask; 0 = all.
+        top_k: number of tokens to list per mask; 0 to list all tokens.
         multiple: size of tp, which must divide the sequence length.
         settle: function that is called with the ids of the listed tokens, int64 [masks, top_k], and may overwrite the
             ids (`Sampling.settle`).
@@ -158,8 +158,8 @@ def answered(
     A prompt without any <extra_id_...> gets <extra_id_0> at its end.
 
     Args:
-        model: a model with an encoder and a decoder.
-        tokenizer: the model's tokenizer.
+        model: model with an encoder and a decoder.
+        tokenizer: tokenizer of the model.
         prompt: text in which <extra_id_0> and so on mark the hidden spans.
         tokens: maximum number of tokens in the answer, for all spans together.
         objective, sentinels: values of these [data] keys in training.
@@ -172,7 +172,7 @@ def answered(
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    # In training the encoder's text ended with the end token, except with separate spans (`data/objectives/rows.py`).
+    # In training, the encoder's text ends with the end token, except with separate spans (`data/objectives/rows.py`).
     if objective != "separate-spans":
         read = [*read, known.end]
     sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)
@@ -205,7 +205,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 
 
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
-    """The token ids that follow each sentinel in a decoder's answer, keyed by the sentinel's number.
+    """Number of each sentinel in a decoder's answer -> token ids that follow the sentinel.
 
     Tokens before the first sentinel, which a barely trained model may produce, count as part of span number `first`.
     """

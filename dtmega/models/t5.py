@@ -1,8 +1,8 @@
 """T5 (Raffel et al., arXiv:1910.10683) and T5 v1.1: an encoder, and a decoder that reads the encoder's output.
 
 Positions are relative: each stack learns one number per head and distance bucket, and all layers of the stack add these
-numbers to their attention scores. With other values of the [model] keys, the classes in this file form Megatron's T5,
-which has learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for
+numbers to their attention scores. With different [model] keys, the classes in this file form Megatron's T5, which has
+learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for
 one device also runs in pieces: as pipeline stages, or cut by tensor parallelism.
 """
 
@@ -60,8 +60,9 @@ class Attention(nn.Module):
             sample_ids: global sample indices, [B] int64, which key the dropout masks.
             encoded: encoder's output as the source of keys and values, [B, S, D]; None to compute both from x.
         """
-        # All layers of the decoder read `encoded`. With a view for each layer, autograd first adds what one layer sends
-        # back, and then adds the layers, from the last one to the first. FSDP and pipelines add in this order, too.
+        # All layers of the decoder read `encoded`. With a separate view for each layer, autograd first adds the
+        # gradients within a layer, and then the sums of all layers, from the last layer to the first. FSDP and
+        # pipelines add in the same order.
         source = x if encoded is None else encoded.view_as(encoded)
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
         k = self.k(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, K]
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """The mask of unseen elements in the key projection's bias, bool [H K], by bias name (`Model.unseen`)."""
+        """The unseen elements of the key projection's bias: bias name -> bool mask [H K] (`Model.unseen`)."""
         return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
 
 
@@ -149,7 +150,7 @@ class _Text(NamedTuple):
         tokens: token ids, [B, S] int64.
         places: global index of each token in its sample, [B, S] int64.
         document_ids: index of each token's document, [B, S] int64. A token attends only to tokens of its own
-            document, and padding counts as a separate document. None: all tokens belong to one document.
+            document, and padding counts as a separate document. None if all tokens belong to one document.
     """
 
     tokens: Tensor
@@ -161,15 +162,15 @@ class T5(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        encoder, decoder: blocks of each stack, keyed by number.
+        encoder, decoder: number of a block -> block, for each stack.
         encoder_bias, decoder_bias: relative position biases, [buckets, H], shared by all layers of a stack; None if
             positions are learned.
         memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A
             plan gathers the output here, once for all layers.
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the numbers along with the heads.
+            a plan can cut the indices along with the heads.
         channel_ids: global index of each inner channel of the feed-forward, which keys the dropout of these channels.
-            The numbers are stored as a buffer, so that a plan can cut the numbers along with the channels.
+            The indices are stored as a buffer, so that a plan can cut the indices along with the channels.
     """
 
     cfg: config.T5
@@ -189,8 +190,8 @@ class T5(Model):
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
         # Some schedules run backward in two parts. To find the weights for the second part, torch follows the graph
-        # from each input of the stage. This search gives wrong gradients for the decoder's embedding, which depends on
-        # no input of its stage, and for the table of relative positions, which all layers share.
+        # from each input of the stage. With this search, two gradients would be wrong: that of the decoder's embedding,
+        # which depends on no input of its stage, and that of the table of relative positions, which all layers share.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -255,10 +256,10 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The tensors that a stage passes on.
+        """The tensors that a stage passes to the next stage, as in `Model.handed_on`.
 
-        A stage that ends inside a stack passes on the hidden state. The stage that ends the encoder, and every stage
-        after it, passes on the encoder's output.
+        A stage that ends inside a stack passes on the hidden state. The stage that ends the encoder, and every later
+        stage, passes on the encoder's output.
         """
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
@@ -296,7 +297,7 @@ class T5(Model):
                 arguments or neither. A token attends only to tokens of its own document, in cross-attention too.
                 Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D] or [B, T, D], for stages that begin inside a stack.
-                If a plan cuts the sequence, this tensor is only this rank's part.
+                If a plan cuts the sequence, `hidden` is only this rank's part.
             encoded: encoder's output, [B, S, D], for stages after the encoder; cut like `hidden`. A whole model that
                 gets `encoded` runs only the decoder, so that generation runs the encoder once.
             places, decoder_places: global index of each token in its sample, [B, S] and [B, T] int64.
@@ -326,9 +327,10 @@ class T5(Model):
         if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
             if hidden is not None:
                 handed_on["hidden"] = hidden
-            # A stage that has received the encoder's output hands on a copy of the tensor that its own layers read:
-            # their gradients are then added to that of the later layers, as without a pipeline. What a stage receives
-            # is behind FSDP's hooks, where the gradients of its own layers come as one sum.
+            # A stage that has received the encoder's output passes on a copy of the tensor that its own layers read.
+            # The gradients of its layers are then added one by one to the gradient of the later layers, as without a
+            # pipeline. If the stage passed on the tensor that it received, its layers' gradients would first be summed,
+            # because FSDP's hooks lie between that tensor and the layers.
             if encoded is not None and "encoded" not in handed_on:
                 handed_on["encoded"] = encoded.clone()
             return handed_on
@@ -376,9 +378,9 @@ class T5(Model):
         """Run the decoder's embedding and layers that this stage holds, but not the norm before the head.
 
         Args:
-            target: the decoder's text.
+            target: text of the decoder.
             hidden: decoder's hidden state from the previous stage, [B, T, D]; None if the decoder begins on this stage.
-            source: the encoder's text.
+            source: text of the encoder.
             encoded: encoder's output, [B, S, D].
             sample_ids, cache: arguments of `forward`.
             fused: whether attention may use a fused kernel (`Model.may_fuse`).
@@ -402,7 +404,7 @@ class T5(Model):
             fused=fused,
             context=self.context,
         )
-        # Cross-attention ignores positions: scores get no bias from the table, and only document indices exclude keys.
+        # Cross-attention ignores positions: the table adds no bias to the scores, and only document indices hide keys.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,
@@ -417,9 +419,9 @@ class T5(Model):
         return self.run_layers(layers, hidden, rule, *shared, cross_rule, self.memory(encoded))
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
-        """Apply layers of one stack to `hidden`, as `Model.run_layers` does; the rule comes first in `shared`.
+        """Apply layers of one stack to `hidden`, like `Model.run_layers`. The first item of `shared` is the rule.
 
-        If `layers_apart` is set, each layer looks up the biases of its stack again.
+        If `layers_apart` is set, each layer looks up the biases of its stack separately.
         """
         rule, *others = shared
         if not self.layers_apart or rule.table is None or not torch.is_grad_enabled():
@@ -440,11 +442,11 @@ class T5(Model):
         return bias(buckets.to(self.head_ids.device)).float().T
 
     def init_std(self, name: str) -> float | None:
-        """The std of N(0, std) for the parameter with this full name; None if `init_constant` fills the parameter.
+        """The standard deviation for the parameter with this full name; None if `init_constant` fills the parameter.
 
-        With `init = "normal"` the result is Megatron's std. Otherwise the result is the std of mesh_tensorflow and
-        transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the extra factor
-        1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x uses.
+        With `init = "normal"`, the result is the same as in Megatron. Otherwise it is the same as in mesh_tensorflow
+        and transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the additional
+        factor 1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the same value as in t5x.
         """
         cfg = self.cfg
         if name.endswith(".bias") or "norm" in name:
@@ -468,14 +470,14 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the named piece; padding is counted like text.
+        """The `Piece.attention_flops` of the named piece. Padding is counted like text.
 
         Every token of the encoder attends to all tokens of the encoder.
         """
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """FLOPs of the decoder's self-attention and cross-attention.
+        """The FLOPs of the decoder's self-attention and cross-attention in the named piece.
 
         A decoder token attends to all earlier decoder tokens, on average half of the decoder's sequence, and to all
         encoder tokens.

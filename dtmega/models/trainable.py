@@ -1,4 +1,4 @@
-"""The parameters of a model that a run trains: all of them, or those that [train] freeze and [lora] leave."""
+"""The parameters that a run trains: all parameters, or the parameters that [train] freeze and [lora] do not freeze."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtmega.ops.optim.build import matching
 
 
 class Elements(NamedTuple):
-    """Numbers of elements of a whole model's parameters. A tied parameter counts once.
+    """The numbers of elements in a whole model's parameters. A tied parameter counts once.
 
     Attributes:
-        trained: elements of the parameters that the optimizer updates.
-        frozen: elements of all other parameters.
+        trained: number of elements in the parameters that the optimizer updates.
+        frozen: number of elements in all other parameters.
     """
 
     trained: int
@@ -24,16 +24,16 @@ class Elements(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """The line that a run and a plan print about frozen parameters; [] if there are none."""
+        """The line about frozen parameters that a run and a plan print; [] if no parameters are frozen."""
         return [f"trained: {self.trained:,} parameters; frozen: {self.frozen:,}"] if self.frozen else []
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names in checkpoints match a pattern, in place. Call this function on a whole model.
+    """Freeze, in place, the parameters of a whole model whose names in checkpoints match a pattern.
 
     Args:
-        model: the whole model.
-        patterns: values of [train] freeze; `*` stands for any characters.
+        model: whole model.
+        patterns: value of [train] freeze, a list of patterns; `*` stands for any characters.
 
     Raises:
         ValueError: a pattern matches no parameter, or no parameter is left to train.

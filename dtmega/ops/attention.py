@@ -38,7 +38,7 @@ from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
 from dtmega.ops.keyed import Dropout
 
-MAX_KERNELS = 256  # of FlexAttention outside of compiled blocks, in one process
+MAX_KERNELS = 256  # maximum number of FlexAttention kernels outside compiled blocks, in one process
 FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
 
 
@@ -58,10 +58,11 @@ def attention(
         k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
             k, and so on. With a cache, only the keys and values of the new tokens, [B, G, S, K].
         rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
-        dropout: dropout of the probabilities; None: nothing is dropped.
-        scale: factor of the scores; None: 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
+        dropout: dropout of the probabilities; None for no dropout.
+        scale: factor of the scores; None for 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
             the products q k^T in the dtype of q.
-        softcap: cap(x) = softcap tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: cap(x) = x.
+        softcap: parameter of cap(x) = softcap tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None for
+            cap(x) = x.
 
     Returns:
         Output [B, H, S, K] in the dtype of v; 0 for a query that sees no key.
@@ -122,7 +123,7 @@ def _plain(
     scale: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute one chunk by the plain formula, for what no kernel supports: keyed dropout, learned tables, soft caps."""
+    """Compute one chunk by the plain formula, which supports keyed dropout, learned tables and soft caps."""
     bias = rule.bias(chunk)
     scores = _scores(q, k, bias, scale, softcap)
     # The softmax of a row of -inf is NaN, and so is its gradient. Therefore the row of a query that sees no key is set
@@ -186,7 +187,7 @@ class _ByChunks(torch.autograd.Function):
         dk = torch.zeros_like(k)
         dv = torch.zeros_like(v)
         chunks = list(zip(rule.chunks(), sums, strict=True))
-        # Go from the last chunk to the first, as autograd would, so that the sums have the bits of autograd's sums.
+        # Go from the last chunk to the first, as autograd would, so that the sums have the same bits as in autograd.
         for chunk, log_sum_exp in reversed(chunks):
             queries = slice(chunk.start, chunk.stop)
             keys = slice(chunk.first, chunk.last)
@@ -256,8 +257,8 @@ def _flex(
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
     """FlexAttention for a device type: compiled on CUDA, because the uncompiled function stores all S x S scores.
 
-    A block that is being compiled itself gets the plain function, because Inductor compiles the plain function as part
-    of the block, and Dynamo would warn about the cached function.
+    While a block is being compiled, the result is the uncompiled function: Inductor compiles it as part of the block,
+    and Dynamo would warn about the cached compiled function.
     """
     if device_type != "cuda" or torch.compiler.is_compiling():
         return flex_attention
@@ -266,8 +267,8 @@ def _flex_kernel(device_type: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def _compiled_flex() -> Callable[..., Any]:
-    # Each shape, dtype and rule needs a kernel of its own. After eight of them, torch's default, Dynamo would run the
-    # uncompiled function.
+    # Each combination of shape, dtype and rule needs its own kernel. After eight kernels, which is torch's default
+    # limit, Dynamo would run the uncompiled function.
     from torch._dynamo import config  # takes seconds to import, and only GPUs need it
 
     allow_kernels = config.patch(recompile_limit=MAX_KERNELS)

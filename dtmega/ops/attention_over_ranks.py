@@ -1,4 +1,4 @@
-"""Attention of tokens in sequences that several ranks share (context parallelism).
+"""Attention in sequences whose tokens are divided among several ranks (context parallelism).
 
 The ranks either gather keys and values of all tokens, or exchange heads, so that each rank attends with all tokens of
 some heads. `ContextParallel.by_heads` selects the form.
@@ -20,7 +20,7 @@ from dtmega.ops.cpu.attention import OPERATOR
 from dtmega.ops.keyed import Dropout
 from dtmega.ops.shared_rule import SharedRule
 
-Attend = Callable[..., Tensor]  # `attention.attention`
+Attend = Callable[..., Tensor]  # the type of `attention.attention`
 
 # Operators of the kernels. Their results are kept if backward recomputes the operations around the kernels.
 KERNELS = {
@@ -99,7 +99,7 @@ def _over_all_keys(
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the kernels' results, and recompute all other operations: the gather, and the slicing of its result."""
+    """Keep the kernels' results, and recompute the remaining operations: the gather and the slicing of its result."""
     return CheckpointPolicy.MUST_SAVE if op in KERNELS else CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -107,6 +107,6 @@ _keeping_results_of_kernels = functools.partial(create_selective_checkpoint_cont
 
 
 def needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
-    """True if there is a trained table of biases or a soft cap, which no kernel except FlexAttention supports."""
+    """True if there is a trained bias table or a soft cap, and no FlexAttention, the only kernel that supports them."""
     is_learned = rule.table is not None and rule.table.requires_grad
     return rule.block_mask is None and (is_learned or softcap is not None)

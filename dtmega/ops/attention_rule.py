@@ -55,7 +55,7 @@ class AttentionRule(NamedTuple):
     Attributes:
         query_places, key_places: places of the queries, [B, S] int32, and of the keys, [B, T] int32.
         query_documents, key_documents: document indices, [B, S] and [B, T]; a query attends only to keys of its own
-            document. None: all tokens belong to one document.
+            document. None if all tokens belong to one document.
         prefix: mask of the keys that causality does not hide, [B, T] bool.
         slopes: one factor per head, [H]; the bias is factor x distance (place of the key - place of the query).
         table: biases for the distances from -M to M, [H, 2 M + 1]; larger distances use the entry at the nearer end.
@@ -110,13 +110,13 @@ class AttentionRule(NamedTuple):
         return bias
 
     def with_table(self, table: Tensor) -> AttentionRule:
-        """The same rule with another tensor for `table`, to which the gradient of the biases goes."""
+        """Copy this rule with a different tensor for `table`. The new tensor receives the gradient of the biases."""
         shared = None if self.shared is None else self.shared.with_table(table)
         rule = self._replace(table=table, strip=None, shared=shared)
         return rule if self.strip is None else rule._replace(strip=_strip(rule))
 
     def with_window(self, window: int) -> AttentionRule:
-        """The same rule with another window, for the layers that have this window."""
+        """Copy this rule with a different window, for the layers that have this window."""
         shared = None if self.shared is None else self.shared.with_window(window)
         rule = self._replace(window=window, strip=None, block_mask=None, shared=shared)
         if self.block_mask is not None:
@@ -133,7 +133,7 @@ class AttentionRule(NamedTuple):
 
     @property
     def chunk_size(self) -> int:
-        """The number of queries in a chunk, which is also the number of rows in the strip."""
+        """The number of queries in a chunk, and also the number of rows in the strip."""
         return _chunk_size(self.query_places.shape[1], self.query_places.device)
 
     def chunks(self, size: int | None = None) -> Iterator[Chunk]:
@@ -214,7 +214,7 @@ class AttentionRule(NamedTuple):
         return torch.where(queries == keys, bias, -math.inf)
 
     def select_rows(self, rows: slice) -> AttentionRule:
-        """Restrict the rule to some rows of the batch."""
+        """Copy the rule for some rows of the batch."""
         return self._replace(
             query_places=self.query_places[rows],
             key_places=self.key_places[rows],
@@ -260,7 +260,7 @@ def attention_rule(
     Args:
         places: global places of the query tokens in their samples, [B, S] int.
         causal: whether a query sees only the keys up to its own place.
-        window: smallest distance, in places, at which a query no longer sees a key; 0: there is no limit.
+        window: smallest distance, in places, at which a query no longer sees a key; 0 for no limit.
         document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding counts
             as a separate document.
         prefix: mask of the prefix keys, [B, T] bool; a query sees all prefix keys of its document, even keys after the
@@ -273,11 +273,11 @@ def attention_rule(
         key_places, key_document_ids: places and documents of the keys, [B, T]; only for keys that belong to different
             tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
-            so a rule with a cache serves one forward pass only, also if layers have other windows (`with_window`).
+            so a rule with a cache serves only one forward pass. This also holds for its copies made by `with_window`.
         fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
             once. If False, the host waits for the device once, to check whether places are consecutive.
-        context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None: this process
-            has whole sequences.
+        context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None if this
+            process has whole sequences.
     """
     if context is not None and cache is None:
         key_documents = document_ids if key_places is None else key_document_ids
@@ -368,7 +368,7 @@ def _last_start(n_queries: int, device: torch.device) -> int:
 
 
 def _consecutive(places: Tensor) -> bool:
-    """True if each row of `places` [B, S] counts up by one, from any start. On a GPU the host waits for the result."""
+    """True if each row of `places` [B, S] counts up by one from any start. On a GPU, the host waits for the result."""
     count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
     counts_up = (places - places[:, :1] == count).all()
     return bool(host.read(counts_up))

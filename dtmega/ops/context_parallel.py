@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of the cp axis share each sequence, and the attention in each layer joins the parts.
+"""Context parallelism: the cp ranks divide each sequence among themselves, and attention in each layer joins the parts.
 
 Each rank holds S / cp tokens of each sequence. Under a causal mask, rank r holds slices r and 2 cp - 1 - r of 2 cp
 slices, so that all ranks compute equally many pairs of tokens (Llama 3, arXiv:2407.21783, section 3.3.2). With
@@ -13,10 +13,10 @@ Attention has two forms:
 In backward, the gradients of gathered keys and values are summed over the ranks. The terms are added in rank order, so
 that the bits do not depend on the order in which messages arrive.
 
-Gathered keys and values take as much memory at any cp. So autograd keeps only the rank's own, and backward gathers the
-others' again, as TransformerEngine does (attention/dot_product_attention/context_parallel.py,
-AttnFuncWithCPAndKVAllGather). In recomputed blocks, forward runs again just before backward, so nothing is gathered a
-third time.
+The memory for gathered keys and values does not shrink as cp grows. Autograd therefore keeps only the rank's own keys
+and values, and backward gathers the rest again, as in TransformerEngine
+(attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVAllGather). In recomputed blocks, the
+recomputation just before backward has already gathered them again, so backward does not gather a third time.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ContextParallel(NamedTuple):
     """The ranks that share sequences.
 
     Attributes:
-        group: the cp group.
-        by_heads: whether attention has the form `heads`; if not, it has the form `gather`.
-        keeps_gathered: whether to keep gathered keys and values for backward, as recomputed blocks do; if not, they are
-            gathered again in backward.
+        group: process group of the cp ranks.
+        by_heads: whether attention has the form `heads`; if False, attention has the form `gather`.
+        keeps_gathered: whether to keep gathered keys and values for backward, as in recomputed blocks; if False,
+            backward gathers them again.
     """
 
     group: dist.ProcessGroup
@@ -53,7 +53,8 @@ class ContextParallel(NamedTuple):
 
         Args:
             row: tensor of the whole sequences, [B, S, ...].
-            balanced: whether the part is two slices, one from each half of the sequence; if not, it is one slice.
+            balanced: whether the part consists of two slices, one from each half of the sequence; if False, the part is
+                a single slice.
         """
         return _part(row, self.group.rank(), self.group.size(), dim=1, balanced=balanced).contiguous()
 
@@ -68,7 +69,7 @@ class ContextParallel(NamedTuple):
 
         Args:
             length: S / cp, the number of tokens that this rank holds.
-            balanced: whether this rank holds two slices rather than one, as in `slice`.
+            balanced: whether this rank holds two slices instead of one, as in `slice`.
         """
         n, rank = self.group.size(), self.group.rank()
         if not balanced:

@@ -42,19 +42,20 @@ class Piece(NamedTuple):
         elements: number of elements in the piece's weights. A weight shared by several pieces counts only in the first
             piece that has it.
         matmul_flops: FLOPs of the piece's matrix products, forward and backward, per token. Each weight element costs
-            2 FLOPs in forward and 4 in backward (Kaplan et al. 2020, section 2.1), 2 of which a frozen weight spares;
-            an embedding look-up costs nothing.
+            2 FLOPs in forward and 4 in backward (Kaplan et al. 2020, section 2.1). An element of a frozen weight costs
+            only 2 in backward. An embedding look-up costs nothing.
         attention_flops: FLOPs of QK^T and PV, forward and backward, per token and key. For a key that the query sees,
             each product costs 2 H K in forward and 4 H K in backward (Narayanan et al. 2021, appendix), so both
             products cost 12 H K. A causal query sees half of the sequence on average, which halves the cost to 6 H K.
-        shared: number of elements in weights that an earlier piece also has, such as the weight of a tied head.
+        shared: number of elements in weights that this piece shares with an earlier piece, such as a tied head's
+            weight.
         label_flops: FLOPs of the products that only labelled tokens need, per labelled token.
         sequence_flops: FLOPs of the products that are computed once per sequence.
         decoder_flops: FLOPs of the products for decoder tokens, per decoder token.
         decoder_attention_flops: FLOPs of the decoder's self-attention, per decoder token and decoder key.
         cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
         begins_decoder: whether this is the first piece of a decoder that follows an encoder.
-        window: largest number of keys that a query sees; 0: there is no limit.
+        window: largest number of keys that a query sees; 0 for no limit.
     """
 
     name: str

@@ -7,9 +7,9 @@ The vocabulary may be cut over ranks:
     loss = linear_cross_entropy(h, weight, labels, bias=bias)              # logits are h @ weight.T + bias
 
 The gradient is computed in the forward pass, while the logits are in memory (Liger, arXiv:2410.10989). Each chunk of
-tokens takes three matrix products and one softmax, and nothing is computed twice. In float16 much of the gradient would
-underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as the
-argument `expected`, and applies the scale before the first rounding.
+tokens takes three matrix products and one softmax, and nothing is computed twice. In float16, much of the gradient
+would underflow to zero before backward could multiply it by the loss scale. The forward pass therefore receives the
+scale, as the argument `expected`, and applies the scale before the first rounding.
 
 With a group, one all-gather per chunk exchanges row maxima, sums and the labels' logits. (Megatron's
 `mpu/cross_entropy.py` makes three all-reduces, and has neither smoothing nor ignored labels.)
@@ -43,7 +43,7 @@ class Columns(NamedTuple):
     Attributes:
         start: global index of this rank's first column.
         n_valid: number of columns on all ranks of `group` together, without the padding at the end.
-        group: process group that shares the vocabulary; None: this rank has the whole vocabulary.
+        group: process group that shares the vocabulary; None if this rank has the whole vocabulary.
     """
 
     start: int
@@ -72,20 +72,20 @@ def linear_cross_entropy(
     Args:
         h: hidden states, [N, D] in any floating dtype, the same on all ranks. Products are computed in this dtype,
             softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
-        weight: the head's weight, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
+        weight: weight of the head, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
         labels: token ids in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
             outside [0, n_valid) raises an index error.
-        bias: the head's bias, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of the
-            bias is summed over tokens in fp32.
-        label_weights: weight of each token's loss in the sum, [N] fp32; None: all weights are 1.
+        bias: bias of the head, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of
+            the bias is summed over tokens in fp32.
+        label_weights: weight of each token's loss in the sum, [N] fp32; None if all weights are 1.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
         softcap: cap of the logits, which become softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2,
-            arXiv:2408.00118); None: no cap. The derivative needs a second buffer for a chunk's logits.
-        n_valid: number of vocabulary rows without the padding rows at the end, which never enter the softmax; None:
+            arXiv:2408.00118); None for no cap. The derivative needs a second buffer for a chunk's logits.
+        n_valid: number of vocabulary rows without the padding rows at the end, which never enter the softmax; None if
             there is no padding.
-        vocab_start: global index of this rank's first row. None: the ranks exchange their row counts.
-        group: process group that shares the vocabulary; None: this rank has the whole vocabulary. With a group, each
+        vocab_start: global index of this rank's first row; None to let the ranks exchange their row counts.
+        group: process group that shares the vocabulary; None if this rank has the whole vocabulary. With a group, each
             chunk takes one all-gather of 3 fp32 numbers per token (4 with smoothing).
         expected: gradient that backward will pass to this sum; in float16, loss scale / count. The gradients are
             multiplied by this factor in fp32, before they are rounded. If backward passes a different number, the
@@ -96,12 +96,12 @@ def linear_cross_entropy(
     Returns:
         The loss as an fp32 scalar, the same on all ranks. The gradients of weight and bias are final. The gradient of h
         is this rank's part of a sum over the group ({U_group}); the backward of the operation that gave h to all ranks
-        has to sum these parts. Backward can run only once, because it returns its own buffers as gradients.
+        must sum these parts. Backward can run only once, because it returns its own buffers as gradients.
     """
     columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
     n_tokens = h.shape[0]
-    # Every chunk has a collective, so all ranks must cut the tokens in the same way. Therefore the chunk size follows
-    # from numbers that are equal on all ranks, not from V_local, which is smaller on the last rank.
+    # Every chunk needs a collective, so all ranks must cut the tokens at the same places. The chunk size is therefore
+    # computed from numbers that are equal on all ranks, and not from V_local, which is smaller on the last rank.
     n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
     chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
     gradients = _Gradients(h, weight, bias, chunk)
@@ -215,9 +215,9 @@ def token_losses(
         labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
         gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local], which may be
-            the memory of `logits`; None: no derivatives. Padding columns are never read, and get the gradient 0.
+            the memory of `logits`; None for no derivatives. Padding columns are never read, and get the gradient 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
-        weights: factor of each loss, [N] fp32; None: all factors are 1.
+        weights: factor of each loss, [N] fp32; None if all factors are 1.
     """
     start, n_valid, group = columns
     n_tokens = logits.shape[0]
@@ -285,7 +285,7 @@ def _find_labels(labels: Tensor, columns: Columns, n_local: int) -> tuple[Tensor
 
         - a mask of the tokens that take part in the loss;
         - a mask of the tokens whose label has its column on this rank;
-        - the index of that column on this rank. The index is 0 if another rank has the column, and -1 if the label is
+        - the index of the label's column on this rank: 0 if the column is on a different rank, and -1 if the label is
           invalid (`gather` then fails).
     """
     start, n_valid, _ = columns

@@ -1,10 +1,10 @@
-"""Sums that have no order: numbers rounded to multiples of a power of two, and added as integers or exactly in fp64.
+"""Sums that do not depend on the order of their terms: terms rounded to multiples of a power of two and added exactly.
 
-A floating-point sum depends on the order of its terms, and each layout adds in another order. A sum of int64 has the
-same bits in every order, as long as it does not wrap. So each term is rounded once, to a grid, and then all
-sums (over microbatches, stages and ranks) are exact.
+The bits of a floating-point sum depend on the order of its terms, and each layout adds the terms in a different order.
+An int64 sum has the same bits in every order, unless it wraps. Each term is therefore rounded once, to a grid, and all
+sums (over microbatches, stages and ranks) are then exact.
 
-    grid = Grid.of(largest, n_terms)       # equal on all ranks: the largest term expected, the number of terms
+    grid = Grid.of(largest, n_terms)       # equal on all ranks: the expected largest term, the number of terms
     grid.add(total, term)                  # int64, in any order, on any rank
     grid.write(total, gradient)            # fp32
 """
@@ -22,19 +22,19 @@ from torch import Tensor
 
 from dtmega.ops import host
 
-BITS = 62  # magnitude of a whole sum: int64 holds 63, and the last bit is spare for the rounding of the terms
-HEADROOM = 10  # a term may exceed the largest term expected by the factor 2^10
-SCALAR = 2.0**20  # sums of losses: multiples of 2^-20, exact in fp64 up to 2^33
+BITS = 62  # bits for the magnitude of a whole sum: int64 has 63, and one bit is reserved for the rounding of the terms
+HEADROOM = 10  # a term may exceed the expected largest term by the factor 2^10
+SCALAR = 2.0**20  # sums of losses are multiples of 1 / SCALAR, which are exact in fp64 up to 2^33
 LARGEST_SCALAR = 2.0**33
-PIECE = 2**18  # elements to convert to fp64 at a time
+PIECE = 2**18  # number of elements to convert to fp64 at a time
 
 
 class Grid(NamedTuple):
-    """Multiples of 2^exponent.
+    """A grid of numbers: the multiples of 2^exponent.
 
     Attributes:
-        exponent: binary exponent of the distance between two neighbours.
-        limit: largest magnitude of a term; a sum of all terms of this size still fits.
+        exponent: binary exponent of the distance between neighbouring numbers.
+        limit: largest allowed magnitude of a term. If all terms have this magnitude, the sum still fits.
     """
 
     exponent: int
@@ -45,8 +45,8 @@ class Grid(NamedTuple):
         """Choose the finest grid on which `n_terms` terms of magnitude up to 2^HEADROOM x largest can be added.
 
         Args:
-            largest: positive magnitude, rounded up to a power of two here.
-            n_terms: number of terms of the whole sum, over all microbatches and ranks.
+            largest: expected largest magnitude, positive; the function rounds it up to a power of two.
+            n_terms: number of terms in the whole sum, over all microbatches and ranks.
         """
         bits = BITS - _log2_ceil(n_terms)
         exponent = _exponent(largest) + HEADROOM - bits
@@ -57,15 +57,15 @@ class Grid(NamedTuple):
     ) -> None:
         """Round term / scale to the grid, and add it to `total`, a contiguous int64 tensor of the same shape.
 
-        The caller compares the term with `limit`, before or after the addition: int64 wraps silently.
+        The caller must compare the term with `limit`, before or after the addition, because int64 wraps silently.
 
         Args:
-            total: the sum.
-            term: the term, times the scale.
-            scale: number that the term is divided by.
-            seen: function that gets the number of each piece and its integers; None: nobody.
+            total: sum so far.
+            term: term to add, multiplied by the scale.
+            scale: number by which the term is divided.
+            seen: function to call with the index and the integers of each piece; None for no function.
         """
-        # The product with a factor is rounded to fp64, and only if the scale is not a power of two.
+        # The product with this factor is rounded to fp64 only if the scale is not a power of two.
         factor = math.ldexp(1.0, -self.exponent) / scale
         for number, (sums, piece) in enumerate(zip(_pieces(total), _pieces(term), strict=True)):
             integers = piece.double().mul_(factor).round_().to(torch.int64)
@@ -74,7 +74,7 @@ class Grid(NamedTuple):
                 seen(number, integers)
 
     def write(self, total: Tensor, out: Tensor) -> None:
-        """Write sums, a contiguous int64 tensor, into a contiguous fp32 tensor of the same shape."""
+        """Convert sums, a contiguous int64 tensor, to fp32 in `out`, a contiguous tensor of the same shape."""
         unit = math.ldexp(1.0, self.exponent)
         for floats, piece in zip(_pieces(out), _pieces(total), strict=True):
             floats.copy_(piece.double().mul_(unit))
@@ -84,8 +84,8 @@ class ExactState(NamedTuple):
     """The part of a checkpoint that a run with [run] exact needs.
 
     Attributes:
-        maxima: largest gradient of a microbatch in the last step that was not skipped, by tensor.
-        fixed: values that the first step recorded and no later start may change, by name (`training/exact`).
+        maxima: name of a tensor -> largest gradient of a microbatch in the last step that was not skipped.
+        fixed: name of a setting -> value that the run began with, which no later start may change (`training/exact`).
     """
 
     maxima: dict[str, Annotated[float, Field(gt=0)]]
@@ -93,23 +93,23 @@ class ExactState(NamedTuple):
 
 
 def scalar(term: Tensor) -> Tensor:
-    """Round a scalar to a multiple of 2^-20, in fp64. Infinities and NaN stay.
+    """Round a scalar to a multiple of 2^-20, in fp64. Infinities and NaN do not change.
 
-    A sum of such numbers is exact in fp64, and so has no order, while it is below `LARGEST_SCALAR`.
+    A sum of such multiples is exact in fp64, and therefore independent of the order, if it is below `LARGEST_SCALAR`.
     """
     return (term.double() * SCALAR).round() / SCALAR
 
 
 def exact_or_infinite(totals: Tensor) -> Tensor:
-    """Replace each total of `scalar` from `LARGEST_SCALAR` on by infinity, because its order may have changed a bit.
+    """Replace each total of at least `LARGEST_SCALAR` by infinity, because its bits may depend on the terms' order.
 
-    Losses are not negative, so all orders of their terms agree whether the total is that large.
+    Losses are not negative, so every order of the terms leads to the same decision.
     """
     return totals.where(~(totals >= LARGEST_SCALAR), math.inf)
 
 
 def largest_of(tensor: Tensor) -> Tensor:
-    """The largest magnitude in a tensor, an fp64 scalar: infinity if an element is not finite, 0 if there is none."""
+    """The largest magnitude in a tensor, as an fp64 scalar: infinity if an element is not finite, 0 for no elements."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     least, most = tensor.aminmax()
@@ -117,15 +117,16 @@ def largest_of(tensor: Tensor) -> Tensor:
 
 
 def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: dist.ProcessGroup) -> float:
-    """The square of the L2 norm over tensors that the ranks of a group share; no layout changes a bit of it.
+    """The square of the L2 norm over tensors that are divided over a group of ranks; its bits are equal on all layouts.
 
-    Each square is split into a multiple of a coarse unit and one of a fine unit. Both are added as int64 over all
-    elements of a tensor, so 64 bits below the largest square count, and more for small tensors.
+    Each square is split into a multiple of a coarse unit and a multiple of a fine unit. The coarse and the fine
+    multiples are each added as int64 over all elements of a tensor. At least 64 bits below the largest square
+    therefore count, and more in small tensors.
 
     Args:
-        parts: this rank's part of each tensor, by name; each element is on exactly one rank of the group.
-        sizes: number of elements of every whole tensor, by name, in an order that is the same on all ranks.
-        group: the ranks.
+        parts: name of each tensor -> this rank's part. Each element is on exactly one rank of the group.
+        sizes: name of each tensor -> number of elements in the whole tensor, in the same order on all ranks.
+        group: process group of the ranks.
     """
     device = next((part.device for part in parts.values()), torch.device("cpu"))
     largest = torch.zeros(len(sizes), dtype=torch.float64, device=device)
@@ -152,10 +153,12 @@ def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: d
 
 
 def _sums_of_squares(tensor: Tensor, exponent: int, room: int) -> Tensor:
-    """The two sums of a tensor's squares, int64 [2]: in units of 2^exponent, and of the rest in 2^(exponent - room)."""
+    """The two sums over a tensor's squares, int64 [2]: of coarse parts, in units of 2^exponent, and of the remainders,
+    in units of 2^(exponent - room).
+    """
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for piece in _pieces(tensor):
-        # The square of an fp32 number is exact in fp64, and so is what the first rounding leaves over.
+        # The square of an fp32 number is exact in fp64, and so is the remainder after the first rounding.
         squares = piece.double().square_() * math.ldexp(1.0, -exponent)
         coarse = squares.round()
         fine = ((squares - coarse) * math.ldexp(1.0, room)).round_()

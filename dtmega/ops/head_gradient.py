@@ -1,8 +1,8 @@
 """The gradient of the head's weight, summed over chunks of tokens: dW [V, D] = sum of dlogits^T h.
 
 On a CPU with AMX, bfloat16 products run at half the rate if the first factor is transposed, as dlogits^T is (oneDNN,
-torch 2.13). So if there are many tokens, `WeightGradient` sums the transposed products h^T dlogits, [D, V], on such a
-CPU, and transposes the sum once at the end.
+torch 2.13). On such a CPU, if there are many tokens, `WeightGradient` therefore sums the transposed products
+h^T dlogits, [D, V], and transposes the sum once at the end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dtmega.ops.cpu import features
 from dtmega.ops.cpu.huge_pages import on_huge_pages
 from dtmega.ops.softmax import slices, wide
 
-PRODUCT_COLUMNS = 4096  # vocabulary columns in one bf16 product, which is then added to the fp32 sum
+PRODUCT_COLUMNS = 4096  # number of vocabulary columns in one bf16 product, which is then added to the fp32 sum
 TRANSPOSE_FROM_TOKENS = 768  # with fewer tokens, transposing the sum costs more than the slower products
-TRANSPOSED_COLUMNS = 256  # vocabulary columns to transpose at a time, so that they stay in the level-2 cache
+TRANSPOSED_COLUMNS = 256  # number of columns to transpose at a time, so that they stay in the level-2 cache
 
 
 class WeightGradient:
     """The gradient of the head's weight: a sum over chunks, in fp32 if there are more than two chunks.
 
-    A sum of one or two products has the dtype of the products, because an fp32 sum would be rounded just as often.
+    A sum of one or two products has the dtype of the products, because fp32 would not reduce the number of roundings.
 
     Args:
         n_tokens: number of tokens in all chunks together.

@@ -24,7 +24,7 @@ class Host:
         return sizes.cpu()
 
     def must_skip(self, check: str) -> bool:
-        """False: a real host makes every check. A plan takes note of the check instead, which needs values."""
+        """False, because a real host makes every check. The host of a plan records the check and returns True."""
         return False
 
     def true_indices(self, mask: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Host:
         return parts
 
 
-_hosts = [Host()]  # the functions below ask the last host
+_hosts = [Host()]  # the functions below use the last host in the list
 
 
 def read(tensor: Tensor) -> Tensor:
@@ -49,13 +49,13 @@ def read_sizes(sizes: Tensor, total: int) -> Tensor:
 
     Args:
         sizes: sizes of parts, [..., n].
-        total: sum of the n sizes if all ranks have the same load. A plan assumes it, and divides it evenly.
+        total: sum of the n sizes if all ranks have the same load. A plan assumes this sum, and divides it evenly.
     """
     return _hosts[-1].read_sizes(sizes, total)
 
 
 def true_indices(mask: Tensor) -> Tensor:
-    """The indices of the true elements of `mask` [N]. On a GPU the host waits to learn the result's size."""
+    """The indices of the true elements of `mask` [N]. On a GPU, the host waits for the size of the result."""
     return _hosts[-1].true_indices(mask)
 
 
@@ -63,22 +63,22 @@ def must_skip(check: str) -> bool:
     """True in a plan, which cannot compare values.
 
     Args:
-        check: sentence for the user that names the check.
+        check: sentence that names the check for the user.
     """
     return _hosts[-1].must_skip(check)
 
 
 def each(parts: Sequence[slice]) -> Iterable[slice]:
-    """The parts on which a loop works one after the other, parts of one length alike.
+    """The parts over which a loop iterates. The loop does the same work for all parts of equal length.
 
-    A plan does the work of one part of each length, and counts it for all parts of this length.
+    A plan runs the work for only one part of each length, and counts the work for all parts of this length.
     """
     return _hosts[-1].each(parts)
 
 
 @contextlib.contextmanager
 def answering(other: Host) -> Iterator[None]:
-    """Make the functions of this module ask the host `other`, inside the `with` block only."""
+    """Inside the `with` block, make the functions of this module use the host `other`."""
     _hosts.append(other)
     try:
         yield

@@ -21,10 +21,10 @@ class KeyValueCache:
     """The keys and values of one model, or of one pipeline stage, for a growing batch. For inference only.
 
     Attributes:
-        places: places of the cached tokens, [B, P] int; None: no token is cached.
-        documents: documents of the cached tokens, [B, P] int; None: all tokens belong to one document.
+        places: places of the cached tokens, [B, P] int; None if no token is cached.
+        documents: documents of the cached tokens, [B, P] int; None if all tokens belong to one document.
         inner: cache of a model that stores keys and values in its own way: transformers' `past_key_values`, or in a
-            pipeline a dict from stage index to that stage's cache.
+            pipeline a dict that maps each stage index to the cache of the stage.
     """
 
     def __init__(self) -> None:

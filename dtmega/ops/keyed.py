@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[Any])
-BLOCK = 2**15  # normal values that a CPU thread computes at a time, so that temporaries stay in the core's cache
+BLOCK = 2**15  # number of normal values that a CPU thread computes at a time, so that temporaries stay in the cache
 
 
 class Dropout(NamedTuple):
@@ -113,7 +113,7 @@ def draws(keys: NDArray[np.uint64], name: str, index: NDArray[np.integer]) -> ND
     """64 uniform bits for each pair of a key and an index.
 
     The bits are output number `index` of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number
-    Generators"), seeded with a hash of key and name. So the bits depend only on key, index and name.
+    Generators"), seeded with a hash of key and name. The bits therefore depend only on key, index and name.
 
     Args:
         keys, index: arrays that broadcast, each with at least one dim, because numpy warns of overflows in scalars.

@@ -44,7 +44,7 @@ class LossScale:
 
     Args:
         precision: section [precision] of the run's configuration.
-        state: state in the checkpoint that the run resumes from; None: the initial state.
+        state: state in the checkpoint from which the run resumes; None for the initial state.
     """
 
     def __init__(self, precision: config.Precision, state: ScaleState | None = None) -> None:
@@ -53,7 +53,7 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: config.Precision, state: ScaleState | None) -> LossScale | None:
-        """The loss scale of a run; None if it does not compute in float16. The arguments are those of the class."""
+        """The loss scale of a run; None if the run does not compute in float16. The class explains the arguments."""
         return cls(precision, state) if precision.params == "float16" else None
 
     @property

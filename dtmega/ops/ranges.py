@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 _NOTHING = nullcontext()
 Listener = Callable[[str, int | None, int | None], AbstractContextManager[object]]
-_listeners: list[Listener] = []  # the last listener makes the context managers; usually there is none
+_listeners: list[Listener] = []  # the last listener makes the context managers; the list is usually empty
 
 
 def recording() -> bool:
@@ -44,9 +44,9 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
 
 @contextlib.contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
-    """Make `named` return the listener's context managers, inside the `with` block only.
+    """Inside the `with` block, make `named` return the listener's context managers.
 
-    The planner uses this context manager.
+    The planner uses this function.
     """
     _listeners.append(listener)
     try:

@@ -126,7 +126,7 @@ def dim_of_experts(parameter: Tensor, n_shards: int) -> Shard:
     A rank may have fewer experts than there are shards, and then a cut of dim 0 would leave ranks without a part.
 
     Args:
-        parameter: a DTensor on a mesh with the dims (ep,) or (ep, tp).
+        parameter: DTensor on a mesh with the dims (ep,) or (ep, tp).
         n_shards: number of shards.
     """
     assert isinstance(parameter, DTensor)
@@ -170,7 +170,7 @@ class Runs(NamedTuple):
     Attributes:
         rows: runs (start, at, size) of consecutive rows: rows [start, start + size) of the whole matrix are rows
             [at, at + size) of the part.
-        columns: runs of columns.
+        columns: runs (start, at, size) of consecutive columns.
     """
 
     rows: list[tuple[int, int, int]]
@@ -178,16 +178,22 @@ class Runs(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the part."""
+        """The shape of the rank's part."""
         return sum(size for _, _, size in self.rows), sum(size for _, _, size in self.columns)
 
     @property
     def numel(self) -> int:
-        """The number of elements of the part."""
+        """The number of elements in the rank's part."""
         return math.prod(self.shape)
 
     def copy(self, part: Tensor, whole: Tensor, into_whole: bool) -> None:
-        """Copy the elements between the part, in any shape, and the whole matrix."""
+        """Copy the elements between the part (a tensor of any shape) and the whole matrix.
+
+        Args:
+            part: elements of the rank's part.
+            whole: whole matrix.
+            into_whole: whether to copy from the part into the whole matrix; if False, copy from the matrix to the part.
+        """
         part = part.view(self.shape)
         for (row, row_at, n_rows), (column, column_at, n_columns) in itertools.product(self.rows, self.columns):
             here = part[row_at : row_at + n_rows, column_at : column_at + n_columns]
@@ -199,12 +205,13 @@ class Runs(NamedTuple):
 
 
 def runs_at(matrix: Tensor, place: Mapping[str, int]) -> Runs:
-    """The elements of a matrix on any rank.
+    """The elements of a matrix that a given rank holds.
 
     tp cuts a matrix first. FSDP2 then cuts each part into pieces of equal size; the last pieces may be short or empty.
 
     Args:
-        matrix: the matrix; this rank may hold another part of it. A tensor that is no DTensor is whole on all ranks.
+        matrix: matrix, of which this rank may hold a different part. A tensor that is not a DTensor is whole on all
+            ranks.
         place: coordinate of the rank along each dim of the matrix's mesh, by name.
     """
     runs = []

@@ -45,13 +45,13 @@ class SharedRule(NamedTuple):
     keys_balanced: bool
 
     def with_table(self, table: Tensor) -> SharedRule:
-        """The same rule with another tensor for the table of all heads (`AttentionRule.with_table`)."""
+        """Copy this rule with a different tensor for the table of all heads (`AttentionRule.with_table`)."""
         mine = self.context.own_heads(table) if self.context.by_heads else table
         runs = [run._replace(rule=run.rule.with_table(mine)) for run in self.runs]
         return self._replace(runs=tuple(runs))
 
     def with_window(self, window: int) -> SharedRule:
-        """The same rule with another window (`AttentionRule.with_window`)."""
+        """Copy this rule with a different window (`AttentionRule.with_window`)."""
         return self._replace(runs=tuple(run._replace(rule=run.rule.with_window(window)) for run in self.runs))
 
 

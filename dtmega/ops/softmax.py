@@ -52,7 +52,7 @@ class Passes:
         """Write slope exp(x - peak) - smooth to dx [n, V], which may be x itself.
 
         Args:
-            x: the logits, [n, V].
+            x: logits, [n, V].
             dx: memory for the derivatives, [n, V].
             peak, slope, smooth: terms of the formula, [n, 1]; None for `smooth` means 0.
             reuse_scratch: whether the last call was `peak_and_total` with this x and this peak, so that the
@@ -111,7 +111,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 @functools.cache
 def compiled_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Inductor would report that few long rows are read twice on a GPU, which is its choice.
+    # On a GPU, Inductor chooses to read a few long rows twice, and would warn about this choice.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
     return torch.compile(function, dynamic=True)
 

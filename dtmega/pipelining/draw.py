@@ -19,10 +19,10 @@ GAP = 8  # space between rows
 LEFT = 74  # width of the rows' labels
 TOP = 76  # height of title and legend
 LEGEND_TOP = 36  # height of the title alone
-LEAST_WIDTH = 880  # width of the legend
-PAGE_WIDTH = 1230  # least width of a timeline in seconds: a page of the report
+LEAST_WIDTH = 880  # minimum width of a picture, which is the width of the legend
+PAGE_WIDTH = 1230  # minimum width of a timeline in seconds, which is the width of a report's page
 DIGIT = 8  # width of a digit of a microbatch's number
-TICKS = 100  # smallest distance of two ticks on an axis in seconds
+TICKS = 100  # minimum distance between two ticks, on an axis in seconds
 MIDDLE = 0.35  # share of the darker fill colour, for a rank with a single stage and for the legend
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 # Fill colours of a rank's first and last stage. The stages in between get a mix of the two colours. The text is dark or
@@ -39,10 +39,11 @@ class Clock(NamedTuple):
     """The time axis of a drawing.
 
     Attributes:
-        end: end of the axis, in the timeline's units.
-        pixels: width of one of these units.
-        every: distance of two ticks, in these units.
-        factor: the number by which the labels differ from these units: 1000 for milliseconds of a timeline in seconds.
+        end: end of the axis, in the timeline's unit.
+        pixels: width of one unit of the timeline, in pixels.
+        every: distance between two ticks, in the timeline's unit.
+        factor: factor from the timeline's unit to the unit of the labels: 1000 for a timeline in seconds with labels in
+            milliseconds.
         unit: unit of the labels; '' for forwards of one stage.
     """
 
@@ -96,9 +97,9 @@ def svg(
         table: a complete table.
         title: text above the picture; '' to leave out both the title and the space for a title.
         timeline: the table's timeline in seconds; None for F = I = W = 1, B = 2, and transfers that take no time.
-        until_s: end of the rows, in seconds, if something follows the last action.
-        fits_page: True to draw a timeline in seconds as wide as a page, however narrow the cells become; False to let
-            the median action have the width of a forward.
+        until_s: minimum end of the time axis, in seconds, for work after the last action.
+        fits_page: whether to draw a timeline in seconds as wide as a page, no matter how narrow the cells become; if
+            False, the median action is as wide as a forward.
     """
     if timeline is None:
         timeline = simulate(table)
@@ -140,7 +141,7 @@ def _in_forwards(timeline: Timeline) -> Clock:
 
 
 def _in_seconds(timeline: Timeline, until_s: float, *, fits_page: bool) -> Clock:
-    """The axis of a timeline in seconds. The arguments are those of `svg`."""
+    """The axis of a timeline in seconds. The arguments are the same as for `svg`."""
     end_s = max(_last_end(timeline), until_s)
     durations_s = []
     for step in itertools.chain.from_iterable(timeline.rows):
@@ -166,7 +167,7 @@ def _number(pixels: float) -> str:
 def _cell(step: TimedAction, y: int, depth: float, clock: Clock) -> str:
     """The SVG of one action's cell: a rectangle with its top at `y`, labelled with the microbatch and the stage.
 
-    A cell that is too narrow for its numbers has none. On an axis in seconds, the times appear under the pointer.
+    A cell that is too narrow for the numbers has no label. On an axis in seconds, the times appear under the pointer.
     """
     x, width = LEFT + step.start * clock.pixels, (step.end - step.start) * clock.pixels
     stage, kind, microbatch = step.action

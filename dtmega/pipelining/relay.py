@@ -20,9 +20,9 @@ class Relay:
     needs a fixed sequence length and the shapes of gradients.
 
     Args:
-        stages: this rank's models, keyed by stage index.
+        stages: stage index -> model of the stage, for this rank's stages.
         group: process group of the pipeline's ranks.
-        device: device that this rank computes on.
+        device: device on which this rank computes.
 
     Attributes:
         longest, has_cache: attributes of the model, as in `Model`.
@@ -61,7 +61,7 @@ class Relay:
         Args:
             tokens: token ids, [B, S] int64.
             cache: cache of the whole model, which holds one cache per stage; None to cache nothing.
-            rows: other tensors of the batch, keyed by name.
+            rows: remaining tensors of the batch, by name.
         """
         if cache is not None:
             cache.begin_forward(rows["places"], rows.get("document_ids"))

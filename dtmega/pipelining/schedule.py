@@ -27,9 +27,9 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
     """Raise an error if the schedule cannot run on pp > 1 ranks. Call this function before anything is built.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         pp: number of ranks in the pipeline.
-        pieces: the pieces of the whole model.
+        pieces: pieces of the whole model.
         data_size: number of data ranks that share the global batch.
         compiled: whether blocks will be compiled.
 
@@ -50,8 +50,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # A split backward would give exact gradients with compiled or recomputed blocks too. But the split would repeat
-    # work, which would cost more time than filling the bubbles saves.
+    # With compiled or recomputed blocks, a split backward would still give exact gradients. But it would repeat work,
+    # and the repeated work would cost more time than the filled bubbles save.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -90,7 +90,7 @@ def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
 
 
 class Pipeline:
-    """A rank's stages, which train or evaluate on one list of microbatches at a time.
+    """The pipeline stages of one rank, which train or evaluate on one list of microbatches at a time.
 
     All ranks of a pipeline get the same microbatches. Gradients are summed over microbatches without scaling
     (`scale_grads` is off), because the loss is already divided by global counts.
@@ -104,12 +104,12 @@ class Pipeline:
     (pytorch#136380). With one hidden state and n microbatches, the buffers hold 2 n B S D elements.
 
     Args:
-        pipeline: the [pipeline] section of the configuration.
+        pipeline: [pipeline] section of the configuration.
         stages: this rank's modules by stage index, in ascending order; `stage.Stage` describes a module's interface.
-        group: the pp group.
-        boundaries: meta tensors that describe what each stage, except the last, hands on to the next stage.
-        device: device that this rank computes on.
-        sums: `Sums` by stage index, which sum gradients after each microbatch; {}: gradients are summed once a step.
+        group: process group of the pp ranks.
+        boundaries: for each stage except the last, meta tensors that describe the tensors it passes to the next stage.
+        device: device on which this rank computes.
+        sums: stage index -> `Sums` object that sums gradients after each microbatch; {} to sum gradients once per step.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Pipeline:
         run(target=next(iter(rows.values())), return_outputs=False, **rows)
 
     def _schedule(self, n_microbatches: int, training: bool) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """torch's schedule, rebuilt if the number of microbatches or the mode (training, evaluation) has changed.
+        """Return torch's schedule, rebuilt if the number of microbatches or the mode (training or not) has changed.
 
         torch's stages set up their buffers for one mode. In older versions of torch, backward failed if stages were
         used for training after an evaluation (pytorch#162822). Newer versions set up the buffers again by themselves.
@@ -196,7 +196,7 @@ class Pipeline:
         )
 
     def _take(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        # Stages outlive a tally, so the stages call this method, which uses the tally of the current step.
+        # Stages live longer than a tally, so they call this method, which uses the tally of the current step.
         return self._tally.add(outputs)
 
 

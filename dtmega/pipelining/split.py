@@ -18,8 +18,8 @@ class Stages(NamedTuple):
     """The stages of a whole pipeline.
 
     Attributes:
-        pieces: names of each stage's pieces.
-        ranks: stage indices of each pp rank, ascending.
+        pieces: names of the pieces in each stage.
+        ranks: stage indices of each pp rank, in ascending order.
     """
 
     pieces: list[list[str]]
@@ -70,7 +70,7 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 
 @functools.cache  # a search over layouts cuts a model into the same number of stages many times
 def _balanced(costs: tuple[Cost, ...], n_stages: int) -> tuple[range, ...]:
-    """The result of `balanced`."""
+    """Compute the result of `balanced`, which is cached."""
     flops = [0, *accumulate(piece.flops for piece in costs)]
     parameters = [0, *accumulate(piece.parameters for piece in costs)]
     slowest, _ = _best_cut(len(costs), n_stages, lambda i, j: flops[j] - flops[i], max)
@@ -144,7 +144,7 @@ def pieces_of_stages(
     Args:
         pieces: pieces of the whole model.
         seq_len: S, number of tokens in a sequence.
-        pipeline: the [pipeline] section of the configuration.
+        pipeline: [pipeline] section of the configuration.
         n_stages: number of stages.
         labelled: fraction of tokens that have a label (`Piece.flops_per_token`).
         decoder_seq_len: T, number of tokens in a decoder sequence; 0 if the model is not an encoder-decoder.
@@ -261,7 +261,7 @@ def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_st
 
 
 def stages_of_ranks(shape: Literal["loop", "v"], pp: int, per_rank: int) -> list[list[int]]:
-    """The stage indices that each pp rank holds, ascending.
+    """The stage indices that each pp rank holds, in ascending order.
 
     In a `loop`, rank r holds stages r, r + pp, ... (Narayanan et al. 2021, section 2.2). In a `v`, rank r holds stages
     r and 2 pp - 1 - r, so that rank 0 holds the first and the last stage (Qi et al. 2023, arXiv:2401.10241, section 6).

@@ -1,10 +1,10 @@
-"""A pipeline stage in the form that torch's schedules run.
+"""A pipeline stage with the interface that torch's schedules expect.
 
-Our modules take and return tensors by name, while torch's stages take and return tuples.
+Our modules take and return tensors by name, whereas torch's stages take and return tuples.
 
-torch expects a loss from the last stage only. Here any stage may contribute terms to the loss. The gradients of a
-stage's terms enter the stage's backward together with the gradients of the tensors that the stage hands on (as in
-Megatron's `MoEAuxLossAutoScaler`).
+torch expects a loss only from the last stage. Here, any stage may contribute terms to the loss. The gradients of a
+stage's terms enter the stage's backward together with the gradients of the stage's output tensors (as in Megatron's
+`MoEAuxLossAutoScaler`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from dtmega.ops import ranges
 from dtmega.pipelining.sums import Gradients, Sums, backward_and_sum
 
-Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and requires_grad of a handed-on tensor
+Boundary = Mapping[str, Tensor]  # name of a tensor -> meta tensor with its shape, dtype and requires_grad
 
 
 class Stage(PipelineStage):
@@ -31,18 +31,20 @@ class Stage(PipelineStage):
     stages on one rank, and in evaluation leaves out the gradients that torch would pass between these stages.
 
     Args:
-        module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). The
-            module returns the tensors to hand on and the sums for the tally, keyed by name. If the module does not
-            return one of its input tensors, the tensor is handed on unchanged.
+        module: module of the stage, called as module(**rows of a microbatch, **tensors from the previous stage). The
+            module returns the tensors for the next stage and the sums for the tally, by name. An input tensor that the
+            module does not return is passed to the next stage unchanged.
         number: index of the stage.
         n_stages: number of stages in the pipeline.
-        device: device that this rank computes on.
-        group: the pp group.
+        device: device on which this rank computes.
+        group: process group of the pp ranks.
         before: tensors that the stage receives; empty for the first stage.
-        after: tensors that the stage hands on; empty for the last stage.
-        take: function that takes the module's outputs and returns the loss's sums, each with a factor (`Tally.add`).
+        after: tensors that the stage passes to the next stage; empty for the last stage.
+        take: function that takes the module's outputs and returns the sums in the loss, each with a factor
+            (`Tally.add`).
         n_microbatches: number of microbatches in a step.
-        sums: object that sums gradients over the data ranks after each microbatch; None: torch sums them once a step.
+        sums: object that sums gradients over the data ranks after each microbatch; None if torch sums gradients once
+            per step.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Stage(PipelineStage):
         n_microbatches: int,
         sums: Sums | None = None,
     ) -> None:
-        # Pass the shapes, because torch would otherwise run the model once more and send pickles to find them.
+        # Pass the shapes, because torch would otherwise run the model once and send pickles to determine the shapes.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
         super().__init__(
             module,
@@ -73,8 +75,8 @@ class Stage(PipelineStage):
         # True if all earlier stages are frozen. Then no input needs a gradient, and backward has no input part.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
         self._sums, self._n_microbatches = sums, n_microbatches
-        self._n_summed = 0  # microbatches of this step whose gradients are summed
-        self._microbatch = 0  # number of the microbatch in backward
+        self._n_summed = 0  # number of microbatches in this step whose gradients are summed
+        self._microbatch = 0  # index of the microbatch in backward
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with ranges.named("forward", self.stage_index, fwd_chunk_id):
@@ -84,8 +86,8 @@ class Stage(PipelineStage):
         """Run a microbatch through the module.
 
         Returns:
-            The tensors that the stage hands on. The last stage returns the loss instead: the total of the sums that
-            belong to the loss, each times its factor.
+            The tensors for the next stage. The last stage returns the loss instead: the total of the sums in the loss,
+            each multiplied by its factor.
         """
         inputs = dict(zip(self._input_names, carried, strict=True))
         outputs = self.submod(**rows, **inputs)
@@ -94,8 +96,8 @@ class Stage(PipelineStage):
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
             return sum(((total * factor).sum() for total, factor in in_loss), zero)
         handed_on = {name: outputs.get(name, inputs.get(name)) for name in self._handed_on}
-        # torch starts this stage's backward from the tensors that the stage hands on, so the sums are attached to one
-        # of these tensors.
+        # torch starts this stage's backward from the tensors for the next stage, so the sums are attached to one of
+        # these tensors.
         if in_loss:
             carrier = next(name for name, meta in self._handed_on.items() if meta.requires_grad)
             totals, factors = zip(*in_loss, strict=True)
@@ -143,9 +145,9 @@ class Stage(PipelineStage):
         return self._sums.finish()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first messages between neighbours, without messages from this rank to itself.
+        """The first messages between neighbouring stages, without messages from this rank to itself.
 
-        torch 2.11 includes messages from a rank to itself, and gloo fails on these messages.
+        torch 2.11 includes messages from a rank to itself, and gloo does not support such messages.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
@@ -158,7 +160,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return a tensor unchanged. In backward, each total also gets its factor as the gradient."""
+    """Return a tensor unchanged. In backward, the gradient of each total is the total's factor."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

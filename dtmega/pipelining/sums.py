@@ -10,7 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 
 class Sums(Protocol):
-    """The interface of `fsdp.shard_sums.ShardSums` and `fsdp.exact.StageSums`, the sums of each microbatch."""
+    """The interface of `fsdp.shard_sums.ShardSums` and `fsdp.exact.StageSums`, which sum gradients per microbatch."""
 
     def expect(self, last: bool) -> None: ...
 
@@ -33,8 +33,8 @@ def backward_and_sum(
         sums: object that sums the gradients.
         module: module of the stage.
         backward_type: kind of backward, "full" or, for the weight part, "weight".
-        arguments: arguments that torch's methods pass to a backward, keyed by name.
-        microbatch: number of the microbatch in the step.
+        arguments: arguments that torch's methods pass to a backward, by name.
+        microbatch: index of the microbatch in the step.
         last: whether this is the last microbatch of a step.
     """
     sums.expect(last)
@@ -48,7 +48,7 @@ def backward_and_sum(
 
 
 def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
-    """Compute the gradients of weights unit by unit, so that only one unit at a time has whole gradients.
+    """Compute the gradients of weights unit by unit, so that only one unit has whole gradients at a time.
 
     Args:
         sums: object that sums the gradients of each unit.

@@ -117,10 +117,10 @@ def _torch_cells(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> 
 
 
 def sent_after(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> dict[Action, Action]:
-    """The actions whose output is sent only after a later action, and these later actions.
+    """Map each action whose output is sent only after a later action to that later action.
 
     torch runs the actions of one cell, such as (0F4;3B1)OVERLAP_F_B, one after the other, and sends all their outputs
-    after the last one (`_add_send_recv` in torch.distributed.pipelining.schedules).
+    after the last action (`_add_send_recv` in torch.distributed.pipelining.schedules).
     """
     if pipeline.csv:
         lines = Path(pipeline.csv).read_text(encoding="utf-8").splitlines()
@@ -230,7 +230,7 @@ def _check_complete(table: Table, where: str) -> None:
 
 
 def stages_in(table: Table) -> list[list[int]]:
-    """The stage indices of each rank, ascending."""
+    """The stage indices of each rank, in ascending order."""
     return [sorted({action.stage for action in row}) for row in table]
 
 
@@ -284,13 +284,13 @@ def simulate(
     transfers do not slow each other down.
 
     Args:
-        table: the actions of each rank, in order.
+        table: actions of each rank, in order.
         where: name of the table, for messages.
-        duration: function that gives the duration of an action.
-        transfer: function that gives the time from the end of an action to the arrival of its output on another rank.
-            The function is called with the action, the rank that sends and the rank that receives.
-        begins: the earliest time at which each rank can begin; None for 0 everywhere.
-        later: actions whose output is sent only after another action of their rank, from `sent_after`.
+        duration: function that returns the duration of an action.
+        transfer: function that returns the time from the end of an action to the arrival of its output, given the
+            action, the rank that sends and the rank that receives.
+        begins: earliest time at which each rank can begin; None if all ranks can begin at 0.
+        later: actions whose output is sent only after a later action of the same rank, from `sent_after`.
 
     Raises:
         ValueError: an action waits for an input that never comes.
@@ -338,10 +338,10 @@ def simulate(
 
 
 def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """The inputs of an action. Each input is a tuple of alternative actions; each of them computes the input.
+    """The inputs of an action. Each input is a tuple of alternative actions, any of which computes the input.
 
     Args:
-        action: the action.
+        action: action whose inputs are needed.
         last: index of the last stage.
     """
     stage, kind, m = action

@@ -1,9 +1,11 @@
 """Parameters that several stages share, such as an embedding tied to the head, or a bias that a whole stack reads.
 
-Each of these stages has a copy, and all copies have one name. The copies start equal, because initial values are keyed
-by the name. After backward, the gradients of all copies are summed in stage order, and every copy gets the sum.
-The optimizer is elementwise and has equal state for all copies, so the copies stay equal. Megatron treats its `shared`
-weights in this way too. But here any number of stages may share a parameter, and a rank may hold several copies.
+Each stage that shares a parameter has a copy, and all copies have the same name. The copies start equal, because
+initial values depend on the name. After backward, the gradients of all copies are summed in stage order, and every copy
+gets the sum.
+The optimizer is elementwise and has equal state for all copies, so the copies stay equal. Megatron also treats its
+`shared` weights in this way. Here, however, any number of stages may share a parameter, and a rank may hold several
+copies.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from dtmega.distributed import replica_check
 from dtmega.ops.shards import local
 
-GATHERED = 2**22  # number of elements of each copy to gather at a time, to limit the memory for the other ranks' copies
+GATHERED = 2**22  # number of elements of each copy to gather at a time, to limit the memory for remote copies
 
 
 def shared(
@@ -28,12 +30,12 @@ def shared(
     """Find the parameters that several stages share.
 
     Args:
-        whole: the whole model, in which tied names share one parameter.
-        parts: modules that each piece needs, keyed by the piece's name.
+        whole: whole model, in which tied names share one parameter.
+        parts: name of a piece -> modules that the piece needs.
         stages: names of each stage's pieces.
 
     Returns:
-        The ascending indices of the stages that share each parameter, by the parameter's first name in the model.
+        First name of each shared parameter in the model -> indices of the stages that share it, in ascending order.
     """
     parameters_of_stages = []
     for pieces in stages:

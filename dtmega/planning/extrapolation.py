@@ -1,8 +1,8 @@
-"""The step with all its microbatches, from two shorter steps that differ by a few microbatches.
+"""Extrapolate a step with all its microbatches from two shorter steps that differ by a few microbatches.
 
-What a rank holds at an action grows evenly with the number of microbatches: buffers and rows for each of them, in some
-schedules activations, and messages that a schedule lets go of only at the end. So the memory of the whole step lies on
-a line through the two shorter steps, action by action.
+The memory that a rank holds at an action grows linearly with the number of microbatches. Each microbatch adds buffers
+and rows, in some schedules activations, and messages that a schedule releases only at the end. For each action, the
+memory in the whole step therefore lies on the line through the memory in the two shorter steps.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dtmega.planning.counting.ledger import Span
 from dtmega.planning.counting.role import ROWS, Role
 from dtmega.training.phases import COMPUTING
 
-LEAST = 3  # microbatches of the shorter step: the first one, one in the middle, and the last one
-State = Counter[tuple[int, str]]  # (stage, what) -> number, see `_states`
+LEAST = 3  # minimum number of microbatches in the shorter step: a first, a middle and a last microbatch
+State = Counter[tuple[int, str]]  # (stage, name of the quantity) -> number, see `_states`
 
 
 class Runs(NamedTuple):
-    """Two steps that show a longer one.
+    """Two steps from which a longer step can be extrapolated.
 
     Attributes:
-        shorter: number of microbatches of the first step.
-        longer: number of microbatches of the second step; equal to `shorter` if nothing is extrapolated.
-        pairs: one dict per place in the pipeline: action of the second step -> action of the first step that does the
-            same work.
+        shorter: number of microbatches in the first step.
+        longer: number of microbatches in the second step; equal to `shorter` if nothing is extrapolated.
+        pairs: one dict per pipeline place: action of the second step -> action of the first step that does the same
+            work.
     """
 
     shorter: int
@@ -39,15 +39,15 @@ class Runs(NamedTuple):
 
 
 def in_flight(table: Table, between_parts: float = 0) -> list[float]:
-    """The most microbatches whose forward has run and whose backward has not ended, counted over the stages of a rank.
+    """The peak number of microbatches in flight on each rank: forward has run, but backward has not ended.
 
     Args:
-        table: the pipeline's actions.
-        between_parts: share of a microbatch that is added while a microbatch waits between the two parts of its
-            backward, for the gradients that it then holds.
+        table: actions of the pipeline.
+        between_parts: additional share of a microbatch to count between the two parts of the microbatch's backward,
+            because of the gradients that it holds then.
 
     Returns:
-        The number for each rank.
+        One number per rank, summed over the rank's stages.
     """
     counted = {"F": 1, "I": between_parts, "B": -1, "W": -1 - between_parts}
     most = []
@@ -61,10 +61,10 @@ def in_flight(table: Table, between_parts: float = 0) -> list[float]:
 
 
 def enough_microbatches(pipeline: config.Pipeline, pp: int, n: int) -> Runs:
-    """Find the shortest two steps from which a step with n microbatches can be extrapolated exactly.
+    """Find the two shortest steps from which a step with n microbatches can be extrapolated exactly.
 
     Args:
-        pipeline: the [pipeline] section of the configuration.
+        pipeline: [pipeline] section of the configuration.
         pp: number of ranks in the pipeline.
         n: number of microbatches.
     """
@@ -88,26 +88,26 @@ def enough_microbatches(pipeline: config.Pipeline, pp: int, n: int) -> Runs:
 
 
 def _table(pipeline: config.Pipeline, pp: int, n: int) -> Table:
-    """The actions of each place in the pipeline; without a pipeline a forward and a backward of each microbatch."""
+    """The actions of each pipeline place; without a pipeline, one forward and one backward for each microbatch."""
     if pp > 1:
         return make_table(pipeline, pp, n)
     return [[Action(0, kind, microbatch) for microbatch in range(n) for kind in "FB"]]
 
 
 def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[str, str]:
-    """Pair the actions of two steps of a rank, if what the rank holds grows evenly from step to step.
+    """Pair the actions of a rank's shorter and longer steps, if the rank's memory grows linearly between the steps.
 
-    An action of the longer step stands for the action of the whole step with the same microbatch, counted from the
-    start or from the end.
+    An action of the longer step represents the action of the whole step whose microbatch has the same number, counted
+    from the start or from the end.
 
     Args:
-        rows: the rank's actions in the shorter, the longer and the whole step.
-        added: microbatches that the longer step has more than the shorter one.
-        missing: microbatches that the whole step has more than the longer one.
+        rows: actions of the rank in the shorter, the longer and the whole step.
+        added: number of additional microbatches in the longer step, compared with the shorter step.
+        missing: number of additional microbatches in the whole step, compared with the longer step.
 
     Returns:
-        Name of an action of the longer step -> name of an action of the shorter step; {} if the growth is not even, or
-        if the rank holds more somewhere else.
+        Name of an action in the longer step -> name of an action in the shorter step; {} if the growth is not linear,
+        or if the rank holds more at an action of the whole step that no action represents.
     """
     shorter, longer, whole = (_states(row) for row in rows)
     pairs = {}
@@ -132,16 +132,17 @@ def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[s
 
 
 def _is_even(before: State, state: State, after: State, times: int) -> bool:
-    """True if as many times again what was added to a state gives the state of the whole step."""
+    """True if the growth from `before` to `state`, repeated `times` more times, leads to `after`."""
     return all(after[key] == state[key] + times * (state[key] - before[key]) for key in {*before, *state, *after})
 
 
 def _states(row: Sequence[Action]) -> dict[Action, State]:
     """The state of a rank at each action.
 
-    It counts the microbatches of each stage that wait for a backward ("F") or for its second part ("W"), and notes
-    whether the stage has gradients ("some"), whether they are complete ("all"), and whether the action is the stage's
-    last one of its kind ("last"), in which gradients are summed over ranks.
+    For each stage, a state counts the microbatches that wait for backward ("F") or for the second part of backward
+    ("W"). It also records whether the stage has gradients ("some"), whether the gradients are complete ("all"), and
+    whether the action is the stage's last action of its kind ("last"). Gradients are summed over ranks in this last
+    action.
     """
     left = Counter((action.stage, action.kind) for action in row)
     now: State = Counter()
@@ -163,15 +164,15 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
 
 
 def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
-    """The plan of a rank for n microbatches, from a plan that has run two shorter steps.
+    """Extrapolate the plan of a rank to n microbatches, from a plan that has run two shorter steps.
 
-    The spans are those of the longer of the two steps, with the bytes of the whole step. The works stay those of the
-    longer step; `plan.times_repeated` says how often each of them happens.
+    The result has the spans of the longer step, with the bytes of the whole step. It has the works of the longer step;
+    `plan.times_repeated` returns how often each work happens in the whole step.
 
     Args:
-        role: plan of the longer step, with the memory of the shorter one.
-        n: number of microbatches of the whole step.
-        pairs: the rank's entry of `Runs.pairs`.
+        role: plan of the longer step, with the memory of the shorter step.
+        n: number of microbatches in the whole step.
+        pairs: entry of the rank in `Runs.pairs`.
     """
     if n == role.n_microbatches:
         return role
@@ -192,7 +193,7 @@ def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
 
 
 def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
-    """The name of each span, the name of the pipeline's action at or before it, and a number that makes them unique."""
+    """A unique key for each span: its name, the name of the last pipeline action up to the span, and a number."""
     keys = []
     seen: Counter[tuple[str, str]] = Counter()
     previous = ""
@@ -206,7 +207,10 @@ def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
 
 
 def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
-    """A span at the start of a step: a rank still holds what the step before has left, which was the shorter one."""
+    """Extrapolate a span at the start of a step, when a rank still holds the memory that the previous step left.
+
+    In the plan, the previous step was the shorter step.
+    """
     left = _grown(role.held_shorter, role.held, times)
     added = {owner: n_bytes - role.held_shorter.get(owner, 0) for owner, n_bytes in left.items()}
     n_rows_bytes = span.at_peak.get(ROWS, 0) // role.n_microbatches
@@ -217,14 +221,14 @@ def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
 
 
 def _line(before: Span, span: Span, times: int) -> Span:
-    """The span of the whole step: as many times again what was added between two shorter steps."""
+    """The span of the whole step, on the line through the spans of the two shorter steps."""
     at_peak = _grown(before.at_peak, span.at_peak, times)
     held_bytes = span.held_bytes + times * (span.held_bytes - before.held_bytes)
     return Span(span.action, sum(at_peak.values()), at_peak, held_bytes)
 
 
 def _grown(before: dict[str, int], after: dict[str, int], times: int) -> dict[str, int]:
-    """Bytes by owner after as many times again the growth."""
+    """The bytes of each owner after the growth from `before` to `after` is repeated `times` more times."""
     grown = {}
     for owner in itertools.chain(after, before.keys() - after.keys()):
         grown[owner] = after.get(owner, 0) + times * (after.get(owner, 0) - before.get(owner, 0))

@@ -1,11 +1,11 @@
-"""Plan a whole job: one rank for each role, and the step's full number of microbatches from a shorter step.
+"""Plan a whole job: run one rank for each role, and extrapolate a shorter step to the full number of microbatches.
 
     plan = plan_job(cfg, mesh.resolve(cfg.mesh, 384), torch.device("cuda", 0))
     plan.roles[0].peak.peak_bytes
 
-Ranks that differ only along dp, cp or tp do alike; the first of them holds the largest parts. So the roles are the
-places of the pipeline. Places whose stages hold alike pieces share a role, which is that of the place with the most
-microbatches in flight.
+Ranks that differ only along dp, cp or tp do the same work, and the first of these ranks holds the largest parts. The
+roles are therefore the places of the pipeline. Places whose stages hold equal pieces share a role: the plan of the
+place with the most microbatches in flight.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ class Plan(NamedTuple):
     """The plan of a job.
 
     Attributes:
-        cfg: the job's configuration.
+        cfg: configuration of the job.
         sizes: resolved size of each mesh axis.
-        device: device that every rank has.
-        n_microbatches: number of microbatches of a step on each rank.
-        table: the pipeline's actions with all microbatches; None without a pipeline.
-        stages: names of the pieces of each pipeline stage, and stage numbers of each place; None without a pipeline.
-        roles: place in the pipeline -> plan of a rank at this place, with all microbatches. Places of one role share a
-            plan.
+        device: device of every rank.
+        n_microbatches: number of microbatches in a step on each rank.
+        table: actions of the pipeline with all microbatches; None without a pipeline.
+        stages: names of the pieces in each pipeline stage.
+        roles: pipeline place -> plan of a rank at this place, with all microbatches. Places of one role share a plan.
         run_microbatches: number of microbatches in the longest step that was run; if it is less than
             `n_microbatches`, the rest is extrapolated.
     """
@@ -64,7 +63,7 @@ class Plan(NamedTuple):
 
     @property
     def places_by_role(self) -> list[list[int]]:
-        """The places in the pipeline that share a role, in the order of the role's first place."""
+        """Groups of pipeline places that share a role, ordered by the first place of each group."""
         places: dict[int, list[int]] = defaultdict(list)
         for place, role in self.roles.items():
             places[id(role)].append(place)
@@ -81,10 +80,10 @@ def plan_job(
     """Plan all roles of a job.
 
     Args:
-        cfg: the job's configuration, complete and checked for this layout (`checks.check`).
+        cfg: configuration of the job, complete and checked for this layout (`checks.check`).
         sizes: resolved size of each mesh axis.
-        device: the device that is pretended on every rank.
-        on_role: function that is called before each role, with the number of roles that are done and of all roles.
+        device: device that is pretended on every rank.
+        on_role: function that is called before each role, with the number of planned roles and the number of all roles.
         run_role: function that runs `plan_role`; None for `in_own_process`.
     """
     run_role = run_role or in_own_process
@@ -104,7 +103,7 @@ def plan_job(
         kinds = [_kind(numbers, stages, pieces) for numbers in cut.ranks]
         held = in_flight(table, HELD_BETWEEN_PARTS)
         if sent_after(cfg.pipeline, sizes["pp"], n):
-            kinds = list(range(sizes["pp"]))  # alike places run the two actions of a cell in different orders
+            kinds = list(range(sizes["pp"]))  # even equal places run the two actions of a cell in different orders
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
     for kind in dict.fromkeys(kinds):
@@ -129,11 +128,11 @@ def time_step(plan: Plan, fabric: Fabric) -> StepTime:
 
 
 def in_own_process(*arguments: Any) -> Role:
-    """Run `plan_role` in a process of its own, because DTensor's caches keep the process groups of an earlier role.
+    """Run `plan_role` in a separate process, because DTensor's caches keep the process groups of an earlier role.
 
     Raises:
-        ValueError: the role cannot be planned, for the same reason as in training.
-        ChildProcessError: the role's process was killed, or has ended with an error of the planner.
+        ValueError: training would refuse the role too, so it cannot be planned.
+        ChildProcessError: the role's process was killed, or ended with an error of the planner.
     """
     return own_process.run(plan_role, *arguments)
 
@@ -152,7 +151,7 @@ def _kind(numbers: Sequence[int], stages: Sequence[Sequence[str]], pieces: Seque
         stage = stages[number]
         is_first = pieces[0].name in stage
         is_last = pieces[-1].name in stage
-        stays = number + 1 in numbers  # where a V turns, a stage hands its output to the next one on the same rank
+        stays = number + 1 in numbers  # at the turn of a V, a stage passes its output to a stage on the same rank
         key.append((is_first, is_last, stays, tuple(costs[name] for name in stage)))
     return tuple(key)
 
@@ -161,8 +160,8 @@ class Totals(NamedTuple):
     """Totals of one rank's step, over all microbatches.
 
     Attributes:
-        flops: floating-point operations by operator.
-        messages: number of messages by (axis, collective, bytes of one message).
+        flops: operator -> number of floating-point operations.
+        messages: (axis, collective, bytes of one message) -> number of messages.
     """
 
     flops: dict[str, int]
@@ -170,7 +169,7 @@ class Totals(NamedTuple):
 
 
 def totals(role: Role) -> Totals:
-    """Add up the works of a rank's step, those of repeated microbatches included."""
+    """Add up the works of a rank's step, including the works of repeated microbatches."""
     flops: dict[str, float] = defaultdict(float)
     messages: dict[tuple[str, str, int], float] = defaultdict(float)
     n_run = role.n_microbatches - role.repeated
@@ -189,9 +188,9 @@ def times_repeated(work: Work, n_run: int, n: int) -> float:
     """The number of times that a work of the shorter step happens in the whole step.
 
     Args:
-        work: the work.
-        n_run: number of microbatches of the shorter step.
-        n: number of microbatches of the whole step.
+        work: kernel or message of the shorter step.
+        n_run: number of microbatches in the shorter step.
+        n: number of microbatches in the whole step.
     """
     if work.message is not None and work.message.peer >= 0:
         return n / n_run

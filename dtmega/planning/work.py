@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-COMPUTE = "compute"  # name of the stream on which kernels run unless the program chooses another one
+COMPUTE = "compute"  # name of the stream on which kernels run unless the program chooses a different stream
 
 
 class Message(NamedTuple):
@@ -15,9 +15,9 @@ class Message(NamedTuple):
             "send" or "receive".
         axis: name of the process group in `World.groups`, for example "tp" or "fsdp"; "world" for all ranks.
         n_ranks: number of ranks in the group; 2 for "send" and "receive".
-        n_bytes: size of the largest buffer that one rank holds for the message. For an all-gather this is the output,
-            for a reduce-scatter the input, for all other kinds either one.
-        peer: rank of the other process for "send" and "receive"; -1 for collectives.
+        n_bytes: size of the largest buffer that one rank holds for the message: the output of an all-gather, the input
+            of a reduce-scatter, and either the input or the output of all other kinds.
+        peer: rank of the sender or receiver at the other end, for "send" and "receive"; -1 for collectives.
     """
 
     collective: str
@@ -31,17 +31,17 @@ class Work(NamedTuple):
     """One kernel or message.
 
     Attributes:
-        action: the pipeline's action that launches the work, such as "1F0"; without a pipeline "0F0" and "0B0" for
-            the microbatches in turn; outside of them the name of the phase, such as "counts" or "optimizer".
-        stream: name of the stream that the work is queued on. Work on one stream runs in order.
+        action: name of the pipeline action that launches the work, such as "1F0"; without a pipeline, "0F0", "0B0", ...
+            for the microbatches; outside forward and backward, the name of the phase, such as "counts" or "optimizer".
+        stream: name of the stream on which the work is queued. Works on one stream run in order.
         operator: name of torch's operator, such as "aten.mm" or "c10d.allreduce_".
-        flops: floating-point operations; 0 for messages and for operators without products.
+        flops: number of floating-point operations; 0 for messages and for operators without products.
         moved_bytes: bytes of all inputs and outputs, which a kernel reads or writes at least once; 0 for messages.
-        product: (m, k, n) of a matrix product [m, k] x [k, n] (a batch counts as further rows m); None otherwise.
+        product: sizes (m, k, n) of a matrix product [m, k] x [k, n], with a batch's rows included in m; None otherwise.
         dtype: dtype of the first input, such as "bfloat16".
-        message: the message; None for kernels.
-        waits: indices of earlier works, in the list of works, that must have ended before this work can begin. The
-            previous work on the same stream is not listed.
+        message: description of the message; None for kernels.
+        waits: indices, in the list of works, of earlier works that must end before this work can begin. The previous
+            work on the same stream is not listed.
     """
 
     action: str

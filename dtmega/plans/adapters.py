@@ -1,14 +1,14 @@
-"""Low-rank adapters over the tp axis. An adapter of a linear layer, A [r, in] and B [out, r], is cut as the layer is.
+"""Low-rank adapters over the tp axis. An adapter of a linear layer, A [r, in] and B [out, r], is cut like the layer.
 
-    the layer is cut by     A                B                what is sent
-    outputs (Column)        whole            cut by outputs   nothing more: A reads the gathered input
-    outputs, in parts       whole            whole            nothing more: a rank takes the rows of its outputs
-    inputs (Row)            cut by inputs    whole            x A^T, r numbers for each token, is summed; then comes B
-    nothing                 whole            whole            nothing
+    the layer is cut by     A                B                additional messages
+    outputs (Column)        whole            cut by outputs   none: A reads the gathered input
+    outputs, in parts       whole            whole            none: a rank takes the rows of its outputs
+    inputs (Row)            cut by inputs    whole            a sum of x A^T, r numbers per token, before B is applied
+    nothing                 whole            whole            none
 
-In a layer that is cut by outputs, a rank has only its own outputs' part of A's gradient, so the gradient is summed over
-tp. In a layer that is cut by inputs, a rank applies B to its own tokens only if the sequence is cut, and B's gradient
-is then summed over tp.
+If the layer is cut by outputs, each rank computes only the contribution of its own outputs to A's gradient, so A's
+gradient is summed over tp. If the layer is cut by inputs and the sequence is cut too, each rank applies B only to its
+own tokens, so B's gradient is summed over tp.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NAMES = ("lora_a", "lora_b")
 
 
 def placement(name: str, of_weight: Placement | None, output_dim: int) -> Placement | None:
-    """The placement over tp of an adapter's parameter.
+    """The tp placement of an adapter's parameter.
 
     Args:
         name: name of the parameter in its module, one of NAMES.
         of_weight: placement of the layer's weight.
-        output_dim: dim of the weight along which the output features are.
+        output_dim: dim of the weight that contains the output features.
     """
     if of_weight is None or of_weight == Replicate():
         return of_weight
@@ -38,7 +38,7 @@ def placement(name: str, of_weight: Placement | None, output_dim: int) -> Placem
     if by_output != (name == "lora_b"):
         return Replicate()
     if by_output:
-        # If tp cuts the rows in parts, FSDP2 has to cut the other dim, which has only r entries (`shards.dim_to_cut`).
+        # If tp cut the rows in parts, FSDP2 would have to cut dim 1, which has only r entries (`shards.dim_to_cut`).
         return Replicate() if in_parts else Shard(0)
     return _StridedShard(1, split_factor=of_weight.split_factor) if in_parts else Shard(1)
 
@@ -52,9 +52,9 @@ def add(module: Any, out: Tensor, reduced: Tensor, b: Tensor) -> Tensor:
     """Add an adapter's result to the layer's output.
 
     Args:
-        module: the layer.
-        out: output of the layer, [..., out] or this rank's part of it.
-        reduced: x A^T, [..., r].
-        b: the rows of B that belong to `out`.
+        module: linear layer with the adapter.
+        out: output of the layer, [..., out], or this rank's part of the output.
+        reduced: product x A^T, [..., r].
+        b: rows of B that belong to `out`.
     """
     return out + module.lora_scale * F.linear(reduced, b)

@@ -39,10 +39,10 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
     The ranks do not communicate: each rank holds whole parameters, or meta tensors, and takes its own parts.
 
     Args:
-        model: a whole model, or a pipeline stage. In a stage, modules of other stages are None or missing from their
+        model: whole model or pipeline stage. In a stage, modules of other stages are None or missing from their
             ModuleDict.
-        mesh: the 1-D tp mesh.
-        plan: style for each module or buffer name pattern. `*` matches one component of a name; "" matches the model.
+        mesh: 1-D tp mesh.
+        plan: pattern of module or buffer names -> style. `*` matches one component of a name; "" matches the model.
 
     Returns:
         Names of the parameters whose gradients `sum_partial_gradients` must sum.
@@ -51,7 +51,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
         ValueError: a pattern matches nothing; a matrix matches no pattern; tp does not divide a size; or the input of a
             cut module passes through no Enter, or through several.
     """
-    # Styles replace parameters one by one, which unties tied parameters. So record first which modules share a
+    # Styles replace parameters one by one, which unties tied parameters. Therefore, record first which modules share a
     # parameter, and tie the parameters again at the end.
     owners = _owners(model)
     partial: set[tuple[nn.Module, str]] = set()
@@ -62,7 +62,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
             if isinstance(style, ShardBuffer):
                 _check_buffer(name, match, style, mesh.size())
                 continue
-            if match is None:  # the module is on another pipeline stage
+            if match is None:  # the module belongs to a different pipeline stage
                 continue
             parallelize_module(match, mesh, style, src_data_rank=None)
             if isinstance(style, Style):
@@ -107,7 +107,7 @@ def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
 
 
 def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> list[str]:
-    """The full names of parameters that are given as (module, name in that module) pairs.
+    """The full names of parameters, given as pairs (module, name in the module).
 
     The names are in the order of the model, so that all ranks sum the gradients in the same order. A tied parameter
     appears once.
@@ -163,10 +163,10 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
     """Sum the gradients of the named parameters over tp in one all-reduce (Megatron's `allreduce_layernorm_grads`).
 
     Args:
-        model: a model cut by `apply_plan`, and perhaps also sharded by FSDP2. All ranks of the tp mesh hold the same
-            FSDP2 shard of a parameter, so the local shards can be summed directly.
+        model: model that `apply_plan` has cut, and that FSDP2 may also have sharded. All ranks of the tp mesh hold the
+            same FSDP2 shard of a parameter, so the local shards can be summed directly.
         names: names that `apply_plan` returned; parameters without a gradient are left out.
-        mesh: the 1-D tp mesh.
+        mesh: 1-D tp mesh.
     """
     parameters = [model.get_parameter(name) for name in names]
     grads = [local(p.grad) for p in parameters if p.grad is not None]
@@ -180,9 +180,9 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """The modules or buffers that match a pattern, as (name, match); `match` is None for a module on another stage.
+    """The modules or buffers that match a pattern, as (name, match); `match` is None for a module of a different stage.
 
-    The search follows the pattern component by component, from the model down; `*` branches to all children.
+    The search follows the pattern component by component, from the model down. At `*`, it branches to all children.
     """
     matches: list[tuple[str, Any]] = [("", model)]
     for component in pattern.split(".") if pattern else []:

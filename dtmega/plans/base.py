@@ -55,7 +55,7 @@ class Stack:
         return mappings.gather(x, group) if self.cut else mappings.copy(x, group)
 
     def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
-        """Convert the hidden state to the input of a region, [B, S, D], which is gathered again in backward.
+        """Convert the hidden state to the input of a region, [B, S, D]. Backward gathers this input again.
 
         The caller must call `products.again` at the end of the region. After `keep_gathered`, the products keep their
         input, and nothing is gathered again.
@@ -71,28 +71,28 @@ class Stack:
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
         """The local part of a replicated parameter.
 
-        If the sequence is cut, the parameter is applied to this rank's tokens only, so its gradient is only this rank's
-        part, {U_tp}. With `of_heads` the gradient is always partial. A stack that sums gradients in backward overrides
-        this method.
+        If the sequence is cut, the parameter is applied only to this rank's tokens, so its gradient is only this rank's
+        part of a sum, {U_tp}. With `of_heads`, the gradient is always partial. A stack that sums gradients in backward
+        overrides this method.
         """
         return local_part(parameter)
 
 
 class Style(ParallelStyle):
-    """A way to cut one kind of module: parameters become DTensors, and the style replaces the module's forward.
+    """A way to cut one kind of module: the parameters become DTensors, and the style replaces the module's forward.
 
     Args:
-        stack: stack of blocks that the module belongs to; True for a new stack with sequence parallelism, False for a
+        stack: stack of blocks that contains the module; True for a new stack with sequence parallelism, False for a
             new stack without sequence parallelism.
-        sizes: numbers that tp must divide, keyed by their [model] keys.
+        sizes: [model] key -> number that tp must divide.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
     cost: tuple[str, str] = ("", "")  # the style's collectives: (without sequence parallelism, with it)
-    of_heads = False  # True if replicated parameters are applied to this rank's heads only
-    enters = False  # True if the module is a region of its own, so that the style is also an Enter
-    inside = False  # True if the module computes on the input of its own region or of an enclosing region
-    output_dim = 0  # dim of a linear layer's weight along which the output features are
+    of_heads = False  # whether replicated parameters are applied only to this rank's heads
+    enters = False  # whether the module is a separate region, so that the style is also an Enter
+    inside = False  # whether the module computes on the input of a region: its own or an enclosing region
+    output_dim = 0  # dim of a linear layer's weight that contains the output features
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)
@@ -110,7 +110,7 @@ class Style(ParallelStyle):
         return self.placements.get(name)
 
     def partial_gradients(self, module: nn.Module, tp: int) -> set[str]:
-        """The names of the parameters whose gradient on each rank comes only from that rank's tokens or heads."""
+        """The names of the parameters whose gradient on a rank covers only the rank's own tokens or heads."""
         if self.stack.sums_in_backward:
             return set()
         whole = {n for n, _ in module.named_parameters(recurse=False) if self.placed(n, tp) == Replicate()}
@@ -119,7 +119,7 @@ class Style(ParallelStyle):
         return whole & {"lora_a"} if self.placement("weight", tp) != Replicate() else set()
 
     def placed(self, name: str, tp: int) -> Placement | None:
-        """The placement of a parameter of the module or of its adapter; None if the style does not know the name."""
+        """The placement of a parameter of the module or its adapter; None if the style does not support the name."""
         if name in adapters.NAMES:
             return adapters.placement(name, self.placement("weight", tp), self.output_dim)
         return self.placement(name, tp)
@@ -128,11 +128,11 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def matrix(self, module: Any) -> Tensor:
-        """This rank's part of the weight of a linear layer, [out, in]."""
+        """This rank's part of a linear layer's weight, [out, in]."""
         return local_part(module.weight)
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Check that tp ranks can share the module.
+        """Check that the module can be divided over tp ranks.
 
         Raises:
             ValueError: tp does not divide a size, or the style cannot cut this kind of module.
@@ -152,7 +152,7 @@ class Style(ParallelStyle):
                 self.check_size(f"dim {placement.dim} of '{name}' {shape} of {owner}", shape[placement.dim], tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Raise an error if the class has an unknown forward, because the style's forward might not be equivalent."""
+        """Raise an error if the module's class has an unknown forward, which the style might replace incorrectly."""
         if all(type(module).forward is not known.forward for known in self.known()):
             names = ", ".join(known.__name__ for known in self.known())
             raise ValueError(
@@ -180,7 +180,7 @@ class Style(ParallelStyle):
 
 
 def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Turn a parameter that is whole on every rank, or on meta, into a DTensor. Nothing is communicated."""
+    """Convert a parameter that is whole on every rank, or on meta, to a DTensor. The ranks do not communicate."""
     cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
@@ -210,7 +210,7 @@ def computing_on(module: nn.Module, local: Callable[[Any], Tensor]) -> Iterator[
 
 
 def local_part(parameter: Any) -> Any:
-    """The part of a parameter on this rank.
+    """This rank's part of a parameter.
 
     In backward, the gradient becomes a DTensor with the parameter's placement. The gradient of a replicated parameter
     is not summed over the ranks.

@@ -14,8 +14,8 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
     from whole sequences. The sentence-order head gathers only the first place of each rank. Up to the product with the
     vocabulary, all ranks then compute identical results for the N labelled tokens, [N, D]. The gradient of the
     product's input, [N, D], is summed over tp. This sum sends 15 % of the bytes that a reduce-scatter over all tokens
-    would send. After the sum, all gradients in `head` and `order` are complete on every rank, so no parameter of these
-    two modules has a partial gradient.
+    would send. After the sum, all gradients in `head` and `order` are complete on every rank, so no parameter in `head`
+    or `order` has a partial gradient.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
@@ -39,7 +39,7 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
         "order": Rejoin(sp, first_only=True),
         "order.pooler": Whole(False),
         "order.classifier": Whole(False),
-        # Attention dropout is keyed by global head index. Other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head index. All other dropout sites get this rank's part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

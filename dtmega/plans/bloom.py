@@ -29,7 +29,7 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
         "norm": Norm(sp),
         "head": VocabHead(sp),
         "slopes": ShardBuffer(model.n_heads),
-        # Attention dropout is keyed by global head index. Other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head index. All other dropout sites get this rank's part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -1,13 +1,13 @@
 """Expert parallelism (GShard, arXiv:2006.16668): each rank holds some experts, and tokens travel to their experts.
 
-The ranks of an ep group have different tokens, in contrast to tp. Each rank routes its own tokens, and has a row for
-each pair of a token and one of its experts. The rows go to the ranks that hold the experts, and the results come back:
+Unlike tp ranks, the ranks of an ep group have different tokens. Each rank routes its own tokens, and makes one row for
+each pair (token, expert). The rows are sent to the ranks that hold the experts, and the results are sent back:
 
     forward    all-to-all of the rows, the products, all-to-all of the results
     backward   all-to-all of the results' gradients, the products, all-to-all of the rows' gradients
 
-How many rows go where depends on the data. So the ranks first tell each other the number of rows of each expert, and
-the host reads the numbers. A rank takes part in both exchanges even if it has no rows.
+The number of rows for each rank depends on the data. The ranks therefore first exchange the number of rows for each
+expert, and the host reads these numbers. A rank takes part in both exchanges even if it has no rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dtmega.ops import host
 
 
 def divide(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep only this rank's experts, as DTensors, and set the module's `exchange`. Nothing is communicated.
+    """Keep only this rank's experts, as DTensors, and set the module's `exchange`. The ranks do not communicate.
 
     Args:
-        experts: module whose parameters are stacked by expert, [E, ...]. tp may have cut other dims.
+        experts: module whose parameters are stacked by expert, [E, ...]. tp may have cut any dim except dim 0.
         mesh: mesh with the dims (ep,) or (ep, tp).
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -56,10 +56,10 @@ class Arrived(NamedTuple):
     """Rows that other ranks have sent to this rank's experts.
 
     Attributes:
-        rows: rows of all ranks, one rank's after another's, and by expert within a rank, [n, D].
-        experts: number of each row's expert among this rank's experts, [n] int64.
+        rows: rows from all ranks, ordered by sending rank and then by expert, [n, D].
+        experts: index of each row's expert among this rank's experts, [n] int64.
         give_back: function that sends one result for each row, [n, D], back to the row's rank. It returns the results
-            for the rows that this rank has sent, in their order, and zeros for those without an expert.
+            for the rows that this rank has sent, in the order of these rows, and zeros for rows without an expert.
     """
 
     rows: Tensor
@@ -71,7 +71,7 @@ class Exchange:
     """The exchange of rows among the ranks of an ep group.
 
     Args:
-        group: the ranks, in the order of their experts.
+        group: process group of the ranks, in the order of their experts.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -84,7 +84,7 @@ class Exchange:
 
         Args:
             rows: rows in the order of their experts, [N, D]. Rows behind them, without an expert, stay here.
-            n_rows: number of rows of each expert, [E] int64.
+            n_rows: number of rows for each expert, [E] int64.
         """
         n_ranks = self._group.size()
         n_experts = len(n_rows) // n_ranks
@@ -109,7 +109,7 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, [sum(sent), D] -> [sum(received), D]. Backward sends the gradients the opposite way."""
+    """An all-to-all of rows, [sum(sent), D] -> [sum(received), D]. Backward sends the gradients in reverse."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -122,7 +122,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the first sent[0] rows to rank 0 and so on, and receive received[r] rows from rank r."""
+    """Send sent[r] consecutive rows to each rank r, in rank order, and receive received[r] rows from each rank r."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out

@@ -23,7 +23,7 @@ def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
         "layers.*.mlp.down": Row(sp, **ffn),
         "norm": Norm(sp),
         "head": VocabHead(sp),
-        # Attention dropout is keyed by global head index. Other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head index. All other dropout sites get this rank's part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -14,7 +14,7 @@ def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
     as in `plans/bloom.py`.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
-    # The norms see only this rank's heads, also where the sequence is whole.
+    # These norms see only this rank's heads, even if the sequence is whole.
     norms = {f"layers.*.attn.{name}": Norm(sp, of_heads=True) for name in ("q_norm", "k_norm")}
     return {
         "embed": VocabEmbedding(sp),

@@ -37,7 +37,7 @@ def vocab_parallel_cross_entropy(
         n_valid: number of columns on all ranks, without the padding columns at the end; None if there is no padding.
         vocab_start: index of this rank's first column in the whole vocabulary. If vocab_start or n_valid is None, one
             more all-gather exchanges the sizes of all ranks.
-        reduction: form of the result, "none" for the losses [...] or "sum" for the sum of the losses.
+        reduction: form of the result: "none" for the losses [...], or "sum" for the sum of the losses.
 
     Returns:
         The losses or their sum in fp32, the same on all ranks. The gradient of logits_shard is complete: it needs no

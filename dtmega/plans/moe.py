@@ -9,7 +9,7 @@ from dtmega.plans.styles import Column, Enter, Plan, Row
 
 
 def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
-    """The plan for a mixture of experts: Llama's plan, and each expert cut inside, as a feed-forward is.
+    """The plan for a mixture of experts: Llama's plan, with each expert cut inside, like a feed-forward network.
 
     A mixture's input is gathered once, for the router, the experts and the shared experts.
     """

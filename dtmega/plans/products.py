@@ -2,7 +2,7 @@
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
-So no product keeps the gathered input, and backward gathers the input again from this rank's part:
+Therefore, no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
 1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
 2. `again`, which is called at the end of the region, consumes the tickets. Autograd therefore runs the backward of
@@ -54,7 +54,7 @@ class Region:
     """The state that the products of one region share.
 
     Attributes:
-        part: this rank's part of the region's input, [B, S/tp, D] if `cut`; otherwise the whole input, [B, S, D].
+        part: this rank's part of the region's input, [B, S/tp, D] if `cut`; if not, the whole input, [B, S, D].
         group: process group of the tp ranks.
         cut: whether the input is cut along the sequence before the region.
         has_one_product: whether only one product reads the input.
@@ -67,11 +67,11 @@ class Region:
         self.tickets: list[Tensor] = []
         # Autograd takes this tensor as the next product's input. The tensor's gradient goes to the previous product.
         self._link: Tensor | None = part
-        self._is_first = True  # the next product is the first one of the chain
+        self._is_first = True  # whether the next product is the first product of the chain
         self._gather: Started | None = None
         self._gathered: Tensor | None = None
         self._n_tickets = 0
-        self._n_waiting = 0  # products that still need the gathered input in this backward
+        self._n_waiting = 0  # number of products that still need the gathered input in this backward
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x W^T + b for the region's input x, as the next product of the chain."""
@@ -159,11 +159,11 @@ class _Product(torch.autograd.Function):
       gradient of x.
 
     Args:
-        link: the region's input, or the link from the previous product. The gradient of x is returned for the link.
-        x: the region's input, detached.
+        link: input of the region, or the link from the previous product. The gradient of x is returned for the link.
+        x: input of the region, detached.
         cut: whether x was gathered, and is therefore not kept.
         sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.
-        region: the region of the product; None in a compiled block.
+        region: region of the product; None in a compiled block.
     """
 
     @staticmethod

@@ -47,9 +47,9 @@ class Enter(ParallelStyle):
     none, the keyword argument `hidden_states`. The module keeps its own forward.
 
     Args:
-        stack: stack that the module belongs to, as in `Style`.
-        also: names of keyword arguments with other hidden states that are whole on every rank, such as an encoder's
-            output.
+        stack: stack that contains the module, as in `Style`.
+        also: names of additional keyword arguments with hidden states that are whole on every rank, such as an
+            encoder's output.
     """
 
     enters, inside = True, False
@@ -84,7 +84,7 @@ class Enter(ParallelStyle):
         return products.again(type(module).forward(module, *args, **kwargs), entered)
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Change other keyword arguments of the module, in place. Subclasses override this method."""
+        """Change keyword arguments of the module, except its input, in place. Subclasses override this method."""
 
 
 class EnterOnce(ParallelStyle):
@@ -122,7 +122,7 @@ class Column(Style):
     inside = True
 
     def entering(self) -> Column:
-        """Make the module a region of its own, whose input is [B, S/tp, D] if the sequence is cut."""
+        """Make the module a separate region, whose input is [B, S/tp, D] if the sequence is cut."""
         self.enters, self.cost = True, Enter.cost
         return self
 
@@ -133,7 +133,7 @@ class Column(Style):
         return products.again(self.adapted(module, entered), entered)
 
     def adapted(self, module: Any, x: Tensor) -> Tensor:
-        """This rank's outputs for the whole input, with those of the layer's adapter, if there is one."""
+        """This rank's outputs for the whole input, including the result of the layer's adapter, if any."""
         out = self.multiply(module, x)
         if not adapters.has_adapter(module):
             return out
@@ -219,7 +219,7 @@ class Whole(Style):
     """A module that keeps its own forward and has all of its parameters on every rank.
 
     Args:
-        stack: stack that the module belongs to, as in `Style`.
+        stack: stack that contains the module, as in `Style`.
         of_heads: whether the module sees only this rank's heads.
     """
 
@@ -288,8 +288,7 @@ class SequenceShard(ParallelStyle):
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).
 
     Args:
-        cut: whether the sequence is cut. If the sequence is not cut, the site gets all places, and the style does
-            nothing.
+        cut: whether the sequence is cut. If False, the site gets all places, and the style does nothing.
     """
 
     def __init__(self, cut: bool = True) -> None:

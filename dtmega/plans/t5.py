@@ -10,9 +10,9 @@ from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, Whol
 def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
     """The plan for a T5 model. The layers of both stacks are cut as in Megatron.
 
-    The encoder's output is gathered once for all decoder layers of a stage. So the output needs one all-gather and one
-    reduce-scatter of [B, S, D] per microbatch, while Megatron needs both in every layer. The relative-position
-    embeddings are cut by heads.
+    The encoder's output is gathered once for all decoder layers of a stage. The output therefore needs only one
+    all-gather and one reduce-scatter of [B, S, D] per microbatch, whereas Megatron needs both in every layer. The
+    relative-position embeddings are cut by heads.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     attention = {

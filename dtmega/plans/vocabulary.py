@@ -44,9 +44,9 @@ class VocabEmbedding(VocabStyle):
     """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D] without sequence parallelism.
 
     Each rank looks up the tokens whose rows it holds, and contributes zeros for all other tokens to the sum over the
-    ranks. So each rank gets the gradient of its own rows. A subclass of nn.Embedding that changes rows, for example by
-    scaling, applies its own forward to the rank's rows. A token outside [0, V) fails as on a single device: with an
-    IndexError on a CPU, and with a device assert on CUDA.
+    ranks. Each rank therefore gets the gradient of its own rows. A subclass of nn.Embedding that changes rows, for
+    example by scaling, applies its own forward to the rank's rows. A token outside [0, V) fails as on a single device:
+    with an IndexError on a CPU, and with a device assert on CUDA.
 
     Raises:
         ValueError: `forward` must cut the sequence, but tp does not divide its length.
@@ -126,8 +126,8 @@ class Rejoin(ParallelStyle):
     Each inner module has whole parameters (`Whole(False)`), or is cut as a region of its own (`VocabHead(False)`).
 
     Args:
-        stack: stack that the module belongs to, as in `Style`.
-        first_only: whether the module reads only x[:, 0]. If so, only the first place of each rank is gathered,
+        stack: stack that contains the module, as in `Style`.
+        first_only: whether the module reads only x[:, 0]. If True, only the first place of each rank is gathered,
             [B, tp, D].
     """
 

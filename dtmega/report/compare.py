@@ -36,7 +36,7 @@ def differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Rows of (label, values), for every number that at least one run has. `values` has one value per run."""
+    """One row (label, values) for each number that at least one run has. `values` holds one value per run."""
     numbers_of_runs = [numbers(run) for run in runs]
     labels = list(dict.fromkeys(chain.from_iterable(numbers_of_runs)))
     rows = []
@@ -48,7 +48,7 @@ def _numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
-    """The HTML of a table of the keys that differ between configurations, with all rows after SHOWN_ROWS folded away.
+    """The HTML of a table of the keys that differ between configurations. Rows after the first SHOWN_ROWS are folded.
 
     Args:
         configs: configurations to compare, each as section -> key -> value.
@@ -67,10 +67,10 @@ def difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
 
 
 def different_keys(configs: Sequence[Config]) -> list[tuple[str, list[Any]]]:
-    """Rows of (key, values) for the keys that differ between configurations.
+    """One row (key, values) for each key that differs between configurations.
 
-    Each row has one value per configuration; the value is None if the configuration lacks the key. `run.dir` is left
-    out, because it always differs and is already shown as the name of the run.
+    Each row has one value per configuration; the value is None if the configuration lacks the key. The key `run.dir`
+    is left out, because `run.dir` always differs and the page already shows it as the name of the run.
     """
     different = []
     for (section, key), values in _keys(configs).items():
@@ -90,7 +90,7 @@ def equal_keys(configs: Sequence[Config]) -> Config:
 
 
 def _keys(configs: Sequence[Config]) -> Mapping[tuple[str, str], list[Any]]:
-    """(section, key) -> the values of that key, one per configuration; None for a configuration without the key."""
+    """Map each (section, key) to the key's values, one per configuration; None for a configuration without the key."""
     values: dict[tuple[str, str], list[Any]] = {}
     for config in configs:
         for section in config:

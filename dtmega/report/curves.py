@@ -17,7 +17,7 @@ from dtmega.files import console
 from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
-BUCKETS = 2000  # number of stretches in a thinned curve, with two points each; screens have fewer pixel columns
+BUCKETS = 2000  # number of buckets of steps in a thinned curve, with two points each; screens have fewer pixel columns
 MEAN_POINTS = 1000  # maximum number of points of a running mean
 MAX_SHARES = 500  # maximum number of points in the curve of a phase's share
 MEANS = 50  # a running mean's window spans 1 / MEANS of all steps
@@ -30,14 +30,14 @@ MARKS = 1000  # maximum number of events drawn per kind
 def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) -> Series:
     """Reduce a series to fewer points without changing how its curve looks.
 
-    The steps are divided into `buckets` stretches of about equal length. The smallest and the largest value of each
-    stretch are kept, as are the first step, the last step and the marked steps. A series of at most 2 · buckets
-    points is returned unchanged.
+    The steps are divided into buckets of about equal length. The function keeps the smallest and the largest value of
+    each bucket, the first step, the last step and the marked steps. A series of at most 2 · buckets points is
+    returned unchanged.
 
     Args:
         series: series to thin, in ascending order of steps.
         marked: steps that must be kept.
-        buckets: number of stretches.
+        buckets: number of buckets.
     """
     steps, values = series
     if steps.size <= 2 * buckets:
@@ -50,7 +50,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index in `values` of each bucket's extreme; the first index if an extreme occurs several times in a bucket.
+    """The index in `values` of each bucket's extreme; the first such index if a bucket contains the extreme repeatedly.
 
     Args:
         ufunc: np.minimum for the smallest values, np.maximum for the largest.
@@ -87,9 +87,9 @@ def tail(series: Series) -> Series:
         series: step times of a run.
 
     Returns:
-        A series whose `values` are step times in ascending order. Instead of step numbers, `steps` has counts: for each
-        step time, the number of steps that took at least as long. The counts fall from the number of all steps to 1,
-        evenly spaced on a logarithmic scale.
+        A series whose `values` are step times in ascending order. Instead of step numbers, `steps` holds counts: for
+        each step time, the number of steps that took at least as long. The counts fall from the total number of steps
+        to 1, evenly spaced on a logarithmic scale.
     """
     ordered = np.sort(series.values)[::-1]
     if not ordered.size:
@@ -103,11 +103,11 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
 
     Args:
         series: all series of a run, by key. Steps that lack one of the recorded phases are left out.
-        most: maximum number of points. If there are more steps, each point covers a stretch of several steps.
+        most: maximum number of points. If there are more steps, each point covers several consecutive steps.
 
     Returns:
-        The last step of each stretch, and a mapping from each phase to the shares of the phase, one per stretch. A
-        share is the fraction of the stretch's time that the phase takes, from 0 to 1.
+        The last step that each point covers, and a mapping from each phase to its shares, one per point. A share is the
+        fraction, from 0 to 1, of the time of the covered steps that the phase takes.
     """
     recorded = {phase: series[key] for key, phase in STEP_PHASES.items() if key in series}
     if not recorded:
@@ -171,7 +171,7 @@ PANELS = (
     PHASES,
     Panel("peak_memory_bytes", "Peak memory of rank 0", BYTES, mean=False),
 )
-MAX_OTHERS = 8  # maximum number of panels for other metrics, for example the parts of a loss, or [log] params_norm
+MAX_OTHERS = 8  # maximum number of panels for metrics outside PANELS, for example loss parts or [log] params_norm
 
 
 def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:

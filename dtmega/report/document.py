@@ -1,6 +1,6 @@
 """An HTML file that contains everything it needs and loads no other files.
 
-The content security policy allows only two scripts, plotly and `page.js`, identified by digests.
+The file's content security policy allows only two scripts, plotly and `page.js`, identified by their digests.
 """
 
 from __future__ import annotations

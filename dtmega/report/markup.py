@@ -18,10 +18,10 @@ WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narr
 
 
 def text(value: object, keep: str = "") -> str:
-    """Escape a text for use in HTML, between tags or in an attribute. Control and invisible characters are escaped too.
+    """Escape a text for HTML, between tags or in an attribute. Control and invisible characters are escaped too.
 
     Args:
-        value: the text, or any object that `str` can turn into a text.
+        value: text, or any object that `str` can convert to text.
         keep: control characters to keep, for example line ends.
     """
     return html.escape(console.printable(str(value), keep))
@@ -29,13 +29,13 @@ def text(value: object, keep: str = "") -> str:
 
 def breakable(value: object) -> str:
     """Escape a path or a key. Lines may break after slashes and dots, but not inside a name like step-00000120."""
-    # Cut after each slash or dot, except before a digit (1.5), at the start of a path, and between two dots (../).
+    # Cut after each slash or dot, except before a digit (1.5), at the start of a path, or between two dots (../).
     pieces = re.split(r"(?<=[^\s/.][/.])(?=[^\s\d/.])", str(value))
     return "<wbr>".join(text(piece) if re.search(r"\s", piece) else unbroken(piece) for piece in pieces)
 
 
 def unbroken(value: str) -> str:
-    """Escape a text, and keep it on one line if it is short enough for a narrow window."""
+    """Escape a text, and prevent line breaks in the text if it is short enough for a narrow window."""
     return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_CHARACTERS else text(value)
 
 
@@ -50,7 +50,7 @@ def cut(value: str, keep: str = "") -> str:
     Everything after the first MAX_CHARACTERS characters is left out.
 
     Args:
-        value: the text.
+        value: text to escape.
         keep: control characters to keep, for example line ends.
     """
     lines = value[:SHOWN_CHARACTERS].splitlines(keepends=True)[:SHOWN_LINES]
@@ -71,10 +71,10 @@ def json_in_html(json: str) -> str:
 
 
 def keys_in_toml(summary: str, config: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The HTML of configuration keys as TOML, folded away; [] if there are none.
+    """The HTML of configuration keys as TOML, folded away; [] if there are no keys.
 
     Args:
-        summary: HTML that is shown instead.
+        summary: HTML that is shown while the keys are folded away.
         config: section -> key -> value. A value of None is left out, because TOML cannot express None.
     """
     sections = {}

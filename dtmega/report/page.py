@@ -1,7 +1,7 @@
 """The report's page about runs: its sections from top to bottom.
 
-Names, configurations, exit reasons and samples may come from untrusted files, so `markup.text` escapes these texts. As
-a second safeguard, `document.html` allows no scripts but its own.
+Names, configurations, exit reasons and samples may come from untrusted files, so `markup.text` escapes them. As a
+second safeguard, the page allows no scripts except those that `document.html` inserts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_EVENTS = 50  # maximum number of events listed per run
 NOTABLE = ("restart", "skipped", "failed checkpoint", "end", "refused start")
 WHAT_IS_NOTABLE = "Restarts, refused starts, skipped steps, failed checkpoints, an end before the last step"
 MAX_SCORES = 300  # maximum number of scores listed
-# State of a run -> CSS class. Other states, for example "stopped", may be good or bad and get the class "unsure".
+# State of a run -> CSS class. States that may be good or bad, for example "stopped", get the class "unsure".
 TONES = {"finished": "good", "going on": "neutral", "not begun": "neutral", "killed": "bad", "stalled": "bad"}
 
 
@@ -37,12 +37,12 @@ def page(
     """The HTML of the whole page.
 
     Args:
-        runs: the runs to show.
-        figures: JSON of the plotly figures, by id of the HTML element to draw in. The ids are "curves", if there are
-            step times, "tail", and one for the loads of each mixture of experts.
+        runs: runs to show.
+        figures: id of an HTML element -> JSON of the plotly figure to draw there. The ids are "curves", "tail" if there
+            are step times, and one for the loads of each mixture of experts.
         plotly: plotly's JavaScript.
         colours: colour of each run.
-        page_folder: folder that the page is written to. Links to files are relative to this folder.
+        page_folder: folder that will contain the page. Links to files are relative to this folder.
     """
     now = datetime.now(timezone.utc)
     title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
@@ -86,7 +86,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     """The verdict on a run as one line of HTML. If the loss is diverging, a second line gives the reason.
 
     Args:
-        run: the run to judge.
+        run: run to judge.
         now: current time.
         who: HTML with the name of the run, to put before the verdict; '' on a page of one run.
     """
@@ -170,7 +170,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: a description and, for several processes, any drawings that are small enough."""
+    """The HTML of one part's layout: a description and, for several processes, the drawings that are small enough."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']
@@ -224,7 +224,7 @@ def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section about scores; [] if there are no scores. Sorting by task and metric makes runs easy to compare."""
+    """The section about scores, sorted by task and metric to make runs easy to compare; [] if there are no scores."""
     numbered: list[tuple[scores.Score, int]] = []
     for number, run in enumerate(runs):
         numbered += [(score, number) for score in run.scores.scores]

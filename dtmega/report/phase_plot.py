@@ -11,14 +11,14 @@ from dtmega.report import curves
 from dtmega.report.colours import phase_colour
 from dtmega.report.record import Series
 
-LEGEND = "legend2"  # name that plotly gives to the second legend of a figure
+LEGEND = "legend2"  # plotly's name for the second legend of a figure
 
 
 def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) -> None:
     """Draw the phases of a run in the phases panel.
 
     Args:
-        figure: the figure.
+        figure: plotly figure to draw in.
         series: all series of the run, by key.
         row, column: position of the panel in the figure, counted from 1.
     """

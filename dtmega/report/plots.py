@@ -36,13 +36,13 @@ SYMBOLS = {
     "end": "square-x",
 }
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
-FEW_STEPS = 8  # below this many steps, a tick is set at each step; otherwise plotly would put ticks between steps
+FEW_STEPS = 8  # with fewer steps, every step gets a tick; plotly's own ticks would lie between steps
 NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, next to the longest lane name
-LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, if the name is not simply the kind plus an s
+LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, for lanes whose name is not the kind plus an s
 
 
 def over_steps(runs: Sequence[Run]) -> str:
-    """Draw a figure with panels for the loss, the events and every other metric, all over the same step axis.
+    """Draw a figure with panels for the loss, the events and the remaining metrics, all with the same step axis.
 
     Returns:
         JSON of the plotly figure. The key "narrow" holds a second layout, for phones, with all panels in one column.
@@ -72,7 +72,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
     """Make a figure that has titles, axes and restart lines, but no curves yet.
 
     Args:
-        runs: the runs to draw.
+        runs: runs to draw.
         panels: panels below the loss and the events.
         kinds: kinds of events. Each kind has a lane.
         columns: number of columns for `panels`. The loss and the events span all columns.
@@ -143,8 +143,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
     """Add the training, validation and test losses of a run to the first panel.
 
     Args:
-        figure: the figure.
-        run: the run to draw.
+        figure: plotly figure to draw in.
+        run: run to draw.
         number: index of the run on the page; determines the colour.
         alone: whether the page has only this run. With a single run, the legend has one entry per curve; with
             several runs, it has one entry per run.
@@ -159,8 +159,8 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
             x=_packable(series.steps),
             y=series.values,
             name=written(label if alone else f"{run.name}, {label}"),
-            # The legend stacks the entries of one group. With a single run, each curve has a group of its own, so that
-            # the entries are side by side.
+            # The legend stacks the entries of one group. With a single run, each curve has its own group, so that the
+            # entries appear side by side.
             legendgroup=key if alone else str(number),
             showlegend=alone,
             mode="lines+markers" if few else "lines",
@@ -208,10 +208,10 @@ def _add_curve(
     """Add the curve of one metric to its panel: the thinned individual steps and, if `panel.mean`, their running mean.
 
     Args:
-        figure: the figure.
-        run: the run to draw.
+        figure: plotly figure to draw in.
+        run: run to draw.
         number: index of the run on the page; determines the colour.
-        panel: the metric's panel.
+        panel: panel of the metric.
         row, column: position of the panel in the figure, counted from 1.
         legend: name of the curve in the legend; '' for no entry.
     """
@@ -379,11 +379,11 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
 
     Args:
         values: values of each curve on the axis.
-        most_decades: largest number of decades for which the axis has room for three ticks per decade.
+        most_decades: maximum number of decades at which three ticks per decade still fit on the axis.
 
     Returns:
-        The tick distance in decades, if the values span more than `most_decades`; "D2", for ticks at 1, 2 and 5 in each
-        decade, if the values span more than 0.6 decades; otherwise None, to let plotly choose.
+        The tick distance in decades if the values span more than `most_decades`; "D2" (ticks at 1, 2 and 5 in each
+        decade) if the values span more than 0.6 decades; otherwise None, so that plotly chooses.
     """
     positive = np.concatenate([each[each > 0] for each in values])
     decades = float(np.log10(positive.max()) - np.log10(positive.min())) if positive.size else 0.0

@@ -22,10 +22,10 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write a PNG file with a wide loss panel and, below that panel, one panel for each other recorded metric.
+    """Write a PNG file with a wide loss panel at the top and one panel for each remaining recorded metric below.
 
     Args:
-        runs: the runs to draw.
+        runs: runs to draw.
         path: path of the file.
 
     Returns:
@@ -59,10 +59,10 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
     The loss panel also shows the validation losses.
 
     Args:
-        axes: the panel's axes.
-        run: the run to draw.
+        axes: axes of the panel.
+        run: run to draw.
         number: index of the run in the picture; determines the colour.
-        panel: the metric's panel.
+        panel: panel of the metric.
     """
     series = run.record.series
     name = curves.plain(run.name)

@@ -30,9 +30,9 @@ def section(runs: Sequence[Run], colours: Sequence[str], page_folder: Path) -> l
     """The HTML of the section, which shows every run that has profiles; [] if no run has profiles.
 
     Args:
-        runs: the runs of the page.
+        runs: runs on the page.
         colours: colour of each run.
-        page_folder: folder that the page is written to. Links are relative to this folder.
+        page_folder: folder that will contain the page. Links are relative to this folder.
     """
     out = []
     for run, colour in zip(runs, colours, strict=True):
@@ -58,7 +58,7 @@ def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: 
         profiles: profiles of the window, at least one.
         who: HTML with the name of the run, to put before the steps; '' on a page of one run.
         last_step: last step that the run has completed.
-        page_folder: folder that the page is written to. Links are relative to this folder.
+        page_folder: folder that will contain the page. Links are relative to this folder.
         folded: whether to fold the whole window away.
     """
     first, last = profiles[0].summary.steps
@@ -100,7 +100,7 @@ def _link(stem: Path, suffix: str, label: str, page_folder: Path) -> str:
         stem: path of the profile's files, without the suffix.
         suffix: suffix of the file.
         label: text of the link.
-        page_folder: folder that the page is written to. The link is relative to this folder.
+        page_folder: folder that will contain the page. The link is relative to this folder.
     """
     path = stem.with_name(stem.name + suffix)
     try:
@@ -142,7 +142,7 @@ def _phases(summary: Summary) -> tuple[str, str]:
 
 
 def _operators(summary: Summary) -> str:
-    """The HTML of a table of operators, slowest first, with all operators after SHOWN_OPERATORS folded away.
+    """The HTML of a table of operators, slowest first. Operators after the first SHOWN_OPERATORS are folded away.
 
     The times are measured on the GPU, or on the CPU if there is no GPU.
     """

@@ -1,6 +1,6 @@
 """Read a run's profiles: the profiler's summaries of how long phases and operators took in each window of steps.
 
-A summary may be damaged, or may come from another program. Summaries that do not fit the class `Summary` are left out
+A summary may be damaged or written by a different program. Summaries that do not fit the class `Summary` are left out
 and counted. The trace next to a summary may take hundreds of MB and is never opened.
 """
 
@@ -83,7 +83,7 @@ class Summary(BaseModel):
 
     @property
     def whole_s(self) -> float:
-        """The number of seconds that counts as 100 % when the phases' shares are computed.
+        """The duration, in seconds, that counts as 100 % when the phases' shares are computed.
 
         The result is the length of the window, or the sum of the phases if the sum is larger. On a GPU, phases
         are timed on the device and the window is timed on the host, so the sum can be slightly larger.
@@ -148,7 +148,7 @@ def read(directory: Path) -> Profiles:
 
 
 def _names(folder: Path) -> list[tuple[int, int, str]]:
-    """(first step, rank, file name without suffix) of each summary, ordered by window (newest first) and rank."""
+    """One tuple (first step, rank, file name without suffix) per summary, ordered by window (newest first) and rank."""
     try:
         files = os.listdir(folder)
     except OSError:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dtmega.training.records.lines import parse_line
 
 MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends cannot fill the memory
-MAX_KEYS = 200  # maximum number of keys that are read; in a damaged file, each line could have different keys
+MAX_KEYS = 200  # maximum number of keys that are read; in a damaged file, every line could have new keys
 NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # keys whose numbers are not drawn as curves
 
 
@@ -34,7 +34,7 @@ class Series(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event after a step, such as a saved checkpoint.
+    """An event that follows a step, such as a saved checkpoint.
 
     Attributes:
         step: step number.
@@ -57,7 +57,7 @@ class Record(NamedTuple):
         events: events in the order of the file.
         not_finite: steps that were skipped because their loss or gradient norm was not finite.
         last_step: largest step number in the file; 0 for an empty file.
-        damaged_lines: number of lines that were left out.
+        damaged_lines: number of lines that could not be read and were left out.
     """
 
     series: dict[str, Series]
@@ -93,7 +93,7 @@ def read(path: Path) -> Record:
             steps, values = column
             try:
                 values.append(value)
-            # A whole number can be too large for a float.
+            # An integer may be too large for a float.
             except OverflowError:
                 continue
             steps.append(step)
@@ -124,7 +124,7 @@ def validation_name(key: str) -> str:
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, in pieces of at most MAX_LINE_BYTES; no lines if the file does not exist."""
+    """The lines of a file, with longer lines cut into pieces of MAX_LINE_BYTES; no lines if the file does not exist."""
     try:
         file: BinaryIO = path.open("rb")
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def _series(steps: array[int], values: array[float]) -> Series:
     step, value = np.array(steps, np.int64), np.array(values, np.float64)
     finite = np.isfinite(value)
     step, value = step[finite], value[finite]
-    # A run that went back to an earlier checkpoint has written some steps twice.
+    # A run that resumed from an earlier checkpoint wrote some steps twice.
     if np.any(step[1:] <= step[:-1]):
         # The sort is stable, so the values of one step stay in file order, and the last value is the newest.
         order = np.argsort(step, kind="stable")

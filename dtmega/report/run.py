@@ -26,8 +26,8 @@ from dtmega.training import history
 from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
-# A configuration by section, as written. The configuration is not validated, so the report also shows an
-# incomplete configuration, or a configuration from another version of dtmega.
+# A recorded configuration: section -> key -> value. The report does not validate it, so it can show an incomplete
+# configuration, or a configuration from a different version of dtmega.
 Config = Mapping[str, Mapping[str, Any]]
 
 
@@ -35,8 +35,8 @@ class Part(NamedTuple):
     """A part of a run: the steps from one start of the run to the next.
 
     Attributes:
-        first, last: the first and the last step.
-        start: record of the start at which the part began; None if `starts.jsonl` does not record the start.
+        first, last: first and last step of the part.
+        start: record of the start that began the part; None if `starts.jsonl` lacks this record.
     """
 
     first: int
@@ -62,7 +62,7 @@ class Run(NamedTuple):
     """The content of a run directory.
 
     Attributes:
-        directory: the run directory.
+        directory: run directory.
         name: name of the run, unique on the page.
         record: content of metrics.jsonl, with the scores as further series.
         config: configuration of the newest start.
@@ -70,13 +70,12 @@ class Run(NamedTuple):
         parts: parts of the run in the order of their steps; at least one part.
         end: last planned step; 0 if this step is not known.
         ended: exit record of the newest attempt, which may be a refusal; None if the attempt is running or was killed.
-        sample: text that the finished model generated; '' if there is none.
+        sample: text that the finished model generated; '' if there is no sample.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of windows of steps.
         loads: loads of a mixture's experts over the steps; None if there are none.
-        written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if none of these files exists.
-        is_claimed: whether a process holds its claim on the directory; False if that process is gone, None if unknown
-            (`process.is_claimed`).
+        written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if all three files are missing.
+        is_claimed: whether a running process holds the claim on the directory; None if unknown (`process.is_claimed`).
     """
 
     directory: Path
@@ -101,7 +100,7 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """A sentence that explains why the newest attempt was refused; '' if the newest attempt was not refused.
+        """A sentence that explains the refusal of the newest attempt; '' if that attempt was not refused.
 
         A refused attempt leaves the run unchanged.
         """
@@ -123,7 +122,8 @@ class Run(NamedTuple):
     def newest_checkpoint(self) -> str:
         """The newest checkpoint; '' if there is no checkpoint.
 
-        The result is the path from exit.json or, without that file, the step from the record, as in "step 100".
+        The result is the path in exit.json. If exit.json is missing, the result is the step in the record, for example
+        "step 100".
         """
         if self.ended is not None:
             return self.ended.checkpoint
@@ -136,7 +136,7 @@ class Run(NamedTuple):
         """All events of the run, in ascending order of steps.
 
         The events come from the record, the scores, the restarts and the newest exit. A normal exit after the last
-        step adds no event.
+        planned step adds no event.
         """
         events = [*self.record.events, *self.scores.events]
         events += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
@@ -164,8 +164,8 @@ def names(directories: Sequence[str]) -> list[str]:
 
 
 def _read(directory: Path, name: str) -> Run:
-    # Read the claim before exit.json, because a run writes exit.json before it gives up its claim. In the other order,
-    # a run that ends between the two reads would seem to have neither claim nor exit.json, like a killed run.
+    # Read the claim before exit.json, because a run writes exit.json before giving up its claim. If exit.json were read
+    # first, a run that ends between the two reads would seem to have neither a claim nor exit.json, like a killed run.
     is_claimed = process.is_claimed(directory)
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
@@ -199,7 +199,7 @@ def _read(directory: Path, name: str) -> Run:
 
 
 def _written(*paths: Path) -> datetime | None:
-    """The time of the last write to any of these files; None if none of them exists."""
+    """The time of the last write to any of these files; None if all the files are missing."""
     times = [path.stat().st_mtime for path in paths if path.exists()]
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
@@ -214,7 +214,7 @@ def _config(directory: Path) -> Config:
 
 
 def _sample(directory: Path, last_step: int) -> str:
-    """The text in sample.json; '' if there is no sample, or if the run has since gone back to an earlier step."""
+    """The text in sample.json; '' if there is no sample, or if the run has since resumed from an earlier step."""
     try:
         sample = read_object(directory / "sample.json")
     except ValueError:
@@ -224,12 +224,12 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step that the next start continued from.
+    """The parts of a run. Each part ends at the step from which the next start continued.
 
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """
     recorded = history.parts(all_starts)
-    # A start that has not completed a step yet is left out, unless no other start is recorded.
+    # Leave out starts that no completed step has followed yet, unless no other starts are recorded.
     recorded = [start for start in recorded if start.step < last_step] or recorded[-1:]
     if not recorded:
         return [Part(1, last_step, None)]
@@ -243,7 +243,7 @@ def _restarted(start: Start) -> str:
 
 
 def layout_in_words(layout: Mapping[str, int]) -> str:
-    """A layout in words: the number of processes and the axes larger than 1, as in "4 processes: dp_shard 2 × tp 2"."""
+    """A layout in words: the number of processes and the axes larger than 1 ("4 processes: dp_shard 2 × tp 2")."""
     n = layout.get("processes", 1)
     axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if axis != "processes" and size > 1)
     return f"{n} process{'es' if n != 1 else ''}" + (f": {axes}" if axes else "")
@@ -298,10 +298,10 @@ def best_validation(run: Run) -> Best | None:
 
 
 def kept_checkpoint(run: Run, step: int) -> str:
-    """The path of a step's checkpoint; '' if there is no complete checkpoint, or if its place cannot be reached.
+    """The path of a step's checkpoint; '' if there is no complete checkpoint or its location cannot be reached.
 
-    A path within the run directory is returned relative to the run directory. Of URLs, only those of object stores are
-    opened. The page is written without a network, too; then it does not name the checkpoint.
+    A path inside the run directory is returned relative to that directory. URLs are opened only if they belong to an
+    object store. Without a network, the result is '' for such a URL, and the page is still written.
     """
     directory = str(run.config.get("checkpoint", {}).get("dir"))
     if "://" in directory and not is_object_store(directory):
@@ -314,7 +314,7 @@ def kept_checkpoint(run: Run, step: int) -> str:
         files, _ = resume.split_path(newest)
         is_complete = manifest.NAME in files.sizes(folder)
     except (ValueError, OSError):
-        # The folder of this checkpoint does not exist.
+        # The checkpoint's folder does not exist or cannot be reached.
         return ""
     if not is_complete:
         return ""
@@ -325,7 +325,7 @@ def kept_checkpoint(run: Run, step: int) -> str:
 
 def loss_in_words(run: Run, loss: float) -> str:
     """A loss with its perplexity: 4.23 (ppl 68.72). The weighted sum of several losses has no perplexity."""
-    # If the loss is a sum, the record also has the parts of the loss, under keys like val_mlm.
+    # If the loss is a sum, the record also contains the parts of the loss, under keys like val_mlm.
     is_sum = any(key.startswith("val_") and not is_validation(key) for key in run.record.series)
     return f"{loss:.4g}" + ("" if is_sum else f" (ppl {perplexity(loss):.4g})")
 

@@ -1,6 +1,6 @@
 """Read the evaluations of a run's checkpoints: scores from `dtmega evaluate`, and losses measured with `eval.only`.
 
-The files may be damaged, or may come from another program. Scores that lack a step or a numeric value are left out. The
+The files may be damaged or written by a different program. Scores that lack a step or a numeric value are left out. The
 names of unreadable files are returned.
 """
 
@@ -21,21 +21,22 @@ from dtmega.report.record import Event, Series
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
 LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that were measured with [eval] only
 OF_LOSSES = "[eval] only"  # task name of the scores that are read from LOSSES
-MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all of MMLU has 1 MB
-MAX_FILES = 500  # maximum number of files read: the last files in the order of their names, which begin with the step
+MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all MMLU scores has 1 MB
+MAX_FILES = 500  # maximum number of files read: the last ones by name; each name begins with the step
 MAX_SCORES = 5000  # maximum number of scores kept
 
 
 class Score(NamedTuple):
-    """The score of one checkpoint in one metric of one task.
+    """The score of one checkpoint on one task, by one metric.
 
     Attributes:
         step: step of the checkpoint.
         task: name of the task in lm-evaluation-harness, or OF_LOSSES for a loss.
-        metric: name of the metric, followed by the name of the answer filter in brackets if there is one.
-        value: the score.
+        metric: name of the metric, followed in brackets by the name of the answer filter, if any.
+        value: value of the score.
         error: standard error of the score; None if unknown.
-        about: conditions of the evaluation in words: examples before each question, number of questions, date.
+        about: conditions of the evaluation in words: number of examples before each question, number of questions, and
+            date.
     """
 
     step: int
@@ -50,7 +51,7 @@ class Scores(NamedTuple):
     """All evaluations of a run.
 
     Attributes:
-        scores: the scores, ordered by task, metric and step.
+        scores: scores, ordered by task, metric and step.
         unreadable: names of the files that cannot be read.
     """
 
@@ -69,7 +70,7 @@ class Scores(NamedTuple):
     def series(self) -> dict[str, Series]:
         """The scores over the checkpoints' steps, one series per metric, by panel title.
 
-        Losses are left out, and so are metrics with a score for only one checkpoint.
+        Losses, and metrics with a score for only one checkpoint, are left out.
         """
         points_by_title: dict[str, list[tuple[int, float]]] = {}
         for score in self.scores:
@@ -91,7 +92,7 @@ def read(directory: Path, last_step: int) -> Scores:
     If several files have scores for the same checkpoint, task and metric, the last file by name wins.
 
     Args:
-        directory: the run directory.
+        directory: run directory.
         last_step: last step of the run. Scores of later steps belong to an earlier run in the same directory.
     """
     newest: dict[tuple[int, str, str], Score] = {}
@@ -157,7 +158,7 @@ def _inside(content: Any, *keys: str) -> Any:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """True for a finite number that is small enough to compute with: its absolute value is below 1e300."""
+    """True for a finite number whose absolute value is below 1e300, which is small enough for arithmetic."""
     if type(value) is not int and type(value) is not float:
         return False
     return abs(value) < 1e300 and math.isfinite(value)

@@ -19,7 +19,7 @@ def seconds(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Format a time, given in seconds, in hours, minutes, seconds or milliseconds: 7,260 -> 2.02 h."""
+    """Format a time in seconds as hours, minutes, seconds or milliseconds: 7,260 -> 2.02 h."""
     if value >= 3600:
         return f"{value / 3600:.3g} h"
     return f"{value / 60:.3g} min" if value >= 60 else seconds(value)
@@ -50,7 +50,7 @@ def binary(value: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Format a number with three significant digits, or as a whole number from 1,000 on."""
+    """Format a number with three significant digits; numbers of 1,000 or more become whole numbers."""
     return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
 
 

@@ -17,15 +17,15 @@ from dtmega.report.record import Record, validation_name
 from dtmega.report.run import Run, best_validation, loss_in_words, percentile
 from dtmega.report.units import duration, short
 
-# The loss is diverging if its newest mean exceeds its lowest mean by more than each of three tolerances:
-# a share of the fall from the first mean to the lowest, a share of the lowest mean, and a number of standard errors of
-# the lowest mean.
+# The loss is diverging if its newest mean exceeds its lowest mean by more than each of three tolerances: a share of the
+# fall from the first mean to the lowest mean, a share of the lowest mean, and a multiple of the standard error of the
+# lowest mean.
 SHARE_OF_FALL = 0.1
 SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
 MIN_WINDOW = 10  # minimum number of steps in the window of a mean
 NEWEST_STEPS = 10  # number of newest steps that are checked for non-finite losses
-MAX_NOT_FINITE = 4  # a loss with more non-finite values diverges; float16 finds its loss scale in fewer steps
+MAX_NOT_FINITE = 4  # with more non-finite values, the loss counts as diverging; float16 finds its scale in fewer steps
 SILENT_STEPS = 20  # a silent run is stalled after this many median step times or its timeout, whichever is longer
 TIMEOUT_S = 600.0  # timeout of a run whose configuration has no [run] timeout_s
 MAX_CHARACTERS = 300  # maximum length of a quoted reason
@@ -49,7 +49,7 @@ def judge(run: Run, now: datetime) -> Verdict:
     """Judge a run.
 
     Args:
-        run: the run to judge.
+        run: run to judge.
         now: current time, with a time zone, used to find out whether the run has stalled.
     """
     state, why = _state(run, now)
@@ -99,7 +99,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
 
 
 def patience_s(run: Run) -> float:
-    """The seconds that a run without exit.json may be silent before the run counts as stalled."""
+    """The time in seconds for which a run without exit.json may be silent before it counts as stalled."""
     timeout_s = run.config.get("run", {}).get("timeout_s")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
         timeout_s = TIMEOUT_S
@@ -109,7 +109,7 @@ def patience_s(run: Run) -> float:
 
 
 def diverging(record: Record) -> str:
-    """The reason why the loss in a record counts as diverging; '' if it is not diverging."""
+    """The reason why the loss in a record counts as diverging; '' if the loss is not diverging."""
     newest = [step for step in record.not_finite if step > record.last_step - NEWEST_STEPS]
     if len(newest) > MAX_NOT_FINITE:
         return f"of the last {NEWEST_STEPS} steps {len(newest)} had a loss or gradient norm that is not finite"
@@ -138,6 +138,6 @@ def diverging(record: Record) -> str:
 
 
 def _means(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """The mean of every `window` consecutive values, [n - window + 1] for n values."""
+    """The mean of each `window` consecutive values, float64 [n - window + 1] for n values."""
     sums = np.cumsum(np.append(0.0, values))
     return (sums[window:] - sums[:-window]) / window

@@ -45,7 +45,7 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     if png:
         optional_imports.check("matplotlib", "png", "a picture (--png)")
     runs = run.read(directories)
-    # Optional libraries, and the modules that need them, are imported only after the checks above.
+    # Optional libraries, and the modules that need these libraries, are imported only after the checks above.
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
 
     from dtmega.report import page, plots

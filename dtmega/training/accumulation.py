@@ -1,4 +1,4 @@
-"""Choose [fsdp] accumulate: a rank keeps whole gradients or shards between the microbatches of a step."""
+"""Choose [fsdp] accumulate: whether a rank keeps whole gradients or shards between the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int 
     """Choose how each rank accumulates gradients between microbatches: as whole gradients or as shards.
 
     *The rule for 'auto':* accumulate shards if the whole gradients of the fullest rank (`whole_gradient_bytes`) take
-    more than a tenth of a device's memory. On CPUs, and if nothing is sharded, accumulate whole gradients. Sharded
-    gradients cost one reduce-scatter of all gradients per microbatch instead of one per step, so the saved memory must
-    be worth this cost. The rule ignores the number of microbatches: with one microbatch, both choices cost the same.
+    more than a tenth of a device's memory. On CPUs, and if nothing is sharded, accumulate whole gradients. Shards need
+    one reduce-scatter of all gradients per microbatch instead of one per step, so they are worth this cost only if they
+    save much memory. The rule ignores the number of microbatches: with one microbatch, both choices cost the same.
 
     All ranks make the same choice if they pass equal arguments.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         sizes: size of each mesh axis.
         memory_bytes: memory of a device (`mesh.memory_bytes`); None for CPUs.
     """
@@ -40,7 +40,7 @@ def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int 
 
 
 def whole_gradient_bytes(cfg: config.Config, sizes: Mapping[str, int]) -> int:
-    """Bytes of unsharded gradients, in the dtype [precision] reduce, on the pipeline rank with the most gradients.
+    """The bytes of unsharded gradients, in the dtype [precision] reduce, on the pipeline rank with the most gradients.
 
     Frozen parameters have no gradient. Copies of a tied parameter on several stages count once per stage. Some
     vectors stay whole on every tp rank, but this estimate divides all parameters by tp.
@@ -75,7 +75,7 @@ def note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None)
     """The line about [fsdp] accumulate that a run prints when it starts; [] for the default.
 
     Args:
-        cfg: the run's configuration, with `accumulate` as the user wrote it.
+        cfg: configuration of the run, with `accumulate` as the user wrote it.
         sizes: size of each mesh axis.
         memory_bytes: memory of a device; None for CPUs.
     """

@@ -14,7 +14,7 @@ from dtmega.training.parallelize import compiling
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
-    """Refuse what the model or the pipeline cannot run with.
+    """Refuse a configuration that the model or the pipeline cannot run with.
 
     Raises:
         ValueError: tp does not divide a size of the model, the pipeline schedule does not fit, or two features cannot
@@ -26,10 +26,10 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
 
 
 def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
-    """Refuse what the model cannot run with. This is the part of `check` that the number of microbatches cannot change.
+    """Refuse a configuration that the model cannot run with. The number of microbatches does not affect these checks.
 
     Raises:
-        ValueError: as in `check`.
+        ValueError: the model cannot run with this configuration (`check`).
     """
     family = families.of(cfg.model)
     # 'auto' becomes bfloat16 or float32, which every family supports.
@@ -58,8 +58,8 @@ def check_experts(cfg: config.Config) -> None:
     """
     ep = cfg.mesh.ep
     if cfg.recompute.mode == "selective":
-        # torch's selective checkpoint counts the operators of a block, and FSDP gathers experts inside the block. It
-        # does not gather them again if they have stayed gathered.
+        # torch's selective checkpoint counts a block's operators, and FSDP gathers experts inside the block. The
+        # recomputation has fewer operators than forward if the experts are still gathered.
         raise ValueError(
             f"selective recompute does not count the gathering of experts as forward did: expected mode = 'full' or "
             f"'none' with ep={ep} ([recompute] mode, [mesh] ep)"
@@ -81,10 +81,10 @@ def check_experts(cfg: config.Config) -> None:
 
 
 def check_matrices(cfg: config.Config) -> None:
-    """Refuse Muon for a model that it cannot train.
+    """Refuse Muon for a model that Muon cannot train.
 
     Raises:
-        ValueError: there are adapters, the optimizer runs on the host, or a trained weight is no matrix.
+        ValueError: there are adapters, the optimizer runs on the host, or a trained weight is not a matrix.
     """
     if cfg.lora.rank:
         raise ValueError(
@@ -103,16 +103,16 @@ def check_matrices(cfg: config.Config) -> None:
 def check_pipeline(
     cfg: config.Config, sizes: Mapping[str, int], device: torch.device, pieces: Sequence[cost.Piece]
 ) -> None:
-    """Refuse a pipeline that cannot run, or keys that exclude a pipeline. This is the other part of `check`.
+    """Refuse a pipeline that cannot run, or keys that do not work with a pipeline. This is the second part of `check`.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         sizes: resolved size of each mesh axis.
-        device: device that the rank computes on.
+        device: device on which the rank computes.
         pieces: pieces of the whole model; not used without a pipeline.
 
     Raises:
-        ValueError: as in `check`.
+        ValueError: the pipeline cannot run with this configuration (`check`).
     """
     pp = sizes["pp"]
     idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]

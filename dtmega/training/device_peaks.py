@@ -16,7 +16,7 @@ class PeakMemory:
     """The peak memory of this process: memory allocated for tensors on a GPU, resident memory on a CPU.
 
     Args:
-        device: the device that this process computes on.
+        device: device on which this process computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,13 +24,13 @@ class PeakMemory:
         self._before_restarts_bytes = 0
 
     def since_start_bytes(self) -> int:
-        """Peak memory since the process started."""
+        """The peak memory since the process started."""
         return max(self._before_restarts_bytes, self._system_bytes())
 
     def since_restart_bytes(self) -> int | None:
-        """Peak memory since the last call to this method; on the first call, since the process started.
+        """The peak memory since the last call to this method; on the first call, since the process started.
 
-        Returns None if the system cannot restart the measurement. Outside Linux, the peak of a process cannot be reset.
+        The result is None if the system cannot restart the measurement. Only Linux can reset the peak of a process.
         """
         peak_bytes = self._system_bytes()
         self._before_restarts_bytes = max(self._before_restarts_bytes, peak_bytes)
@@ -45,7 +45,7 @@ class PeakMemory:
         return peak_bytes
 
     def _system_bytes(self) -> int:
-        """Peak memory since the process started, or since the peak was last reset."""
+        """The peak memory since the process started, or since the peak was last reset."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB, but bytes on macOS

@@ -35,8 +35,8 @@ def _end_without_memory(run: Run, error: BaseException) -> int:
     """Print and record that this rank has run out of memory.
 
     Args:
-        run: the run.
-        error: the allocator's error.
+        run: objects of the run.
+        error: error that the allocator raised.
 
     Returns:
         The exit code.
@@ -51,10 +51,10 @@ def _end_without_memory(run: Run, error: BaseException) -> int:
 
 
 def _end_without_data(run: Run, error: DataLost) -> int:
-    """Print and record that this rank cannot read its data. Of ranks that cannot, only the first prints it.
+    """Record that this rank cannot read its data. If several ranks fail, only the first of them prints the error.
 
     Returns:
-        The exit code: STUCK if the run can go on once the object store answers.
+        The exit code: STUCK if the run can continue once the object store responds; otherwise FAILED.
     """
     code = exit_codes.STUCK if error.is_temporary else exit_codes.FAILED
     if run.watch.record_exit(code, str(error)):

@@ -29,8 +29,8 @@ def evaluate(run: Run, step: int, split: str) -> bool:
     """Report the mean loss of a split. Returns False if a signal ended the evaluation early.
 
     Args:
-        run: the run.
-        step: the last optimizer step.
+        run: objects of the run.
+        step: number of the last optimizer step.
         split: name of the split. A split without documents is not reported.
     """
     if run.text.splits[split] is None:
@@ -49,9 +49,9 @@ def evaluate(run: Run, step: int, split: str) -> bool:
 
 
 def mean_losses(run: Run, split: str) -> dict[str, float] | None:
-    """Mean losses, keyed by name, over the first `eval.steps` global batches of a split; None if a signal came first.
+    """Mean losses by name, over the first `eval.steps` global batches of a split; None if a signal came first.
 
-    Each mean is a sum over all these batches divided by its count, not an average of the batches' means.
+    Each mean is a sum over all batches divided by a count over all batches, not an average of the batches' means.
     """
     cfg, world, text, objective = run.cfg, run.world, run.text, run.model.objective
     totals = torch.zeros(len(objective.sums), dtype=torch.float64, device=world.device)
@@ -92,13 +92,13 @@ def show_sample(run: Run, step: int) -> bool:
     def settle(token: Tensor) -> bool:
         nonlocal stopped
         run.phases.enter("sample")
-        # Logits may differ in the last bit between ranks. So one rank could draw a different token, end the sample with
-        # this token, and leave the other ranks waiting. Therefore all ranks take the token of rank 0.
+        # Logits may differ in the last bit between ranks. One rank could therefore draw a different token, end the
+        # sample with this token, and leave the other ranks waiting. To prevent this, all ranks use rank 0's token.
         dist.broadcast(token, src=0)
         stopped = signalled(run)
         return not stopped
 
-    # Run eagerly: blocks are compiled for the shapes of training, and would be recompiled for each new sample length.
+    # Run eagerly, because compiled blocks would be recompiled for each new length of the sample.
     try:
         with torch.compiler.set_stance("force_eager"):
             shown = show.text(
@@ -110,7 +110,7 @@ def show_sample(run: Run, step: int) -> bool:
                 **options,
             )
     except ValueError as error:
-        # The model cannot take the prompt; all ranks get this error. A finished run must not fail because of a sample.
+        # The model refuses the prompt on all ranks. A finished run must not fail because of a sample.
         run.metrics.message(f"no sample of [eval] prompt: {error}")
         return True
     if not stopped:

@@ -1,6 +1,6 @@
 """Stop a run whose losses are too high: `[train] stop_loss_above` and `stop_validation_rises`.
 
-Each checkpoint stores the counts. So a resumed run continues to count, and a stopped run stays stopped.
+Each checkpoint stores the counts, so a resumed run continues to count, and a stopped run stays stopped.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class Health:
     """Counters of high losses. Each rank has its own counters, which agree because all ranks see equal losses.
 
     Args:
-        cfg: the section [train].
-        state: the counts in the checkpoint that the run resumes from.
+        cfg: section [train] of the run's configuration.
+        state: counts in the checkpoint from which the run resumes.
 
     Attributes:
-        state: the counts after the last step and the last validation.
+        state: counts after the last step and the last validation.
     """
 
     def __init__(self, cfg: keys.Train, state: HealthState) -> None:

@@ -38,12 +38,12 @@ class Start(BaseModel):
         step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
         attempt: name of the attempt, as in `ExitStatus`; '' if an earlier version wrote the line.
-        config: the resolved configuration, by section.
+        config: resolved configuration: section -> key -> value.
         layout: number of processes, under the key "processes", and size of each mesh axis, under the axis's name.
-        device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
-        parameters: number of parameters of the whole model.
-        frozen: number of those that are not trained.
-        steps: the run's last step, as planned at this start.
+        device: name of the device on which each process computes, such as "cpu" or "NVIDIA H100 80GB HBM3".
+        parameters: number of parameters in the whole model.
+        frozen: number of parameters that are not trained.
+        steps: last planned step of the run at this start.
         versions: versions of dtmega, torch and Python, by name.
     """
 
@@ -95,9 +95,9 @@ def append(
     """Add the line for a start. If the process or machine stops during the write, the line is complete or absent.
 
     Args:
-        run_dir: the run directory.
+        run_dir: run directory.
         step, attempt, config, layout, parameters, steps, frozen: attributes of `Start`.
-        device: the device that this process computes on.
+        device: device on which this process computes.
 
     Raises:
         OSError: the line could not be written; the file is unchanged.

@@ -45,9 +45,9 @@ class Metrics:
     """Report the steps of a run. If `write` is False, every method does nothing.
 
     Args:
-        config: the run's configuration.
+        config: configuration of the run.
         pieces: pieces of the whole model, used to compute the FLOPs per token.
-        device: the device that this process computes on. MFU assumes that every process has the same kind of device.
+        device: device on which this process computes. MFU assumes that all processes have the same kind of device.
         world_size: number of processes.
         end: configured end of the run (`config.end`).
         start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
@@ -84,7 +84,7 @@ class Metrics:
         self._flops_per_token = cost.flops_per_token(pieces, data.seq_len, data.mask_prob, data.decoder_length)
         self._peak_flops = world_size * device_peaks.reference_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
-        self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
+        self._first: tuple[int, float] | None = None  # (number, end time) of the first step of this process
 
         self._run_dir = run_dir = Path(config.run.dir)
         atomic.make_folder(run_dir)
@@ -139,7 +139,7 @@ class Metrics:
 
         Args:
             step: step number.
-            loss: the step's loss, averaged over the step's tokens.
+            loss: loss of the step, averaged over the step's tokens.
             grad_norm: L2 norm of the gradient before clipping.
             lr: learning rate of the step.
             samples: global indices of the step's sequences.
@@ -213,7 +213,7 @@ class Metrics:
         """Iterate over the batches of an evaluation. On a terminal, show a second progress bar for these batches.
 
         Args:
-            batches: the batches to iterate over.
+            batches: batches to iterate over.
             split: name of the split, shown on the bar.
             n: number of batches.
         """
@@ -226,9 +226,9 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            loss: the validation loss.
+            loss: validation loss.
             name: name of the set in [data] validation; '' for the validation split.
-            more: the individual means, by name, if the loss is a weighted sum of several means.
+            more: individual means, by name, if the loss is a weighted sum of several means.
         """
         self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 
@@ -261,7 +261,7 @@ class Metrics:
 
         Args:
             step: number of steps done.
-            checkpoint: the saved step, which may be below `step` because an asynchronous save ends later.
+            checkpoint: number of the saved step, which may be below `step` because an asynchronous save ends later.
             stall_s: seconds for which the save paused training.
             error: reason why the save failed; '' if the save succeeded.
             warning: reason why a power cut may undo the checkpoint; '' if the checkpoint survives a power cut.
@@ -357,9 +357,9 @@ def describe_run(
     """The first lines that a run prints: numbers that follow from the configuration.
 
     Args:
-        config: the run's configuration.
-        pieces: the pieces of the whole model.
-        device: the device that this process computes on.
+        config: configuration of the run.
+        pieces: pieces of the whole model.
+        device: device on which this process computes.
         world_size: number of processes.
         n_tokens: number of tokens in the training split.
         epochs: number of passes over the training split in the whole run.
@@ -388,5 +388,5 @@ def several(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 as in Megatron-LM's `training.py`."""
+    """Compute exp(loss), with the loss capped at 20 as in Megatron-LM's `training.py`."""
     return math.exp(min(loss, 20.0))

@@ -24,7 +24,7 @@ class _OperatorTime:
     nanoseconds: int = 0
 
     def add(self, nanoseconds: int) -> None:
-        """Add one call."""
+        """Add the time of one call."""
         self.calls += 1
         self.nanoseconds += nanoseconds
 
@@ -39,8 +39,8 @@ def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> li
     An operator's self time excludes the time of the operators that it calls.
 
     Args:
-        profile: a profile that has been stopped.
-        device: the device that was profiled.
+        profile: stopped profile.
+        device: device that was profiled.
         n: number of operators to return.
 
     Returns:

@@ -33,10 +33,10 @@ def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemo
     """Explain the error to the user in one line.
 
     Args:
-        error: the allocator's error.
-        cfg: the run's configuration.
+        error: error that the allocator raised.
+        cfg: configuration of the run.
         where: point in the run at which memory ran out, such as "in step 3, in forward+backward".
-        peak_memory: the memory counter of this process.
+        peak_memory: memory counter of this process.
     """
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     peak_gib = peak_memory.since_start_bytes() / 2**30
@@ -69,12 +69,12 @@ def refused(cfg: Config, device: torch.device, doing: str) -> Iterator[None]:
     """Turn an out-of-memory error in the `with` block into a ValueError that explains the error.
 
     Args:
-        cfg: the run's configuration.
-        device: the device that this rank computes on.
+        cfg: configuration of the run.
+        device: device on which this rank computes.
         doing: description of the block's work, such as "the model is built".
 
     Raises:
-        ValueError: there is not enough memory.
+        ValueError: the `with` block runs out of memory.
     """
     try:
         yield

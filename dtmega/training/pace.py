@@ -25,8 +25,8 @@ class Pace:
     """A monitor of the run's pace since this process started. All ranks must call the methods together.
 
     Args:
-        slow_steps: number of slow steps in a row that lead to a warning; 0 = never warn.
-        device: the device that collectives run on.
+        slow_steps: number of consecutive slow steps that leads to a warning; 0 for no warnings.
+        device: device on which collectives run.
     """
 
     def __init__(self, slow_steps: int, device: torch.device) -> None:

@@ -60,25 +60,25 @@ from dtmega.training import exact
 from dtmega.training.accumulation import accumulates
 from dtmega.training.recompute import recompute
 
-LARGEST_FITTED = 4  # sequences; users can configure larger microbatches
+LARGEST_FITTED = 4  # largest microbatch size, in sequences, that is chosen automatically
 
 
 class ShardedModel:
     """This rank's part of a model: its pipeline stages, sharded over tp and fsdp, and methods to train the stages.
 
     Attributes:
-        stages: models by stage index; {0: the whole model} without a pipeline.
-        partial: names of the parameters whose gradients must be summed over tp, by stage index.
-        reshard: whether FSDP frees a block's gathered weights after the block's forward and each backward.
-        objective: the objective that the model is trained for.
-        sharded: whether gradients accumulate as shards, summed over the data ranks after each microbatch.
-        pipeline: the schedule over all stages; None without a pipeline.
+        stages: stage index -> model of the stage; {0: the whole model} without a pipeline.
+        partial: stage index -> names of the parameters whose gradients must be summed over tp.
+        reshard: whether FSDP frees a block's gathered weights after the block's forward and after each backward.
+        objective: objective for which the model is trained.
+        sharded: whether gradients accumulate as shards, which are summed over the data ranks after each microbatch.
+        pipeline: schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
         replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
-        context: the cp ranks, among which each sequence is divided; None if cp is 1.
-        exact: sums of gradients as integers ([run] exact); None: gradients are summed in floating point.
-        matrices: the weights that Muon trains; None: another optimizer trains all parameters.
+        context: cp ranks, among which each sequence is divided; None if cp is 1.
+        exact: integer sums of gradients ([run] exact); None if gradients are summed in floating point.
+        matrices: weights that Muon trains; None if the optimizer is not Muon.
         loads: loads of a mixture's experts.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
@@ -114,10 +114,12 @@ class ShardedModel:
     def load_beside(
         self, source: Source, cfg: config.Config, was: Base | None, with_heartbeats: Callable[[Any], Any]
     ) -> Base | None:
-        """Load the weights beside the checkpoint, and draw the adapters of a new run (`checkpoint/starting.py`).
+        """Load the weights that the checkpoint leaves out, and draw the adapters of a new run.
+
+        `checkpoint/starting.py` describes these weights.
 
         Returns:
-            The base of the run; None if its checkpoints hold all weights.
+            The base of the run; None if the run's checkpoints hold all weights.
         """
         stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
         counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
@@ -142,7 +144,7 @@ class ShardedModel:
         stage divides its part of the sum by this global count, so the layout does not change the loss.
 
         Args:
-            microbatches: the microbatches that the ranks of this rank's `model` group compute together.
+            microbatches: microbatches that the ranks of this rank's `model` group compute together.
             counts: divisors of the sums, keyed by name and counted over the global batch.
             scale: loss scale for float16, which multiplies all gradients; None in other precisions.
 
@@ -173,7 +175,7 @@ class ShardedModel:
         return tally.totals
 
     def _sum_gradients(self) -> None:
-        """Sum the gradients over the ranks, where FSDP has not yet done so in the last backward."""
+        """Sum gradients over the ranks, except for the sums that FSDP has already computed in the last backward."""
         # Fill in zeros first, because the sums below expect a gradient for every trained parameter on every rank.
         self._fill_missing_gradients()
         for replicas in self.replicas:
@@ -187,7 +189,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
-        """Divide each sequence over the cp ranks, inside the `with` block only.
+        """Inside the `with` block, divide each sequence over the cp ranks.
 
         Outside the block, for example when the trained model generates samples, every rank computes whole sequences.
         """
@@ -229,7 +231,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Pairs (parameter, mask). Each mask marks elements of a local piece of the parameter that affect no output."""
+        """Pairs (parameter, mask). Each mask marks elements of a local box of the parameter that affect no output."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -241,8 +243,8 @@ class ShardedModel:
     def _fill_missing_gradients(self) -> None:
         """Give a zero gradient to each parameter that none of this rank's tokens has used.
 
-        AdamW would skip a parameter without a gradient. Then the parameter's decay and moments would depend on which
-        tokens and layers a rank has. Frozen parameters stay without a gradient.
+        AdamW would skip a parameter without a gradient. The parameter's decay and moments would then depend on the
+        tokens and layers of a rank. Frozen parameters remain without a gradient.
 
         Raises:
             RuntimeError: an adapter has no gradient, because nothing calls its linear layer.
@@ -273,10 +275,10 @@ class ShardedModel:
 
     @torch.no_grad()
     def settle_counts(self, skipped: bool) -> None:
-        """Add up what the model has counted in a step, such as the loads of experts, and let it take note of the sum.
+        """Add up the counts that the model made in a step, such as the loads of experts, and pass the sum to the model.
 
         Args:
-            skipped: whether the step has changed no weight.
+            skipped: whether the step was skipped, so that no weight has changed.
         """
         mine = [counts for stage in self.stages.values() if (counts := stage.counts_of_step()) is not None]
         if not mine:
@@ -288,7 +290,7 @@ class ShardedModel:
             stage.after_step(total, skipped)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in the whole model.
+        """Yield this rank's parameters, with their names in the whole model.
 
         If several of this rank's stages hold copies of a parameter, each copy is yielded, under the same name.
         """
@@ -297,7 +299,7 @@ class ShardedModel:
                 yield model.full_name(name), parameter
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors that a checkpoint stores, by name: each stage's parameters, then its stored buffers."""
+        """Yield this rank's tensors for a checkpoint, with names: each stage's parameters, then its stored buffers."""
         for model in self.stages.values():
             for name, tensor in model.stored_tensors():
                 yield model.full_name(name), tensor
@@ -317,7 +319,7 @@ class ShardedModel:
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """Zeros in the last gradient, the norm of all parameters, and the extreme loads of a mixture's experts."""
+        """Statistics of the last step: zeros in the gradient, norm of the parameters, extreme loads of experts."""
         device = self.world.device
         group = self.world.groups["shards"]
         values = self.loads.numbers()
@@ -505,8 +507,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             divide(module, world.experts.held)
 
     # recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the input again
-    # in backward. Two cases keep the gathered input. In recomputed blocks, the recomputation has just gathered the
-    # input when backward needs it. And backward can be split in two only with torch's own matrix product, which keeps
+    # in backward. In two cases, tp keeps the gathered input. In recomputed blocks, the recomputation has just gathered
+    # the input when backward needs it. If backward is split in two, torch's own matrix product is required, which keeps
     # its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
@@ -544,7 +546,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
 
 def multiplies_on_amx(cfg: config.Config, world: World) -> bool:
-    """True if linear layers get faster bfloat16 products."""
+    """True if linear layers use the faster bfloat16 products of a CPU with AMX."""
     on_cpu = world.device.type == "cpu" and features.HAS_TILES
     return keeps_masters(cfg, world.sizes) and on_cpu and not cfg.run.exact
 

@@ -58,9 +58,9 @@ class Phases:
     for the device anyway.
 
     Args:
-        watch: the watchdog of this rank.
-        profiler: the profiler of this rank.
-        device: the device that this rank computes on.
+        watch: watchdog of this rank.
+        profiler: profiler of this rank.
+        device: device on which this rank computes.
         step: number of steps that the run has done.
 
     Attributes:
@@ -128,8 +128,8 @@ class Phases:
         phases["other_s"] = other_s
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
-            # On a GPU, the host's busy time does not show when the device waits for other ranks. So the whole time of
-            # forward and backward counts as own time, including the device's waits for other ranks.
+            # On a GPU, the host's busy time does not show when the device waits for other ranks. The whole time of
+            # forward and backward therefore counts as own time, including the device's waits for other ranks.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)
@@ -138,7 +138,7 @@ class Phases:
         return StepTimes(sum(phases.values()), phases, own_s)
 
     def close(self) -> None:
-        """End the last phase, and write the profile if one is still being recorded."""
+        """End the last phase. If a profile is still being recorded, write it."""
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         self._profiler.close(self._step)

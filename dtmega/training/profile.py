@@ -35,7 +35,7 @@ REQUEST = "profile-now"
 MAX_REQUESTED = 100  # maximum number of steps that a request may ask for
 N_OPERATORS = 20  # number of operators in a summary
 N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU keeps
-COPIED_BYTES = 2**20  # part of a trace that is compressed at once
+COPIED_BYTES = 2**20  # size of the pieces in which a trace is compressed
 
 
 def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:
@@ -59,11 +59,11 @@ class Profiler:
     """The profiler of this rank. A rank that is not in `[profile] ranks` never records.
 
     Args:
-        cfg: the section [profile].
-        run_dir: the run directory.
+        cfg: section [profile] of the run's configuration.
+        run_dir: run directory.
         rank: index of this rank.
-        device: the device that this rank computes on.
-        peak_memory: the memory counter of this process.
+        device: device on which this rank computes.
+        peak_memory: memory counter of this process.
         say: function that prints a line for the user.
     """
 
@@ -113,7 +113,7 @@ class Profiler:
         """End the current window, if there is one, and write its files. If a file cannot be written, print a warning.
 
         Args:
-            last: the last step in the window.
+            last: last step of the window.
         """
         if self._window is None:
             return
@@ -149,10 +149,10 @@ class _Window:
     """The recording of a window of consecutive steps.
 
     Args:
-        cfg: the section [profile].
-        first: the first step.
-        device: the device that this rank computes on.
-        peak_memory: the memory counter of this process.
+        cfg: section [profile] of the run's configuration.
+        first: first step of the window.
+        device: device on which this rank computes.
+        peak_memory: memory counter of this process.
     """
 
     def __init__(self, cfg: keys.Profile, first: int, device: torch.device, peak_memory: PeakMemory) -> None:
@@ -203,7 +203,7 @@ class _Window:
             folder: folder for the files.
             name: common prefix of the file names.
             rank: index of this rank.
-            last: the last step in the window.
+            last: last step of the window.
 
         Raises:
             OSError: a file cannot be written.
@@ -247,8 +247,8 @@ def take_request(run_dir: Path, step: int) -> int:
     just ended, so that the request is taken only once.
 
     Args:
-        run_dir: the run directory.
-        step: the step that has just ended.
+        run_dir: run directory.
+        step: number of the step that has just ended.
 
     Returns:
         The number of steps to profile: the number in the file, or 1 for an empty file; 0 if there is no request.

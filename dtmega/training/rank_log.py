@@ -45,7 +45,7 @@ class RankLog:
         folder: folder for the logs of all ranks; None if this rank keeps no log. All methods then do nothing.
         rank: index of this rank.
         sizes: size of each axis of the mesh, by name.
-        device: the device that this rank computes on.
+        device: device on which this rank computes.
     """
 
     def __init__(self, folder: Path | None, rank: int, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -55,7 +55,7 @@ class RankLog:
         self._lock = threading.RLock()  # a signal handler may print while its thread holds the lock
         self._copying = ExitStack()
         self._after_break = False  # True if the file may end in half a line, after a kill or on a full disk
-        self._missing = ""  # reason why lines are missing before the next line; '' if none are missing
+        self._missing = ""  # reason why lines are missing before the next line; '' if no lines are missing
         self._warned = False
 
     def __enter__(self) -> RankLog:
@@ -105,7 +105,7 @@ class RankLog:
                 faulthandler.dump_traceback(self._fd, all_threads=True)
 
     def _append(self, lines: list[str]) -> str:
-        """Append lines to the file. Returns a warning to print, or ''."""
+        """Append lines to the file, and return a warning to print; '' if there is no warning."""
         assert self._fd is not None
         if self._missing:
             lines = [f"lines are missing here: {self._missing}", *lines]

@@ -46,14 +46,14 @@ class Settings(NamedTuple):
     """The configuration of a run, and values derived from the configuration before the data is opened.
 
     Attributes:
-        saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open stay open.
-        cfg: `saved_cfg` with all open values filled in for this layout and machine.
-        device: this rank's device.
+        saved_cfg: configuration that config.toml and checkpoints store. Values that the user left open stay open.
+        cfg: copy of `saved_cfg` with all open values filled in for this layout and machine.
+        device: device of this rank.
         sizes: size of each axis of the mesh, by name.
-        pieces: the model's pieces, with their parameter counts and FLOPs.
+        pieces: pieces of the model, with their parameter counts and FLOPs.
         elements: numbers of the model's trained and frozen parameters.
         digest: digest of the directory that [model] path names; '' if the model has no directory.
-        memory_bytes: memory of rank 0's device, the same number on all ranks; None on CPUs.
+        memory_bytes: memory of rank 0's device, passed to all ranks; None on CPUs.
         auto_dtype: whether the configuration left the parameters' dtype open.
     """
 
@@ -73,7 +73,8 @@ class Origin(NamedTuple):
 
     Attributes:
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        init: weights that a new run starts with, or that a resumed run's checkpoint leaves out; None if there are none.
+        init: weights that a new run starts with, or that a resumed run's checkpoint leaves out; None if there are no
+            such weights.
         damage: messages about damaged checkpoints, one line each.
     """
 
@@ -124,7 +125,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, Tra
     """Open the text and this rank's training batches. The workers that load the batches are not started yet.
 
     Returns:
-        The settings, with the number of samples that [train] epochs stands for; the text; and the batches.
+        The settings, completed with the number of samples in [train] epochs; the text; and the batches.
     """
     cfg = settings.cfg
     with startup.step("data") as step:
@@ -202,7 +203,7 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
 
 
 def join_processes(settings: Settings, startup: Startup) -> World:
-    """Make the process group and the mesh."""
+    """Create the process group and the mesh."""
     with startup.step("process groups"):
         flight_recorder.switch_on(settings.device)
         ep = settings.cfg.mesh.ep
@@ -258,8 +259,8 @@ def write_files(
     Checkpoints of later steps are moved aside. Old checkpoints that a killed attempt has left behind are deleted.
 
     Args:
-        settings: the run's configuration and the values derived from it.
-        world: the processes and the mesh. One rank writes for all ranks.
+        settings: configuration of the run, and values derived from it.
+        world: processes and mesh of the run. One rank writes for all ranks.
         checkpoints: writer of the run's checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
         at: progress of the run at this start.
@@ -301,7 +302,7 @@ def open_metrics(settings: Settings, world: World, model: ShardedModel, at: Prog
 
 
 def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metrics, at: Progress) -> Phases:
-    """Make this rank's phase timer, which also reports each phase to the watch and the profiler."""
+    """Create this rank's phase timer, which also reports each phase to the watch and the profiler."""
     cfg = settings.cfg
     profiler = Profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
     return Phases(watch, profiler, world.device, at.step)
@@ -313,10 +314,10 @@ def announcement(
     """The first lines that a run prints: model, data, layout, changes since the checkpoint, and notes.
 
     Args:
-        settings: the run's configuration and the values derived from it.
-        text: the run's data.
-        world: the processes and the mesh.
-        origin: the source of the weights, with messages about damaged checkpoints.
+        settings: configuration of the run, and values derived from it.
+        text: data of the run.
+        world: processes and mesh of the run.
+        origin: source of the weights, with messages about damaged checkpoints.
         loaded: state of the checkpoint that the run resumes from; None for a new run.
         end: configured end of the run.
     """

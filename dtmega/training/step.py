@@ -37,13 +37,13 @@ class Run(NamedTuple):
     """The objects that a run's training loop and evaluation use.
 
     Attributes:
-        saved_cfg: the configuration that config.toml and checkpoints store. Values that the user left open, such as
-            the microbatch size, stay open here, because another layout may need other values.
-        cfg: `saved_cfg` with all open values filled in for this layout and machine.
-        world: the processes, the mesh and its groups.
-        text: the run's data: splits, samples and tokenizer.
+        saved_cfg: configuration that config.toml and checkpoints store. Values that the user left open, such as the
+            microbatch size, stay open here, because a different layout may need different values.
+        cfg: copy of `saved_cfg` with all open values filled in for this layout and machine.
+        world: processes, mesh and process groups.
+        text: data of the run: splits, samples and tokenizer.
         model: this rank's part of the model.
-        optimizer: the optimizer of `model`.
+        optimizer: optimizer of `model`.
         batches: this rank's part of the training batches, from the run's current position on.
         spikes: recent losses and gradient norms, used to detect spikes.
         checkpoints: writer of the run's checkpoints.
@@ -55,7 +55,7 @@ class Run(NamedTuple):
         digests: writer of each step's digests, with [run] exact.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
-        digest: digest of the directory that the model is read from; '' if the model is not read from a directory.
+        digest: digest of the directory from which the model is read; '' if the model is not read from a directory.
         loss_scale: dynamic loss scale for float16; None in other precisions.
     """
 
@@ -87,7 +87,7 @@ class EnterPhase(Protocol):
 
 
 class Stepping(Protocol):
-    """The part of a `Run` that `train_step` uses: a plan takes the real step without the rest (`planning/counting`)."""
+    """The part of a `Run` that `train_step` uses. The planner runs real steps with this part (`planning/counting`)."""
 
     @property
     def cfg(self) -> Config: ...
@@ -118,10 +118,10 @@ class StepResult(NamedTuple):
         loss: weighted sum of `means`.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
         skipped: whether the weights did not change, because the loss or gradient norm is not finite or a spike.
-        means: the objective's means over the global batch, by name.
+        means: means of the objective over the global batch, by name.
         loss_scale: loss scale of the step's float16 gradients; None in other precisions.
         overflowed: whether the step was skipped because a float16 gradient is not finite.
-        beyond_grid: names of the tensors for whose gradients the grid of [run] exact was too fine, so that the step was
+        beyond_grid: names of the tensors whose gradients exceeded the grid of [run] exact, so that the step was
             skipped.
         digests: digests of the step's gradients and weights; None without [run] exact.
     """

@@ -79,7 +79,8 @@ def attention_cpu(
         - The output [B, H, S, K], in memory as [B, S, H, K].
         - The base-2 logarithm of each query's sum of exponentials, fp32 [B, H, S, 1], with the last query of each chunk
           first.
-        - The probabilities kept for backward, chunk after chunk; an empty tensor if none are kept (`_n_kept`).
+        - The probabilities kept for backward, chunk after chunk; an empty tensor if no probabilities are kept
+          (`_n_kept`).
     """
     rule = AttentionRule(
         query_places,
@@ -161,8 +162,8 @@ def attention_cpu_backward(
     )
     dq, dk, dv = _gradients(q, k, v)
     chunks = _chunks(rule)
-    # One tensor for the gradient of the scores, one for probabilities that were not kept, and, with dropout, one for
-    # the probabilities after dropout.
+    # The tensors are one for the gradient of the scores, one for probabilities that were not kept, and, with dropout,
+    # one for the probabilities after dropout.
     n_tensors = 1
     if not kept.numel():
         n_tensors = 2 if dropout_key is None else 3
@@ -233,12 +234,12 @@ class _Part(NamedTuple):
     Attributes:
         queries: slices that select the queries from a tensor [B, H, S, ..].
         keys: slices that select the keys and values from k and v.
-        q: the queries, [rows, heads, C, K], with the last query first.
-        k, v: the keys and values, [rows, groups, keys, K].
-        bias: bias of the scores in base 2, [rows, heads, C, keys], a view; None: no bias.
+        q: queries, [rows, heads, C, K], with the last query first.
+        k, v: keys and values, [rows, groups, keys, K].
+        bias: bias of the scores in base 2, [rows, heads, C, keys], as a view; None if there is no bias.
         key_places: places of the keys, [rows, 1, 1, keys].
-        drops: dropout row keys (from `_row_keys`) for these queries, [rows, heads, C], with the last query first; None:
-            nothing is dropped.
+        drops: dropout row keys (from `_row_keys`) for these queries, [rows, heads, C], with the last query first; None
+            for no dropout.
     """
 
     queries: tuple[slice, slice, slice]
@@ -317,11 +318,11 @@ class _Scratch:
     """Memory for the scores of one part (`_Part`), which the parts use one after the other.
 
     Args:
-        q, k: all queries and keys.
+        q, k: queries and keys of all chunks.
         chunks: all chunks of queries.
         n: number of tensors to allocate, each with room for the scores of one part, in the dtype of q.
-        kept: memory for one more tensor per part; empty if there is no such tensor. Each part gets its own section of
-            this memory, in the order of the parts.
+        kept: memory for one additional tensor per part; empty if there is no additional tensor. Each part gets its own
+            section of this memory, in the order of the parts.
     """
 
     def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int, kept: Tensor) -> None:

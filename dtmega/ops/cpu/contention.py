@@ -15,7 +15,7 @@ import torch
 # Waiting is measured between these two steps of this process. The first steps are left out, because compilers and data
 # readers start during these steps.
 FROM, TO = 3, 13
-CROWDED = 0.25  # advise the user from this sum of all threads' waiting, in seconds per second
+CROWDED = 0.25  # advise the user if all threads together wait for at least this many seconds per second
 THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
@@ -23,12 +23,12 @@ class Contention:
     """Measures, over a few steps, how long a run's threads wait for a core.
 
     Args:
-        device: device that the run computes on; the class measures only runs on a CPU.
+        device: device on which the run computes; the class measures only runs on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._n_threads = torch.get_num_threads() if device.type == "cpu" else 1
-        self._start: tuple[float, float] | None = None  # the time, and how long threads had waited by then
+        self._start: tuple[float, float] | None = None  # (time, seconds that threads had waited until this time)
 
     def after_step(self, n: int) -> str:
         """Advice for the user if threads of this process wait for a core; '' if there is no advice after this step.
@@ -57,7 +57,7 @@ class Contention:
 
 
 def _waited_s() -> float | None:
-    """Seconds that this process's threads have waited for a core so far; None if the counts cannot be read."""
+    """The seconds that this process's threads have waited for a core so far; None if the counts cannot be read."""
     try:
         schedules = [(thread / "schedstat").read_text() for thread in THREADS.iterdir()]
         return sum(int(schedule.split()[1]) for schedule in schedules) / 1e9

@@ -13,18 +13,18 @@ import sys
 
 from torch import Tensor
 
-LARGE_BYTES = 2**24  # buffers of at least this size are put on huge pages
-HUGE_PAGE = 2**21  # bytes
+LARGE_BYTES = 2**24  # minimum size of a buffer that is put on huge pages
+HUGE_PAGE = 2**21  # size of a huge page in bytes
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_MAX = -4
-GROWTH_BYTES = 2**26  # the heap grows by this much at a time
+GROWTH_BYTES = 2**26  # size by which the heap grows at a time
 MADV_HUGEPAGE = 14  # from Linux's asm-generic/mman-common.h
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory in this process, because each step needs as much memory as the step before.
+    """Make glibc keep freed memory in this process, because each step needs as much memory as the previous step.
 
     On a system without glibc, this function does nothing.
     """

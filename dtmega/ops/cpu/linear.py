@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
 
 @torch.library.custom_op("dtmega::biased_product", mutates_args=())
 def biased_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x W^T + b, [..., in] -> [..., out].
+    """Compute x W^T + b, [..., in] -> [..., out].
 
     The product is a custom operator, because Inductor uses oneDNN's operator only for constant weights.
     """
@@ -77,7 +77,7 @@ BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
 
 @torch.library.custom_op("dtmega::wide_gradient", mutates_args=())
 def wide_gradient(rows: Tensor, x: Tensor) -> Tensor:
-    """rows^T x, [n, out] and [n, in] -> [out, in].
+    """Compute rows^T x, [n, out] and [n, in] -> [out, in].
 
     The product is a custom operator, so that Inductor does not remove the copy.
     """

@@ -1,8 +1,8 @@
 """Optimizers as in Megatron: parameter groups, learning rate and weight decay schedules, clipping, loss spikes.
 
-- `build.py`, `adam.py`: the optimizer of a run and its groups, AdamW on this rank's parts of tensors
-- `muon.py`, `owners.py`: Muon, and how it gets whole matrices
-- `rates.py`, `gradients.py`, `spikes.py`: schedules, norms and clipping, steps to skip
+- `build.py`, `adam.py`: the optimizer of a run and its parameter groups; AdamW on this rank's parts of tensors
+- `muon.py`, `owners.py`: Muon; the exchange that gives Muon whole matrices
+- `rates.py`, `gradients.py`, `spikes.py`: schedules; norms and clipping; steps to skip
 """
 
 from __future__ import annotations

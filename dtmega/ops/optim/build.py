@@ -1,4 +1,4 @@
-"""The optimizer of a run: groups of parameters as in Megatron, each with its rate and its decay."""
+"""The optimizer of a run: parameter groups as in Megatron, each with its own learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtmega import config
 from dtmega.ops.optim.adam import Adam, AdamW
 from dtmega.ops.optim.muon import Cut, Matrices, Muon
 
-# The tensors that an optimizer keeps for each of its parameters.
+# Name of an optimizer -> names of the tensors that the optimizer keeps for each of its parameters.
 MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -26,8 +26,8 @@ class _Kind(NamedTuple):
     """The properties that all parameters of a group share.
 
     Attributes:
-        is_matrix: whether the parameter is decayed; vectors are biases and norm weights.
-        factor: factor on the learning rate.
+        is_matrix: whether the parameter is a matrix, which is decayed; vectors (biases and norm weights) are not.
+        factor: factor of the learning rate.
         by_muon: whether Muon trains the parameter.
     """
 
@@ -53,10 +53,11 @@ def build_optimizer(
         named: (name, parameter) pairs; each name is the parameter's name in the whole model.
         optim: section [optim] of the run's configuration.
         exact: whether an element's update may not depend on the part of the tensor that this rank holds.
-        matrices: the weights that Muon trains, and the ranks that hold them; for Muon only. AdamW trains all others.
+        matrices: weights that Muon trains, and the ranks that hold these weights; None for all other optimizers. AdamW
+            trains the parameters that Muon does not train.
 
     Raises:
-        ValueError: Muon lacks `matrices`.
+        ValueError: the optimizer is Muon, but `matrices` is None.
     """
     if optim.name == "muon" and matrices is None:
         raise ValueError("name='muon' needs the model's matrices (build_optimizer(matrices=...), [optim] name)")
@@ -87,19 +88,19 @@ def build_optimizer(
 
 
 def _elementwise(groups: list[dict[str, Any]], optim: config.Optim, name: str, exact: bool) -> torch.optim.Optimizer:
-    """An optimizer that updates each element by itself.
+    """Build an optimizer that updates each element independently.
 
     Args:
         groups: parameter groups.
         optim: section [optim] of the run's configuration.
         name: name of the optimizer.
-        exact: the argument of `build_optimizer`.
+        exact: argument of `build_optimizer`.
     """
     if name == "sgd":
         # SGD is not fused, because DTensor has no rule for the fused kernel (torch 2.13).
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=True)
     kind = AdamW if name == "adamw" else Adam
-    # torch's fused kernel on a CPU rounds the last elements of a shard otherwise than those before them (torch 2.13).
+    # On a CPU, torch's fused kernel rounds the last elements of a shard differently from the rest (torch 2.13).
     how = {"foreach": True} if exact else {"fused": True}
     return kind(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, **how)
 
@@ -116,12 +117,12 @@ def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
 
 
 def matching(names: Sequence[str], pattern: str, key: str) -> list[str]:
-    """The names of parameters that a pattern matches; `*` stands for any characters.
+    """The names of the parameters that a pattern matches. In the pattern, `*` stands for any characters.
 
     Args:
         names: names of all parameters of the whole model.
-        pattern: the pattern.
-        key: key of the configuration that holds the pattern.
+        pattern: pattern to match.
+        key: configuration key that contains the pattern.
 
     Raises:
         ValueError: the pattern matches no parameter.

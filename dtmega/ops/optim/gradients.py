@@ -16,17 +16,18 @@ def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessG
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """The square of the L2 norm over this rank's tensors, an fp64 scalar on the tensors' device."""
+    """The square of the L2 norm over this rank's tensors, as an fp64 scalar on the tensors' device."""
     on_cpu = not tensors or tensors[0].device.type == "cpu"
     norm = _norm(tensors) if on_cpu else nn.utils.get_total_norm(tensors)
     return norm.to(torch.float64).square()
 
 
 def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
-    """The L2 norm over tensors on a CPU, an fp64 scalar.
+    """The L2 norm over tensors on a CPU, as an fp64 scalar.
 
-    On a CPU torch sums a tensor's squares in fp32. With half a million squares the sum is off by 5e-5, and the error
-    differs between layouts. So the norms of short rows are computed first, and then the norm of those norms in fp64.
+    On a CPU, torch sums a tensor's squares in fp32. With half a million squares, the sum has an error of 5e-5, which
+    differs between layouts. This function therefore computes the norms of short rows first, and then the norm of the
+    rows' norms in fp64.
     """
     norms = [torch.zeros(1)]
     for tensor in tensors:
@@ -62,7 +63,7 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
     Args:
         gradients: this rank's parts of the gradients.
         norm: norm of the gradients over all ranks.
-        largest: largest allowed norm; 0: no limit.
+        largest: largest allowed norm; 0 for no limit.
     """
     factor = largest / (norm + 1e-6)
     if 0 < factor < 1:
@@ -70,6 +71,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place. A GPU runs a few kernels for all tensors, not one kernel per tensor."""
+    """Multiply tensors in place. A GPU runs a few kernels for all tensors instead of one kernel per tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,7 +1,8 @@
 """Muon: momentum whose matrices are orthogonalised by Newton-Schulz (Jordan et al. 2024; Liu et al., arXiv:2502.16982).
 
-The formulas are those of `torch.optim.Muon`, except that Newton-Schulz runs in fp32. In bfloat16 it turns the rounding
-by which layouts differ, 1e-7 of a gradient, into 1e-2 of the update; in fp32 into less than 1e-5.
+The formulas are the same as in `torch.optim.Muon`, except that Newton-Schulz runs in fp32. Gradients of different
+layouts differ by rounding errors of 1e-7. Newton-Schulz in bfloat16 would amplify these errors to 1e-2 of the update;
+in fp32, they stay below 1e-5.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ SMALLEST_NORM = 1e-7
 
 
 class Cut(NamedTuple):
-    """The matrices that a weight consists of, side by side along one dim. Each of them is orthogonalised by itself.
+    """The matrices that make up a weight, side by side along one dim. Each matrix is orthogonalised separately.
 
     Attributes:
         dim: dim of the weight along which the matrices lie.
-        sizes: one size for each matrix, in a pattern that repeats to the end of `dim`; (): the weight is one matrix.
-            With heads of size K, (K, K, K) stands for rows [head, (q, k, v), K].
+        sizes: one size for each matrix, in a pattern that repeats to the end of `dim`; () if the weight is a single
+            matrix. With heads of size K, (K, K, K) stands for rows [head, (q, k, v), K].
     """
 
     dim: int = 0
     sizes: tuple[int, ...] = ()
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """The part of each matrix in a whole weight, with `dim` as two dims: [repeats of the pattern, size]."""
+        """One view of a whole weight per matrix, with `dim` split into two dims: [repeats of the pattern, size]."""
         sizes = self.sizes or (weight.shape[self.dim],)
         return list(weight.unflatten(self.dim, (-1, sum(sizes))).split(sizes, self.dim + 1))
 
@@ -52,9 +53,9 @@ class Matrices(NamedTuple):
     """The weights of the whole model that Muon trains, and the ranks that hold this rank's stages.
 
     Attributes:
-        cuts: the matrices of each weight, by the weight's name.
-        group: the ranks at one place of the pipelines, in the order [dp_replicate, fsdp, tp].
-        sizes: sizes of these three dims.
+        cuts: name of each weight -> matrices of the weight.
+        group: process group of the ranks at one pipeline place, in the order [dp_replicate, fsdp, tp].
+        sizes: number of ranks along dp_replicate, fsdp and tp.
     """
 
     cuts: Mapping[str, Cut]
@@ -65,15 +66,15 @@ class Matrices(NamedTuple):
 class Muon(torch.optim.Optimizer):
     """Muon for matrices, together with the optimizer of all other parameters.
 
-    The momentum of a weight is sharded as the weight is. In each step an owner gets the whole weight's momentum,
-    orthogonalises its matrices, and sends each rank its part. Everything else is computed on local parts, by operations
-    that round once. So an element has the same bits on every rank that may hold it.
+    The momentum of a weight is sharded like the weight. In each step, an owner gets the momentum of the whole weight,
+    orthogonalises the matrices in it, and sends each rank its part. Everything else is computed on local parts, by
+    operations that round only once. The bits of an element therefore do not depend on the rank that holds it.
 
     Args:
-        groups: parameter groups of the weights, in torch's form.
-        others: optimizer of all other parameters. Its groups and its state become a part of this optimizer's.
-        cuts: the matrices of each weight.
-        matrices: the ranks that hold the weights.
+        groups: parameter groups of the weights, in torch's format.
+        others: optimizer of all other parameters. Its groups and state become part of this optimizer.
+        cuts: matrices of each weight.
+        matrices: ranks that hold the weights.
         optim: section [optim] of the run's configuration.
     """
 
@@ -104,10 +105,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters. Each must have a gradient. All ranks of the group call this method together.
+        """Update all parameters. Each parameter must have a gradient. All ranks of the group call this method together.
 
         Args:
-            closure: not supported.
+            closure: unsupported argument; must be None.
         """
         assert closure is None
         self._others.step()
@@ -117,19 +118,19 @@ class Muon(torch.optim.Optimizer):
             local(weight).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
 
     def _averaged(self, weight: nn.Parameter) -> Tensor:
-        """Move the momentum towards the gradient; return this rank's part of Nesterov's average of the two."""
+        """Move the momentum towards the gradient, and return this rank's part of their Nesterov average."""
         assert weight.grad is not None
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
-        # A sum of two rounded products: a fused multiply-add would round the last elements of a shard otherwise.
+        # Add two rounded products, because a fused multiply-add would round the last elements of a shard differently.
         buffer, momentum = local(state["momentum_buffer"]), self._optim.muon_momentum
         gradient = local(weight.grad) * (1 - momentum)
         buffer.mul_(momentum).add_(gradient)
         return torch.mul(buffer, momentum).add_(gradient)
 
     def _orthogonalize(self, i: int, whole: Tensor) -> None:
-        """Turn the momentum of the whole weight number i into its update, in place."""
+        """Replace the momentum of weight number i by the weight's update, in place, for the whole weight."""
         cut = self._cuts[i]
         for view in cut.views(whole):
             matrix = view.flatten(cut.dim, cut.dim + 1)
@@ -138,14 +139,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Five steps of Newton-Schulz in fp32, which bring the matrix's singular values near 1 (between about 0.7 and 1.2).
+    """Run five steps of Newton-Schulz in fp32, which bring the singular values close to 1 (between about 0.7 and 1.2).
 
-    Singular values below about 1e-3 of the matrix's norm stay smaller.
+    Singular values below about 1e-3 of the matrix's norm remain smaller.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = (matrix.t() if is_tall else matrix).contiguous()
-    # A sum of many squares in fp32 is off by 1e-5, and by how much depends on the number of threads.
+    # In fp32, a sum of many squares would have an error of 1e-5, which would depend on the number of threads.
     norm = torch.linalg.vector_norm(wide, dtype=torch.float64).clamp(min=SMALLEST_NORM)
     x = wide / norm.to(wide.dtype)
     for _ in range(STEPS):
@@ -156,12 +157,13 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def adjustment(adjust_lr_fn: str, shape: torch.Size) -> float:
-    """The factor on the learning rate of a matrix.
+    """The factor of a matrix's learning rate.
 
     Args:
-        adjust_lr_fn: "original" (Jordan et al. 2024) for updates whose norm follows the ratio of rows to columns, or
-            "match_rms_adamw" (Liu et al., arXiv:2502.16982) for elements as large as those of AdamW's updates, 0.2.
-        shape: rows and columns of the matrix.
+        adjust_lr_fn: name of the rule: "original" (Jordan et al. 2024), where the update's norm depends on the ratio of
+            rows to columns, or "match_rms_adamw" (Liu et al., arXiv:2502.16982), where the update's elements are about
+            as large as in AdamW, 0.2.
+        shape: numbers of rows and columns of the matrix.
     """
     rows, columns = shape
     if adjust_lr_fn == "original":
@@ -170,6 +172,6 @@ def adjustment(adjust_lr_fn: str, shape: torch.Size) -> float:
 
 
 def n_multiplications(shape: tuple[int, int]) -> int:
-    """The number of multiplications of one step of Newton-Schulz."""
+    """The number of multiplications in one step of Newton-Schulz."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)

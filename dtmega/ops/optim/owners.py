@@ -1,8 +1,8 @@
-"""Owners of matrices: for each matrix, one rank that gets all of it, computes with it, and returns the result.
+"""Owners of matrices. A matrix's owner is the rank that gathers the whole matrix, computes, and returns the result.
 
-Matrices are divided over the ranks by the work that they need. One all-to-all brings every rank's parts to the owners,
-a second one brings the results back. If several ranks hold the same part, the one that is nearest to the owner sends
-it, and all of them get the result.
+Matrices are divided among the ranks according to the work they need. One all-to-all sends all parts to the owners, and
+a second all-to-all returns the results. If several ranks hold the same part, the rank that is nearest to the owner
+sends the part, and all of these ranks receive the result.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Owned(NamedTuple):
     """A matrix that this rank owns.
 
     Attributes:
-        number: number of the matrix.
-        runs: the elements of each rank of the group.
-        senders: ranks that together hold every element once.
+        number: index of the matrix.
+        runs: elements that each rank of the group holds.
+        senders: ranks that together hold every element exactly once.
     """
 
     number: int
@@ -37,14 +37,14 @@ class _Owned(NamedTuple):
 
 
 class Owners:
-    """The division of matrices over ranks.
+    """The division of matrices among ranks.
 
     Args:
-        matrices: the matrices, in the same order on all ranks of the group: DTensors on a mesh of some of DIMS, or
-            tensors that every rank holds as a whole.
-        costs: work that each matrix needs.
-        group: the ranks that hold the matrices, ordered as DIMS.
-        sizes: number of ranks along each of DIMS.
+        matrices: matrices to divide, in the same order on all ranks of the group: DTensors on a mesh with some of the
+            dims in DIMS, or tensors that every rank holds as a whole.
+        costs: amount of work for each matrix.
+        group: process group of the ranks that hold the matrices, in the order of DIMS.
+        sizes: number of ranks along each dim in DIMS.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Owners:
         assert len(places) == n
         self._shapes = [matrix.shape for matrix in matrices]
         owners = divided(costs, n)
-        # For each owner: the numbers of its matrices, and the numbers of the matrices whose part this rank sends to it.
+        # For each owner, the indices of its matrices, and the indices of the matrices whose parts this rank sends to
+        # the owner.
         self._of_owner: list[list[int]] = [[] for _ in range(n)]
         self._sent: list[list[int]] = [[] for _ in range(n)]
         self._owned: list[_Owned] = []
@@ -77,11 +78,11 @@ class Owners:
                 self._owned.append(_Owned(number, runs, senders))
 
     def compute(self, parts: Sequence[Tensor], function: Callable[[int, Tensor], object]) -> None:
-        """Let each matrix's owner change the matrix in place. All ranks of the group call this method together.
+        """Make each matrix's owner change the matrix in place. All ranks of the group call this method together.
 
         Args:
-            parts: this rank's part of each matrix, replaced by its part of the result.
-            function: function of a matrix's number and the whole matrix, which changes the matrix in place.
+            parts: this rank's part of each matrix. The method replaces it by this rank's part of the result.
+            function: function that changes a whole matrix in place; called with the matrix's index and the matrix.
         """
         if self._group.size() == 1:
             for number, part in enumerate(parts):
@@ -93,7 +94,7 @@ class Owners:
         self._scatter(wholes, parts)
 
     def _gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The whole matrices that this rank owns."""
+        """Gather the whole matrices that this rank owns."""
         sent = [[parts[number] for number in numbers] for numbers in self._sent]
         n_received = []
         for rank in range(self._group.size()):
@@ -108,7 +109,7 @@ class Owners:
         return wholes
 
     def _scatter(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Send every rank its parts of the matrices that this rank owns, and receive those of all other owners."""
+        """Send each rank its parts of this rank's matrices, and receive this rank's parts from all other owners."""
         sent: list[list[Tensor]] = []
         for rank in range(self._group.size()):
             of_rank = []
@@ -127,7 +128,7 @@ class Owners:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], n_received: Sequence[int], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send the tensors of sent[r] to each rank r. Return what each rank has sent, as flat tensors."""
+        """Send the tensors of sent[r] to each rank r. Return one flat tensor with the data from each rank."""
         n_sent = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         flat = torch.cat([like[0].new_empty(0), *(tensor.flatten() for tensor in itertools.chain(*sent))])
         received = like[0].new_empty(sum(n_received))
@@ -136,9 +137,9 @@ class Owners:
 
 
 def divided(costs: Sequence[float], n: int) -> list[int]:
-    """The owner of each matrix: the most costly matrices first, each to the rank that has the least work so far.
+    """Choose the owner of each matrix. The most costly matrix comes first, and each goes to the least loaded rank.
 
-    The first rank gets the most work, so that a plan of the first rank holds for all ranks.
+    The first rank gets the most work, so that a plan for the first rank is an upper bound for all ranks.
     """
     owners, loads = [0] * len(costs), [0.0] * n
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
@@ -150,7 +151,7 @@ def divided(costs: Sequence[float], n: int) -> list[int]:
 
 
 def _placements(matrix: Tensor) -> dict[str, Placement]:
-    """The placement of a matrix along each dim of its mesh; {} if it is no DTensor."""
+    """The placement of a matrix along each dim of its mesh; {} if the matrix is not a DTensor."""
     if not isinstance(matrix, DTensor):
         return {}
     return dict(zip(matrix.device_mesh.mesh_dim_names or (), matrix.placements, strict=True))
@@ -163,5 +164,5 @@ def _copied_over(matrix: Tensor) -> list[str]:
 
 
 def _same(a: Mapping[str, int], b: Mapping[str, int], dims: Sequence[str]) -> bool:
-    """True if two ranks have the same place along all of these dims."""
+    """True if the ranks with coordinates a and b have equal coordinates along all of these dims."""
     return all(a[dim] == b[dim] for dim in dims)

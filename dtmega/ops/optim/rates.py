@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of each update, by Megatron's schedules."""
+"""The learning rate and weight decay of each update, according to Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
     update itself, so that the first update already has an effect (Megatron's first update has rate 0).
 
     Args:
-        progress: number of steps, samples or tokens ([optim] unit) consumed when this update is done; >= 1.
+        progress: number of steps, samples or tokens ([optim] unit), including those of this update; at least 1.
         total: progress at the end of the run, where the decay ends if [optim] decay is 0.
     """
     peak, low = optim.lr, optim.min_lr
@@ -43,7 +43,7 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) ->
     """The learning rate of the update that brings the run to `steps` steps and `samples` samples.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         steps: number of steps done, including the step of this update.
         samples: number of samples consumed, including the samples of this update.
         end: end of the run in steps and samples, from `cfg.end`.
@@ -55,7 +55,7 @@ def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
     """A note for the user if the rate reaches [optim] lr late or never, because the warm-up exceeds half of the run.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         end: end of the run in steps and samples, from `cfg.end`.
     """
     total = cfg.progress(*end)
@@ -76,7 +76,7 @@ def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.Ru
     `learning_rate`, progress includes the batch of the update itself.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         steps: number of steps done, including the step of this update.
         samples: number of samples consumed, including the samples of this update.
         end: end of the run in steps and samples, from `cfg.end`.

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is far above those of the steps before."""
+"""Detect steps whose loss or gradient norm is far above the values of recent steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Spikes:
 
     Args:
         sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
-            0: no step counts as a spike.
+            0 to turn detection off.
         recent: (loss, gradient norm) pairs of the last steps, as checkpoints store them.
     """
 

@@ -1,10 +1,10 @@
-"""The answer of a plan, as data: does it fit, what does each rank hold and send, how long does a step take.
+"""The planner's answer as data: whether the job fits, what each rank holds and sends, and how long a step takes.
 
     answer = answer_job(lay_out(config.load(argv), 384, machine_of("cuda", "a100-ib")))
     answer.fits, answer.step.seconds
 
-`text.py` writes the answer for people, `as_dict` for programs. Counts are those of `plan_job`; everything in seconds is
-a prediction on the fabric.
+`text.py` writes the answer for people, and `as_dict` for programs. The counts come from `plan_job`; all times in
+seconds are predictions for the fabric.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.rank_time import POINT_TO_POINT, groups_of, time_rank
 from dtmega.planning.prices.step_time import StepTime
 
-Report = Callable[[int, int], object]  # called before each role, with the numbers of roles done and in all
+Report = Callable[[int, int], object]  # called before each role: (number of planned roles, number of all roles)
 
 
 class Traffic(NamedTuple):
-    """The messages of one rank on one axis, of one kind, in one step.
+    """All messages of one kind that one rank exchanges on one axis in one step.
 
     Attributes:
         axis: name of the process group.
         collective: kind of message, as in `Message.collective`.
         n_ranks: number of ranks in the group; 2 for messages between two ranks.
         n_messages: number of messages.
-        n_bytes: sum of the messages' sizes, each the largest buffer that the rank holds for it.
-        seconds: predicted duration of the messages; None between pipeline stages, where the schedule counts them.
-        exposed_s: predicted time in which computing waits for them; None as above.
+        n_bytes: sum of the messages' sizes. The size of a message is that of its largest buffer on the rank.
+        seconds: predicted duration of the messages; None for messages between pipeline stages, which are part of the
+            schedule's time.
+        exposed_s: predicted time for which computing waits for the messages; None for messages between stages.
     """
 
     axis: str
@@ -53,15 +54,15 @@ class Traffic(NamedTuple):
 
 
 class RoleAnswer(NamedTuple):
-    """The answer for the ranks that do alike.
+    """The answer for all ranks that do the same work.
 
     Attributes:
-        plan: memory and work of one of them.
-        places: places in the pipeline of these ranks.
-        ranks: numbers of the ranks, as first and last of each place.
+        plan: memory and work of one of the ranks.
+        places: pipeline places of the ranks.
+        ranks: (first, last) rank number at each place.
         traffic: messages of one rank.
-        flops: floating-point operations of one rank by operator.
-        comparisons: counts beside the formulas of the literature.
+        flops: floating-point operations of one rank, by operator.
+        comparisons: comparisons of the counts with formulas from the literature.
     """
 
     plan: Role
@@ -73,18 +74,18 @@ class RoleAnswer(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The whole answer.
+    """The whole answer to a question.
 
     Attributes:
-        job: the configuration on its layout.
-        plan: the counts of every role.
-        roles: the answers by role, in the order of the pipeline.
+        job: configuration, layout and hardware.
+        plan: counts of every role.
+        roles: one answer per role, in the order of the pipeline.
         parameters: number of elements in all weights.
-        elements: numbers of trained and of frozen parameters, with those of adapters.
-        step: the predicted step.
-        bubble: the schedule's bubble beside its formula; None without a pipeline or a formula.
-        tokens: number of tokens of the whole run.
-        budget: the predicted cost of that many tokens.
+        elements: numbers of trained and frozen parameters, including adapters.
+        step: predicted step.
+        bubble: comparison of the schedule's bubble with its formula; None without a pipeline or a formula.
+        tokens: number of tokens in the whole run.
+        budget: predicted cost of training on `tokens` tokens.
     """
 
     job: Job
@@ -99,21 +100,22 @@ class Answer(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the fullest rank's peak and the reserve fit into the memory."""
+        """True if the fullest rank's peak and the reserve together fit into the device's memory."""
         return self.job.machine.memory.holds(self.plan.fullest.peak.peak_bytes)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the tensors in one checkpoint: trained weights, and the optimizer's moments, in float32."""
+        """Bytes of the tensors in one checkpoint: the trained weights and the optimizer's moments, both in float32."""
         trained = self.elements.trained
         if self.job.cfg.optim.name == "muon":
-            # Matrices have one moment, all other parameters two.
+            # A matrix has one moment. Every other parameter has two.
             with torch.device("meta"):
                 whole = families.build(self.job.cfg)
             shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}
             of_matrices = sum(shapes[name].numel() for name in whole.matrices())
             return torch.float32.itemsize * (3 * trained - of_matrices)
-        # The optimizer also counts its steps, a number for each tensor. A place may have frozen weights alone.
+        # Rounding drops the step counts, which the optimizer keeps per tensor. A place may hold only frozen weights, so
+        # take the place that holds the most trained weights.
         held = max((role.plan.held for role in self.roles), key=lambda held: held.get(PARAMETERS, 0))
         moments_per_weight = round(held.get(MOMENTS, 0) / held[PARAMETERS])
         return trained * torch.float32.itemsize * (1 + moments_per_weight)
@@ -123,15 +125,15 @@ def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda d
     """Plan a job and price it.
 
     Args:
-        job: the configuration on its layout.
-        tokens: number of tokens to price; None for those of the configuration's [train].
+        job: configuration, layout and hardware.
+        tokens: number of tokens to price; None for the number in the configuration's [train] section.
         on_role: function that is called before each role.
     """
     return price(plan_job(job.cfg, job.sizes, job.machine.device, on_role), job, tokens)
 
 
 def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
-    """Turn the counts of a plan into an answer. The other arguments are those of `answer_job`."""
+    """Turn the counts of a plan into an answer. `job` and `tokens` are the same as in `answer_job`."""
     fabric = job.machine.fabric
     cfg = job.cfg
     pieces = families.pieces(cfg.model)
@@ -167,7 +169,7 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
 
 
 def traffic(role: Role, fabric: Fabric, sizes: dict[str, int]) -> list[Traffic]:
-    """Add up the messages of one rank's step by axis and kind, those of repeated microbatches included."""
+    """Add up the messages of one rank's step by axis and kind, including the messages of repeated microbatches."""
     times = time_rank(role.works, fabric, role.rank, groups_of(sizes, role.rank))
     n_run = role.n_microbatches - role.repeated
     rows: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
@@ -187,7 +189,7 @@ def traffic(role: Role, fabric: Fabric, sizes: dict[str, int]) -> list[Traffic]:
 
 
 def as_dict(answer: Answer) -> dict[str, Any]:
-    """The answer in JSON's types."""
+    """Convert an answer to types that JSON can express."""
     job, plan, step = answer.job, answer.plan, answer.step
     machine = job.machine
     return {
@@ -238,7 +240,7 @@ def _comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def _timeline(step: StepTime) -> list[list[dict[str, Any]]] | None:
-    """The simulated schedule, one list for each place; None without a pipeline."""
+    """The simulated schedule: one list of timed actions per pipeline place; None without a pipeline."""
     if step.timeline is None:
         return None
     rows = []

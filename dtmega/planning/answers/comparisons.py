@@ -1,4 +1,4 @@
-"""Comparisons of counts with formulas from the literature (`prices/formulas.py`), if there is one for the case."""
+"""Compare counts with formulas from the literature (`prices/formulas.py`), in the cases that a formula covers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.plan import Plan
 from dtmega.planning.prices import formulas
 
-BLOCKS = "activations of "  # beginning of the owners that are blocks
-WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules that Narayanan et al. have a formula for
+BLOCKS = "activations of "  # prefix of the owners that are blocks
+WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules for which Narayanan et al. give a formula
 HALF = ("bfloat16", "float16")
 
 
 class Comparison(NamedTuple):
-    """A formula beside a count.
+    """A count, and the value that a formula gives for the same quantity.
 
     Attributes:
-        what: the quantity.
+        what: name of the quantity.
         unit: "bytes", or "share" for a fraction of the step.
-        counted: the count.
-        formula: the formula's value.
+        counted: counted value.
+        formula: value of the formula.
         source: paper that states the formula, and the parts that the formula leaves out.
     """
 
@@ -48,18 +48,18 @@ class Comparison(NamedTuple):
 
 
 def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece], elements: Elements) -> list[Comparison]:
-    """Compare the memory of a place in the pipeline with formulas.
+    """Compare the memory at a pipeline place with formulas.
 
     Args:
-        job: the configuration on its layout.
-        plan: the plan of the job.
-        place: place in the pipeline.
+        job: configuration, layout and hardware.
+        plan: plan of the job.
+        place: index of the place in the pipeline.
         pieces: pieces of the whole model.
         elements: numbers of the model's trained and frozen parameters.
     """
     mine = _pieces_of(plan, place, pieces)
     cfg = job.cfg
-    # The formula has a gradient and moments for every parameter.
+    # The formula assumes that every parameter has a gradient and moments, so it does not cover frozen parameters.
     found = [] if elements.frozen else [_states(job, plan, place, mine)]
     one_by_one = cfg.recompute.method == "uniform" and cfg.recompute.layers == 1
     if cfg.precision.params in HALF and one_by_one and _has_layers_of_megatron(cfg, mine):
@@ -68,9 +68,10 @@ def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece], elem
 
 
 def _has_layers_of_megatron(cfg: Config, pieces: Sequence[Piece]) -> bool:
-    """True if there are layers, and they have the weights of those in Korthikanti et al., with dropout.
+    """True if the model has dropout, and each layer has as many weights as a layer in Korthikanti et al.
 
-    Such a layer has two norms with biases, four biased products, and 4 h channels in the feed-forward.
+    Their layer has two norms with biases, four products with biases, and 4 h channels in the feed-forward network. The
+    result is False if `pieces` contains no layers.
     """
     h = cfg.model.hidden_size
     weights = 4 * h + (3 * h * h + 3 * h) + (h * h + h) + (8 * h * h + 5 * h)
@@ -79,7 +80,7 @@ def _has_layers_of_megatron(cfg: Config, pieces: Sequence[Piece]) -> bool:
 
 
 def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces that a place in the pipeline holds."""
+    """The pieces of the model that a pipeline place holds."""
     if plan.table is None:
         return list(pieces)
     numbers = {action.stage for action in plan.table[place]}
@@ -88,7 +89,7 @@ def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """The bytes of weights, gradients and moments, at the time when these take the most memory."""
+    """Compare the bytes of weights, gradients and moments, at the time when their sum is largest, with a formula."""
     elements = sum(piece.elements for piece in mine)
     if plan.table is not None:
         elements += _copies(plan, place, mine)
@@ -104,7 +105,9 @@ def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparis
 
 
 def _copies(plan: Plan, place: int, mine: Sequence[Piece]) -> int:
-    """Elements of weights that the model's first piece shares with a stage that does not hold this piece itself."""
+    """The number of elements that a place holds twice or more: weights that the model's first piece shares with stages
+    that do not hold this piece.
+    """
     assert plan.table is not None
     first = plan.stages[0][0]
     elements = 0
@@ -119,12 +122,12 @@ def _bytes_of_states(span: Span) -> int:
 
 
 def activation_bytes(at_peak: dict[str, int]) -> int:
-    """The bytes that blocks keep for backward."""
+    """The bytes of the activations that blocks keep for backward."""
     return sum(n_bytes for owner, n_bytes in at_peak.items() if owner.startswith(BLOCKS))
 
 
 def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """The bytes of the activations of all layers in flight, at the time when these take the most memory."""
+    """Compare the bytes of all layers' activations, at the time when their sum is largest, with a formula."""
     cfg, sizes = job.cfg, job.sizes
     layers = sum(piece.is_layer for piece in mine)
     flight = 1.0
@@ -132,7 +135,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
         n_stages = len({action.stage for action in plan.table[place]})
         flight = in_flight(plan.table)[place] / n_stages
     assert isinstance(cfg.model, DropoutModel)
-    # Fused attention keeps no scores, as in Megatron's "selective". It has no dropout.
+    # Fused attention keeps no scores, like Megatron's "selective" recomputation, and has no dropout.
     recompute = "selective"
     each = "34 s b h, without scores,"
     if cfg.recompute.mode == "full":
@@ -154,7 +157,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
 
 
 def compare_bubble(job: Job, plan: Plan) -> Comparison | None:
-    """The simulated schedule's bubble with equal stages, beside a formula; None where there is no formula."""
+    """Compare the bubble of the schedule, simulated with equal stages, with a formula; None if no formula covers it."""
     pipeline = job.cfg.pipeline
     if plan.table is None or pipeline.csv or pipeline.schedule not in WITH_BUBBLE:
         return None

@@ -1,10 +1,10 @@
-"""`train.py --dry-run`: the refusals of a start, the split of the batch and each rank's memory, and nothing else.
+"""`train.py --dry-run`: check whether training would start, and print the batch's split and each rank's memory.
 
     torchrun --nproc-per-node 2 train.py --config bloom.toml --mesh.tp 2 --dry-run
     python train.py --config bloom-176b.toml --dry-run --world 384 --mesh.tp 4 --mesh.pp 12 --memory 80GiB
 
-Configuration and data are read as in training, on all ranks. The first rank then plans the roles and prints the answer.
-The run directory is neither read nor touched, and no process group is made.
+All ranks read the configuration and the data as in training. The first rank then plans the roles and prints the answer.
+The run directory is neither read nor changed, and no process group is created.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dtmega.training import accumulation, start
 
 FLAG = "--dry-run"
 OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve")
-Elsewhere = tuple[int, torch.device, int | None] | None  # as in `start.read_configuration`
-INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
+Elsewhere = tuple[int, torch.device, int | None] | None  # the same tuple as in `start.read_configuration`
+INTERRUPTED = 130  # exit code that shells report for a process that SIGINT ended: 128 + 2
 FIRST = "dry run: nothing was started or written"
 
 
 def main(argv: list[str]) -> int:
-    """Make a dry run. Returns the exit code."""
+    """Make a dry run, and return the exit code."""
     try:
         return _run(argv, Startup())
     except Refused as refused:
@@ -82,7 +82,7 @@ def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             continue
         if flag not in OPTIONS:
             rest.append(word)
-            # The value of a key may be anything, also a word that looks like an option.
+            # The value of a key may be any word, even a word that looks like an option.
             if not equals and flag.startswith("--") and (following := next(words, None)) is not None:
                 rest.append(following)
             continue
@@ -97,15 +97,15 @@ def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tuple[Elsewhere, Machine]:
-    """Find out which processes a dry run is for: those of this job, or those that its options describe.
+    """Decide which processes a dry run plans: the processes of this job, or the processes that the options describe.
 
     Args:
-        given: the options by name, with the text of their values.
+        given: name of each option -> text of its value.
         argv: arguments of the run.
         n_processes: number of processes of this job.
 
     Returns:
-        The processes, None for those of this job, and what they run on.
+        The processes (None for the processes of this job), and the machine that they run on.
 
     Raises:
         ValueError: a value is wrong, or --world contradicts the number of processes.
@@ -125,7 +125,7 @@ def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tu
         device = mesh.pick_device(config.load(argv).run.device)
         kind = device.type
     elif kind is None:
-        # Somebody else's processes: those of a cluster, unless the configuration says otherwise.
+        # The planned processes run elsewhere: on GPUs, unless the configuration selects the CPU.
         kind = "cpu" if config.load(argv).run.device == "cpu" else "cuda"
     machine = machine_of(kind, given.get("--fabric", ""), given.get("--memory"), given.get("--reserve"))
     if device is None:

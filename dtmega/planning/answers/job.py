@@ -1,6 +1,6 @@
-"""The question that a plan answers: a configuration, a number of ranks, their device and its memory.
+"""The question that a plan answers: a configuration, a number of ranks, the ranks' device and the device's memory.
 
-A layout that cannot run is refused by the functions that refuse it in training, with the same words.
+The functions that refuse an impossible layout in training refuse it here too, with the same messages.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Memory(NamedTuple):
     """The memory of one device.
 
     Attributes:
-        n_bytes: bytes of the whole device.
+        n_bytes: number of bytes of the whole device.
         source: origin of `n_bytes`, in words.
-        is_given: True if the user has given it; then a job that does not fit ends with exit code 4.
-        reserve_bytes: bytes that tensors cannot use.
+        is_given: whether the user has given `n_bytes`; if so, a job that does not fit ends with exit code 4.
+        reserve_bytes: number of bytes that tensors cannot use.
         reserve_source: origin of `reserve_bytes`, in words.
     """
 
@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     reserve_source: str
 
     def holds(self, peak_bytes: int) -> bool:
-        """True if tensors with this peak fit beside the reserve."""
+        """True if tensors with this peak and the reserve together fit into the memory."""
         return peak_bytes + self.reserve_bytes <= self.n_bytes
 
 
@@ -52,9 +52,9 @@ class Machine(NamedTuple):
     """The hardware of every rank in a job.
 
     Attributes:
-        device: the device, which need not exist.
+        device: device of a rank, which need not exist.
         fabric_name: name or path of the fabric.
-        fabric: speed and price of the device, and the links to the others.
+        fabric: speed and price of the device, and the links between devices.
         memory: memory of the device.
     """
 
@@ -65,15 +65,15 @@ class Machine(NamedTuple):
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Memory of a GPU; None for a CPU, as `mesh.memory_bytes` answers."""
+        """Memory of a GPU; None for a CPU, as in `mesh.memory_bytes`."""
         return self.memory.n_bytes if self.device.type == "cuda" else None
 
 
 class Job(NamedTuple):
-    """A configuration on a layout.
+    """A configuration, the layout to run it on, and the hardware.
 
     Attributes:
-        cfg: the configuration, with all open values filled in for this layout.
+        cfg: configuration, with all open values filled in for this layout.
         sizes: size of each axis of the mesh.
         machine: hardware of every rank.
     """
@@ -84,12 +84,12 @@ class Job(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """The number of ranks in the job."""
         return math.prod(self.sizes.values())
 
     @property
     def data_size(self) -> int:
-        """Number of data ranks, which share the global batch."""
+        """The number of data ranks, which divide the global batch among themselves."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
 
@@ -97,13 +97,13 @@ def machine_of(kind: str, fabric: str = "", memory: str | None = None, reserve: 
     """The machine that a user describes.
 
     Args:
-        kind: the device, "cuda" or "cpu".
-        fabric: name of a shipped fabric, or path of a TOML file; '' for the default of the device.
-        memory: number of bytes as text, instead of the fabric's.
-        reserve: number of bytes that tensors cannot use, as text, instead of the fabric's.
+        kind: type of the device, "cuda" or "cpu".
+        fabric: name of a shipped fabric, or path of a TOML file; '' for the device's default fabric.
+        memory: number of bytes of the device, as text; None for the number in the fabric.
+        reserve: number of bytes that tensors cannot use, as text; None for the number in the fabric.
 
     Raises:
-        ValueError: there is no such fabric, or a text is no number of bytes.
+        ValueError: the fabric does not exist, or a text is not a number of bytes.
     """
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     name = fabric or DEFAULT_FABRICS[kind]
@@ -123,10 +123,10 @@ def machine_of(kind: str, fabric: str = "", memory: str | None = None, reserve: 
 
 
 def world_of(cfg: Config) -> int:
-    """The number of ranks of a mesh without open sizes.
+    """The number of ranks in a mesh, if all its sizes are given.
 
     Raises:
-        ValueError: a size is -1, which is what is left of a number of ranks that nobody has given.
+        ValueError: a size is -1, and therefore depends on a number of ranks that the user has not given.
     """
     sizes = {axis: getattr(cfg.mesh, axis) for axis in mesh.AXES}
     for axis, size in sizes.items():
@@ -139,16 +139,16 @@ def world_of(cfg: Config) -> int:
 
 
 def lay_out(asked: Config, world: int | None, machine: Machine) -> Job:
-    """Fill in what a configuration leaves open on this layout, and refuse what cannot run there.
+    """Fill in the open values of a configuration for this layout, and refuse a job that cannot run.
 
     Args:
-        asked: the configuration as the user has written it (`config.load`).
-        world: number of ranks; None for the product of the mesh.
+        asked: configuration as the user wrote it (`config.load`).
+        world: number of ranks; None for the product of the mesh sizes.
         machine: hardware of every rank. The memory of the device decides the meaning of [fsdp] accumulate = "auto".
 
     Raises:
-        ValueError: training would refuse this configuration on this layout, the number of ranks is open, or the fabric
-            lacks the speed of the products.
+        ValueError: training would refuse this configuration on this layout, the number of ranks is not known, or the
+            fabric lacks the speed of matrix products in the configured dtype.
     """
     asked = families.resolve(asked)
     sizes = mesh.resolve(asked.mesh, world or world_of(asked))
@@ -160,7 +160,7 @@ def lay_out(asked: Config, world: int | None, machine: Machine) -> Job:
 
 
 def with_dtype(cfg: Config, device: torch.device) -> Config:
-    """Choose the dtype that [precision] params = "auto" means for a new run: bfloat16 on a GPU."""
+    """Resolve [precision] params = "auto" for a new run: bfloat16 if the device computes fast in it, else float32."""
     if cfg.precision.params != "auto":
         return cfg
     is_fast = device.type == "cuda" or mesh.has_fast_bfloat16(device)
@@ -168,10 +168,10 @@ def with_dtype(cfg: Config, device: torch.device) -> Config:
 
 
 def priced(job: Job) -> Job:
-    """Check that the fabric has the speed of the job's matrix products, and return the job.
+    """Return the job, after checking that the fabric specifies the speed of the job's matrix products.
 
     Raises:
-        ValueError: the fabric lacks this speed.
+        ValueError: the fabric lacks the speed for the job's dtype.
     """
     gpu, dtype = job.machine.fabric.gpu, job.cfg.precision.params
     if dtype not in gpu.peak_flops:
@@ -184,10 +184,10 @@ def priced(job: Job) -> Job:
 
 
 def read_option(option: str, text: str | None) -> int | None:
-    """Parse the number of bytes of an option: 80GiB, 80GB, 1.5TiB or 85899345920; None if it is not given.
+    """Parse an option that gives a number of bytes: 80GiB, 80GB, 1.5TiB or 85899345920; None if `text` is None.
 
     Raises:
-        ValueError: the text is no number of bytes.
+        ValueError: the text is not a number of bytes.
     """
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""The answer of a plan in plain text, from what matters most to the details."""
+"""Write the planner's answer as plain text: the most important lines first, the details last."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dtmega.planning.plan import Plan
 from dtmega.training.out_of_memory import keys_to_turn
 
 CPU_ONLY = "for the CPU path only: ranks on CPUs with gloo; a GPU holds and computes other things (--device cuda)"
-SHOWN_SHARE = 0.01  # owners with less than this share of the peak are added up
+SHOWN_SHARE = 0.01  # owners with a smaller share of the peak are added up
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 def write(answer: Answer) -> str:
-    """The whole answer."""
+    """The whole answer as text."""
     lines = headline(answer.job, answer.parameters, answer.plan.n_microbatches)
     lines += [
         extrapolation(answer.plan),
@@ -37,7 +37,7 @@ def write(answer: Answer) -> str:
 
 
 def skipped_checks(plan: Plan) -> list[str]:
-    """The checks that need values, which a plan does not have: one sentence each."""
+    """One sentence for each check that was skipped, because it needs values, which a plan does not have."""
     sentences: set[str] = set()
     for role in plan.roles.values():
         sentences.update(role.skipped)
@@ -45,7 +45,7 @@ def skipped_checks(plan: Plan) -> list[str]:
 
 
 def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
-    """The first lines: for which device, which model, which layout, which batch."""
+    """The first lines of the answer: device, model, layout and batch."""
     cfg = job.cfg
     trained = families.elements(cfg).notes
     axes = " x ".join(f"{axis} {size}" for axis, size in job.sizes.items() if size > 1) or "one rank"
@@ -63,7 +63,7 @@ def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
 
 
 def extrapolation(plan: Plan) -> str:
-    """The line that says how many of the step's microbatches were run."""
+    """A line that states how many of the step's microbatches were run."""
     if plan.run_microbatches == plan.n_microbatches:
         return "counted: the real step, all microbatches, without values"
     return (
@@ -73,7 +73,7 @@ def extrapolation(plan: Plan) -> str:
 
 
 def fit(plan: Plan, memory: Memory) -> list[str]:
-    """The lines that say whether the fullest rank fits, and how much each role holds."""
+    """Lines that state whether the fullest rank fits, and how much memory each role holds."""
     peak = plan.fullest.peak.peak_bytes
     holds = memory.holds(peak)
     sign = "<=" if holds else ">"
@@ -93,7 +93,7 @@ def fit(plan: Plan, memory: Memory) -> list[str]:
 
 
 def prediction(answer: Answer) -> list[str]:
-    """The time of a step and what the run costs, marked as a prediction."""
+    """Lines with the step time and the cost of the run, marked as predictions."""
     step, spent, machine = answer.step, answer.budget, answer.job.machine
     gpu = machine.fabric.gpu
     error = gpu.held_out_error
@@ -117,7 +117,7 @@ def prediction(answer: Answer) -> list[str]:
 
 
 def _cost(answer: Answer) -> list[str]:
-    """Time, energy and money of all tokens, as far as the fabric tells power and price."""
+    """The time, energy and money that the whole run takes. Energy and money need the fabric's power and price."""
     spent, gpu = answer.budget, answer.job.machine.fabric.gpu
     parts = [f"{spent.days:,.3g} days", f"{_many(spent.gpu_hours)} hours of one device"]
     if gpu.power_w:
@@ -128,12 +128,12 @@ def _cost(answer: Answer) -> list[str]:
 
 
 def _many(value: float) -> str:
-    """A number with at least three digits, never as a power of ten."""
+    """Format a number with at least three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _role(role: RoleAnswer, answer: Answer) -> list[str]:
-    """The details of one role."""
+    """Lines with the details of one role."""
     plan = role.plan
     n = sum(last - first + 1 for first, last in role.ranks)
     lines = [f"{_where(role.places, answer.plan)} ({counted(n, 'rank')}, counted on rank {plan.rank})"]
@@ -168,7 +168,7 @@ def _where(places: Sequence[int], plan: Plan) -> str:
 
 
 def grouped(owners: Mapping[str, int]) -> dict[str, int]:
-    """The owners with all blocks in one entry and small owners in another one, largest first."""
+    """Combine the owners: one entry for all blocks, and one for all small owners. The largest entry comes first."""
     blocks = [name for name in owners if name.startswith(BLOCKS)]
     result: dict[str, int] = defaultdict(int)
     for owner, n_bytes in owners.items():
@@ -215,7 +215,7 @@ def _compared(one: Comparison) -> str:
 
 
 def _largest(values: Mapping[str, float], n: int = 6) -> list[tuple[str, float]]:
-    """The largest entries, and the sum of the others."""
+    """The n largest entries, and the sum of the remaining entries."""
     ordered = sorted(values.items(), key=lambda one: -one[1])
     rest = ordered[n:]
     if len(rest) > 1:
@@ -224,7 +224,7 @@ def _largest(values: Mapping[str, float], n: int = 6) -> list[tuple[str, float]]
 
 
 def action(name: str, plan: Plan) -> str:
-    """An action in words: "3F7" is forward of microbatch 7 on stage 3. Names of phases stay."""
+    """An action in words: "3F7" is forward of microbatch 7 on stage 3. Names of phases are returned unchanged."""
     matched = ACTION.fullmatch(name)
     if matched is None:
         return name
@@ -234,13 +234,13 @@ def action(name: str, plan: Plan) -> str:
 
 
 def dry_run(job: Job, plan: Plan, parameters: int, first_lines: Sequence[str]) -> str:
-    """The answer of `train --dry-run`: what a start would find out, without anything that is predicted."""
+    """The answer of `train --dry-run`, which contains no predicted times or costs."""
     lines = [*first_lines, *headline(job, parameters, plan.n_microbatches), extrapolation(plan)]
     return "\n".join([*lines, *fit(plan, job.machine.memory)])
 
 
 def size(n_bytes: float) -> str:
-    """A number of bytes with three digits: 68 GiB, 1.25 MiB, 640 B."""
+    """Format a number of bytes with three digits: 68 GiB, 1.25 MiB, 640 B."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.3g} {unit}" if n_bytes < 1000 * factor else f"{n_bytes / factor:.0f} {unit}"
@@ -248,7 +248,7 @@ def size(n_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits: 1.25 s, 340 ms, 12 us."""
+    """Format a time in seconds with three digits: 1.25 s, 340 ms, 12 us."""
     unit, factor = "us", 1e-6
     if seconds >= 1e-3:
         unit, factor = "ms", 1e-3

@@ -1,1 +1,1 @@
-"""Count what one rank does: its real step on a pretended device, watched operator by operator (`role.py`)."""
+"""Count the work of one rank: run its real step on a pretended device, and watch every operator (`role.py`)."""

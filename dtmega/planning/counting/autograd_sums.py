@@ -1,8 +1,9 @@
-"""The sums of autograd's engine, which a real step computes in place where nobody else holds the first gradient.
+"""Recognize sums of gradients that autograd's engine computes in place in a real step, but not in a plan.
 
-Where several operators use a tensor, the engine adds up the gradients that they send back. Its first gradient receives
-the sum if it is dense, and if only the engine holds it. For a tensor of a Python class, as a plan's tensors are, the
-engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp), which a plan must not count.
+If several operators use a tensor, the engine adds up the gradients from these operators. It writes the sum into the
+first gradient if that gradient is dense and only the engine holds it. A plan's tensors belong to a Python class, and
+for such tensors the engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp). The plan must not count
+the new tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ADD = torch.ops.aten.add.Tensor
-OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # between an operator and its caller
+OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # modules of the frames between operator and caller
 
 
 class EngineSums:
     """Recognizes the engine's sums that a real step computes in place.
 
     Args:
-        fake: the mode that makes the plan's tensors.
+        fake: mode that makes the plan's tensors.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -42,7 +43,7 @@ class EngineSums:
 
 
 def _from_engine() -> bool:
-    """True if an operator is called by the engine itself or by a node in C++, and not by a backward in Python."""
+    """True if the engine itself, or a node in C++, calls an operator; False if a backward function in Python does."""
     frame = sys._getframe()
     while frame is not None and frame.f_globals["__name__"].startswith(OF_MODES):
         frame = frame.f_back
@@ -50,13 +51,13 @@ def _from_engine() -> bool:
 
 
 def _uses(tensor: Tensor) -> tuple[int, int]:
-    """Number of references in C++ to a tensor and to its storage."""
+    """The numbers of C++ references to a tensor and to its storage."""
     n_of_tensor = cast("Any", tensor)._use_count()
     return n_of_tensor, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True if the elements lie side by side, in any order of the dims."""
+    """True if the elements lie side by side in memory, with any order of the dims."""
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -68,7 +69,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Counts(TorchDispatchMode):
-    """Takes note of the references to the first tensor of the engine's sums."""
+    """Records the numbers of references to the first tensor in each of the engine's sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class _Counts(TorchDispatchMode):
 
 
 def _uses_of_own(fake: FakeTensorMode) -> tuple[int, int]:
-    """The references to a gradient that only the engine holds, when a mode sees the engine add to it."""
+    """The numbers of references to a gradient that only the engine holds, at the moment when a mode sees the sum."""
     with _Counts() as counts, torch.enable_grad():
         with fake:
             x = torch.ones(1, device="cpu", requires_grad=True)

@@ -1,8 +1,8 @@
-"""Compiled blocks without a compiler: the graphs that Inductor would get, run operator by operator.
+"""Run compiled blocks without a compiler: run the graphs that Inductor would compile, operator by operator.
 
-Dynamo captures a block, and AOT's partition decides what forward keeps for backward, as in a real run. Inductor fuses
-elementwise operators with the operators that read their results. So a result that only elementwise operators and
-reductions read takes no memory here. Inductor may write some of these results to memory nevertheless.
+As in a real run, Dynamo captures a block, and AOT's partition decides what forward keeps for backward. Inductor fuses
+elementwise operators with the operators that read their results. This module therefore counts no memory for a result
+that only elementwise operators and reductions read, although Inductor may write some of these results to memory.
 
 A graph runs once for each kind of arguments. Later runs are replayed (`tapes.py`).
 """
@@ -26,7 +26,7 @@ from dtmega.planning.counting.recorder import Recorder
 from dtmega.planning.counting.recording import Recording
 from dtmega.planning.counting.tapes import Argument, Tape, kind_of
 
-# Operators that Inductor fuses as elementwise ones, although torch does not tag them so.
+# Operators that Inductor fuses like elementwise operators, although torch does not tag them as pointwise.
 FUSED_TOO = {
     torch.ops.aten.full.default,
     torch.ops.aten.scalar_tensor.default,
@@ -39,21 +39,21 @@ FUSED_TOO = {
 
 @contextlib.contextmanager
 def counted(recorder: Recorder | None = None) -> Iterator[None]:
-    """Let `torch.compile` make graphs that run operator by operator, inside the `with` block only.
+    """Inside the `with` block, make `torch.compile` return graphs that run operator by operator.
 
     Args:
-        recorder: recorder that is told which tensors are never in memory, and for which a graph is replayed where it
-            would do the same again. None: there is nothing to tell, and each graph runs each time.
+        recorder: recorder to inform about tensors that are never in memory. With a recorder, a graph is replayed if a
+            new run would do the same as an earlier one; with None, the graph runs every time.
     """
     compile_graph = functools.partial(_compile, recorder)
     backend = aot_autograd(
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
         partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,  # as Inductor does: a changed argument needs no copy
-        decompositions=select_decomp_table(),  # the partition depends on them
+        keep_inference_input_mutations=True,  # as in Inductor: a changed argument needs no copy
+        decompositions=select_decomp_table(),  # the partition depends on the decompositions
     )
-    # Functions that the process has compiled before would still run as Inductor's kernels.
+    # Without this reset, functions that the process compiled earlier would still run as Inductor's kernels.
     compiled_pass.cache_clear()
     torch._dynamo.reset()
     with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
@@ -63,13 +63,13 @@ def counted(recorder: Recorder | None = None) -> Iterator[None]:
 
 
 def _compile(recorder: Recorder | None, module: fx.GraphModule, _: Any) -> Any:
-    """Return a function that runs the graph, and frees each value after its last use, as Inductor's code does."""
+    """Return a function that runs the graph and, like Inductor's code, frees each value after its last use."""
     graph = _Graph(module, recorder)
 
     def run(args: list[Any]) -> Any:
         return graph.run(args)
 
-    # By AOT's convention, the list of arguments is emptied, so that arguments can be freed.
+    # By AOT's convention, the function empties the list of arguments, so that the arguments can be freed.
     run.__dict__["_boxed_call"] = True
     return run
 
@@ -78,7 +78,7 @@ class _Graph:
     """One of AOT's graphs, and the tapes of its runs.
 
     Args:
-        module: the graph.
+        module: graph to run.
         recorder: see `counted`.
     """
 
@@ -89,11 +89,11 @@ class _Graph:
         (output,) = module.graph.find_nodes(op="output")
         index = {node: i for i, node in enumerate(self._placeholders)}
         self._returned_arguments = [index.get(node, -1) for node in output.args[0]]
-        # Kind of the arguments -> the tape; None where a replay could not return what the graph returns.
+        # Kind of the arguments -> the tape; None if a replay could not return the graph's results.
         self._tapes: dict[tuple[Argument, ...], Tape | None] = {}
 
     def run(self, args: list[Any]) -> Any:
-        """Run the graph, or replay a run on arguments of the same kind. The list of arguments is emptied."""
+        """Run the graph, or replay an earlier run on arguments of the same kind. The list of arguments is emptied."""
         recorder = self._recorder
         if recorder is None or recorder.in_build:
             return _Run(self._module, self._fused, recorder).boxed_run(args)
@@ -120,7 +120,7 @@ class _Run(fx.Interpreter):
     """One run of a graph, node by node.
 
     Args:
-        module: the graph.
+        module: graph to run.
         fused: nodes whose results are never in memory.
         recorder: see `counted`.
         recording: receiver of the values of the graph.
@@ -135,7 +135,7 @@ class _Run(fx.Interpreter):
     ) -> None:
         super().__init__(module)
         self._fused, self._recorder, self._recording = fused, recorder, recording
-        self._before: fx.Node | None = None  # the node before
+        self._before: fx.Node | None = None  # the previous node
 
     def run_node(self, n: fx.Node) -> Any:
         if self._recording is not None and self._before is not None:
@@ -154,7 +154,7 @@ class _Run(fx.Interpreter):
 
 
 def _never_in_memory(graph: fx.GraphModule) -> set[fx.Node]:
-    """The elementwise operators of a graph whose results only elementwise operators and reductions read."""
+    """The graph's elementwise operators whose results are read only by elementwise operators and reductions."""
     needed: set[fx.Node] = set()
     fused: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):

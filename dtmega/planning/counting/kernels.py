@@ -1,9 +1,9 @@
-"""Kernels without values, where torch would run something else than a real device, or nothing.
+"""Stand-ins without values for kernels that torch would replace or refuse on a device in name only.
 
-The stand-in for the fused attention kernels of a GPU keeps for backward what these kernels keep. Without it,
-FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The products of a mixture's
-experts have all dtypes of the real kernels, whereas torch knows their shapes in bf16 only, and not their FLOPs (torch
-2.13).
+The stand-in for a GPU's fused attention kernels keeps the same tensors for backward as the kernels. Without the
+stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the
+products of a mixture's experts accepts every dtype of the real kernels and has a FLOP formula. torch 2.13 supports only
+bf16 for fake tensors, and has no FLOP formula for these products.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dtmega.ops.attention_rule import AttentionRule
 from dtmega.training.recompute import EXPENSIVE
 
 HALF = (torch.bfloat16, torch.float16)
-FLASH_HEAD_SIZE = 256  # the largest of torch's flash kernel
+FLASH_HEAD_SIZE = 256  # largest head size of torch's flash kernel
 
 
 @torch.library.custom_op("dtmega_planning::attention", mutates_args=())
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
-    """The output of attention [B, H, S, K], and the logarithm of each query's sum [B, H, S]; without values.
+    """The output of attention [B, H, S, K] and the logarithm of each query's softmax sum [B, H, S], without values.
 
     Args:
         q: queries, [B, H, S, K].
         k, v: keys and values, [B, G, T, K], where G divides H.
-        bias: summand of the scores that the kernel reads from memory, which broadcasts to [B, H, S, T].
+        bias: tensor that the kernel reads from memory and adds to the scores; broadcasts to [B, H, S, T].
         share: share of the pairs of queries and keys that the kernel computes.
     """
     raise NotImplementedError  # only the fake below is ever called
@@ -54,7 +54,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) -> tup
 def fused_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; without values."""
+    """The gradients of q, k and v, without values."""
     raise NotImplementedError  # only the fake below is ever called
 
 
@@ -81,20 +81,20 @@ fused.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.dtmega_planning.attention)
 def _flops(q: Any, k: Any, v: Any, bias: Any, share: float, *_: Any, **__: Any) -> int:
-    """Two products of all visible pairs, q k^T and p v."""
+    """FLOPs of two products over all visible pairs: q k^T and p v."""
     n_rows, n_heads, n_queries, size = q
     return round(2 * n_rows * n_heads * n_queries * k[2] * (size + v[3]) * share)
 
 
 @register_flop_formula(torch.ops.dtmega_planning.attention_backward)
 def _flops_backward(gradient: Any, q: Any, k: Any, v: Any, bias: Any, share: float, *_: Any, **__: Any) -> int:
-    """Five products of all visible pairs: the scores again, and the gradients of p, v, q and k."""
+    """FLOPs of five products over all visible pairs: the recomputed scores, and the gradients of p, v, q and k."""
     n_rows, n_heads, n_queries, size = q
     return round(2 * n_rows * n_heads * n_queries * k[2] * (3 * size + 2 * v[3]) * share)
 
 
 def visible_share(rule: AttentionRule) -> float:
-    """Share of the pairs of queries and keys that the rule allows, from causality and the window alone."""
+    """The share of query-key pairs that the rule allows, computed from causality and the window alone."""
     n_queries, n_keys = rule.query_places.shape[1], rule.key_places.shape[1]
     if not rule.causal:
         return 1.0
@@ -106,10 +106,10 @@ def visible_share(rule: AttentionRule) -> float:
 
 
 def has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """True if `scaled_dot_product_attention` of a Hopper GPU has a fused kernel, by the rules of torch's sdp_utils.cpp.
+    """True if `scaled_dot_product_attention` has a fused kernel on a Hopper GPU, by the rules of torch's sdp_utils.cpp.
 
-    The rules are those of the flash kernel and of the memory-efficient kernel. A mask that learns counts as without a
-    kernel.
+    The rules cover the flash kernel and the memory-efficient kernel. The result is False for a mask that requires a
+    gradient.
     """
     is_half = q.dtype in HALF
     is_square = q.shape[-2] == k.shape[-2]
@@ -132,12 +132,12 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention`, with the stand-in where a GPU would run a fused kernel."""
+    """Compute `scaled_dot_product_attention`, with the stand-in if a GPU would run a fused kernel."""
     if query.device.type != "cuda" or not has_fused_kernel(query, key, value, attn_mask, is_causal):
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     bias = attn_mask
     if bias is not None and bias.dtype == torch.bool:
-        # The kernel adds numbers, so torch makes them of the booleans, and keeps them for backward.
+        # The kernel adds numbers, so torch converts the boolean mask to numbers, and keeps the numbers for backward.
         hidden = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
         bias = torch.where(bias, 0.0, hidden)
     share = (query.shape[-2] + 1) / 2 / key.shape[-2] if is_causal else 1.0
@@ -146,37 +146,37 @@ def _scaled_dot_product_attention(
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *_: float | None) -> Tensor:
-    """FlexAttention by the stand-in."""
+    """Compute FlexAttention with the stand-in."""
     out, _ = fused(q, k, v, None, visible_share(rule))
     return out
 
 
 def _grouped_product(mode: FakeTensorMode, operator: Any, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A fake product of each group of rows with its matrix."""
+    """Multiply each group of rows by its matrix, with fake tensors."""
     if a.dtype == torch.bfloat16:
-        return NotImplemented  # torch's own answer
+        return NotImplemented  # torch's own function handles bfloat16
     with mode:
         return operator(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
 
 def _flops_of_groups(share: float, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of the products of all groups with their matrices. A rank computes those of its own experts, a share."""
+    """FLOPs of the products of groups and matrices. A rank computes the share that belongs to its own experts."""
     n_products = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return round(2 * n_products * a.shape[-2] * a.shape[-1] * b.shape[-1] * share)
 
 
 @contextlib.contextmanager
 def without_values(experts_over: int = 1) -> Iterator[None]:
-    """Answer for the kernels of a real device, inside the `with` block only.
+    """Inside the `with` block, replace the kernels of a real device by the stand-ins.
 
     Args:
-        experts_over: number of ranks that divide the experts of a mixture among them. Which tokens choose which experts
-            is not known, so each rank counts as computing an equal share. 1 if all ranks have a part of each expert.
+        experts_over: number of ranks that divide a mixture's experts among themselves; 1 if every rank has a part of
+            each expert. The tokens' choices of experts are not known, so each rank counts as computing an equal share.
     """
     grouped = torch.ops.aten._grouped_mm
     original = F.scaled_dot_product_attention
 
-    # Dynamo asks this function for its name, which a partial function does not have.
+    # Dynamo reads the function's name, and a partial function has no name.
     def scaled_dot_product(*args: Any, **kwargs: Any) -> Tensor:
         return _scaled_dot_product_attention(original, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Summarize an operator that a rank launches: a kernel, a message, a wait for a message, or nothing that takes time."""
+"""Summarize an operator that a rank launches: a kernel, a message, a wait, or an operator that takes no time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from dtmega.planning.counting.ledger import Ledger, local_part
 from dtmega.planning.work import Message, Work
 
-# torch's operators that send, by the name behind "c10d::" or "_c10d_functional::", and the kind of the message.
+# Name of a communication operator of torch, without "c10d::" or "_c10d_functional::" -> kind of the message.
 COLLECTIVES = {
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
@@ -35,7 +35,7 @@ COLLECTIVES = {
     "send": "send",
     "recv_": "receive",
 }
-# Operators that give memory, and write nothing there.
+# Operators that allocate memory without writing to it.
 WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 PRODUCTS = {
     torch.ops.aten.mm: (0, 1),
@@ -46,14 +46,14 @@ PRODUCTS = {
 
 
 class Launch(NamedTuple):
-    """One operator, without what depends on the moment of its launch.
+    """One operator, without the properties that depend on the moment of its launch.
 
     Attributes:
-        work: the kernel or message, without its action, stream and waits; None for an operator that takes no time.
-        is_async: True for a message that later work does not wait for, unless the program says so.
-        result: address of the storage in which a message's result arrives, for messages that the program waits for
-            with `wait_tensor`; 0 for others.
-        awaited: address of the storage whose message the program waits for now; 0 for operators that are no waits.
+        work: kernel or message, without its action, stream and waits; None for an operator that takes no time.
+        is_async: whether later work waits for the message only after an explicit wait in the program.
+        result: address of the storage that receives a message's result, if the program waits for the message with
+            `wait_tensor`; otherwise 0.
+        awaited: address of the storage whose message this operator waits for; 0 if the operator is not a wait.
     """
 
     work: Work | None = None
@@ -63,17 +63,17 @@ class Launch(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """The names of one of torch's operators, and whether its results are new.
+    """The names and properties of one of torch's operators.
 
     Attributes:
-        packet: the operator without its overload, such as `torch.ops.aten.mm`.
+        packet: operator without its overload, such as `torch.ops.aten.mm`.
         text: name of the packet, such as "aten.mm".
         name: name without its namespace, such as "mm".
-        sends: True for messages between ranks.
-        is_functional: True for messages whose result is a new tensor.
-        returns_argument: True if all results are arguments that the operator has changed.
-        is_view: True if the results are views of an argument.
-        parameters: names of the parameters, with their defaults.
+        sends: whether the operator sends a message between ranks.
+        is_functional: whether the operator sends a message whose result is a new tensor.
+        returns_argument: whether all results are arguments that the operator has changed.
+        is_view: whether the results are views of an argument.
+        parameters: name of each parameter -> its default value.
     """
 
     packet: Any
@@ -112,12 +112,12 @@ def launched(
     """Summarize an operator that has run.
 
     Args:
-        operator: the operator.
-        args: its arguments.
-        kwargs: its named arguments.
-        output: its result.
-        ledger: the ledger of the device, which knows the tensors that are never in memory.
-        groups: name and size of each process group, by torch's name of the group.
+        operator: operator that has run.
+        args: arguments of the operator.
+        kwargs: keyword arguments of the operator.
+        output: result of the operator.
+        ledger: ledger of the device, which records the tensors that are never in memory.
+        groups: torch's name of each process group -> (our name of the group, size of the group).
         hidden: whether the operator's results are never in memory.
     """
     if operator.name == "wait_tensor":
@@ -170,7 +170,7 @@ def _message(
     outputs: list[Tensor],
     groups: Mapping[str, tuple[str, int]],
 ) -> Launch:
-    # torch leaves out arguments at the end that have their default values.
+    # torch leaves out trailing arguments that have their default values.
     given = dict(zip(operator.parameters, args, strict=False))
     named = operator.parameters | given | kwargs
     group = named.get("process_group", named.get("group_name"))
@@ -191,10 +191,10 @@ def _message(
     work = Work("", "", f"c10d.{operator.name}", 0, 0, None, _dtype(outputs), message)
     if outputs and operator.is_functional:
         return Launch(work, result=outputs[0].untyped_storage()._cdata)
-    # The second name is that of older torch.
+    # Older versions of torch call this parameter "asyncOp".
     return Launch(work, is_async=bool(named.get("async_op", named.get("asyncOp"))))
 
 
 def _dtype(tensors: list[Tensor]) -> str:
-    """Name of the first tensor's dtype, such as "bfloat16"; empty without tensors."""
+    """The name of the first tensor's dtype, such as "bfloat16"; '' if there are no tensors."""
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""

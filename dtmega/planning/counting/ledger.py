@@ -1,4 +1,4 @@
-"""A ledger of the bytes on a pretended device: which owner holds how much, now and at the peak of each action."""
+"""A ledger of the bytes on a pretended device: the bytes of each owner, now and at the peak of each action."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Span(NamedTuple):
 
     Attributes:
         action: name of the action, as in `Work.action`.
-        peak_bytes: the most bytes that were held at one time during the action.
-        at_peak: bytes of each owner at that time.
-        held_bytes: bytes that are held when the action ends.
+        peak_bytes: largest number of bytes held at any time during the action.
+        at_peak: bytes of each owner at the time of the peak.
+        held_bytes: number of bytes held at the end of the action.
     """
 
     action: str
@@ -31,13 +31,13 @@ class Ledger:
     """A count of the bytes of all storages that live on a device.
 
     Args:
-        device: the device.
+        device: device whose storages are counted.
 
     Attributes:
         device_type: type of the device.
-        now_bytes: bytes that are held now.
+        now_bytes: number of bytes held now.
         owners: bytes of each owner now.
-        spans: the actions that have ended, in order.
+        spans: actions that have ended, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,17 +46,17 @@ class Ledger:
         self.owners: Counter[str] = Counter()
         self.spans: list[Span] = []
         self._n_allocated = 0
-        # Storages by address: their bytes, their owner, and a reference that tells when the storage is freed.
+        # Address of a storage -> (bytes, owner, weak reference whose callback runs when the storage is freed).
         self._entries: dict[int, tuple[int, str, weakref.ref[torch.UntypedStorage] | None]] = {}
         self._hidden: set[int] = set()
         self._peak_bytes = 0
         self._at_peak: dict[str, int] = {}
 
     def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> bool:
-        """Enter the storage of a tensor, and return True if it takes memory and was not known before.
+        """Enter the storage of a tensor, and return True if the storage takes memory and is new to the ledger.
 
         Args:
-            tensor: the tensor.
+            tensor: tensor whose storage is entered.
             owner: owner of the storage.
             hidden: whether the storage takes no memory.
         """
@@ -74,7 +74,7 @@ class Ledger:
         return not hidden
 
     def allocate(self, n_bytes: int, owner: str) -> int:
-        """Enter a storage without a tensor, and return its key for `free`: a negative number, unlike an address."""
+        """Enter a storage without a tensor, and return its key for `free`. Unlike an address, the key is negative."""
         self._n_allocated += 1
         key = -self._n_allocated
         self._entries[key] = 0, owner, None
@@ -82,11 +82,11 @@ class Ledger:
         return key
 
     def free(self, key: int) -> None:
-        """Forget a storage that `allocate` has entered."""
+        """Remove a storage that `allocate` has entered."""
         self._forget(key)
 
     def lives(self, key: int) -> bool:
-        """True if there is a storage at an address or with a key."""
+        """True if the ledger contains a storage with this address or key."""
         return key in self._entries
 
     def hides(self, tensor: Tensor) -> bool:
@@ -94,7 +94,7 @@ class Ledger:
         return local_part(tensor).untyped_storage()._cdata in self._hidden
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take note that the memory of a storage was freed or allocated again."""
+        """Record that the memory of a storage was freed or allocated again."""
         if storage._cdata in self._entries:
             self._set_bytes(storage._cdata, storage.nbytes())
 
@@ -109,12 +109,12 @@ class Ledger:
         self._entries[key] = n_bytes, owner, reference
 
     def end_span(self, action: str) -> None:
-        """End the current action, and begin the next one with the bytes that are held now."""
+        """End the current action, and begin the next action with the bytes that are held now."""
         self.spans.append(Span(action, self._peak_bytes, self._at_peak, self.now_bytes))
         self.forget_peak()
 
     def forget_peak(self) -> None:
-        """Begin to look for the peak again, from the bytes that are held now."""
+        """Restart the search for the peak, beginning with the bytes that are held now."""
         self._peak_bytes = self.now_bytes
         self._at_peak = self._snapshot()
 

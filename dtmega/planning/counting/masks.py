@@ -1,4 +1,4 @@
-"""The attention masks that transformers makes in a run, also for tensors without values."""
+"""Make transformers build the same attention masks for tensors without values as in a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtmega import config, families
 
 @contextlib.contextmanager
 def of_rows(cfg: config.Config) -> Iterator[None]:
-    """Tell transformers whether a row is one sequence, inside the `with` block only.
+    """Inside the `with` block, tell transformers whether each row is a single sequence.
 
-    In a run, transformers reads the positions. If no row holds several sequences, it attends without a mask. Otherwise,
-    and if it cannot read the positions, it builds a mask [B, 1, S, S], which takes memory and rules out torch's flash
-    kernel. Packed conversations are such sequences.
+    In a run, transformers reads the positions. If no row holds several sequences, transformers attends without a mask.
+    If a row holds several sequences, or if the positions cannot be read, transformers builds a mask [B, 1, S, S], which
+    takes memory and rules out torch's flash kernel. Packed conversations are rows with several sequences.
     """
     packed = families.objective(cfg).conversations and cfg.data.pack
     if packed or "transformers" not in families.of(cfg.model).libraries:

@@ -4,12 +4,12 @@
         x = torch.empty(8, 8, device="cuda:0", requires_grad=True)      # without a GPU, and without CUDA
         (x @ x).sum().backward()
 
-Tensors on the pretended device are torch's fake tensors, and the process group is torch's "fake" one, which answers
-every collective at once. Every operator is shown to an observer.
+Tensors on the pretended device are torch's fake tensors, and the process group is torch's "fake" process group, which
+completes every collective at once. An observer is informed of every operator.
 
-torch's autograd engine asks a tensor for its device in C++, and a GPU there needs a torch that is built for CUDA. A
-fake tensor is a tensor on torch's "meta" device that answers in Python for another device. So the engine is left with
-the meta device, while Python code, torch's own included, sees the GPU.
+torch's autograd engine reads a tensor's device in C++. If that device were a GPU, the engine would need a build of
+torch with CUDA. A fake tensor is a tensor on torch's "meta" device that reports a different device in Python. The
+engine therefore sees the meta device, while all Python code, including torch's own, sees the GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
-import torch._dynamo.decorators  # Dynamo compares the signature of `_make_subclass`, before it is replaced here
+import torch._dynamo.decorators  # Dynamo must check the signature of `_make_subclass` before the patch below
 import torch._dynamo.polyfills.loader
 import torch.distributed as dist
 from torch import Tensor, _decomp
@@ -44,11 +44,11 @@ class Observer(Protocol):
     """The receiver of everything that runs on the pretended device."""
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Take note of an operator."""
+        """Record an operator that was launched."""
         ...
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take note that the memory of a storage was freed or allocated again."""
+        """Record that the memory of a storage was freed or allocated again."""
         ...
 
     def repeated(self, times: int) -> AbstractContextManager[object]:
@@ -60,14 +60,14 @@ class Pretended:
     """The state of a pretended device.
 
     Attributes:
-        device: the device.
+        device: device that is pretended.
         fake: torch's mode that makes fake tensors.
-        skipped: checks that were skipped because they need values, as sentences.
-        sums: the sums of autograd's engine that a real device computes in place.
-        streams: the device's streams.
-        everything: True to make fake tensors even where no device is named. On a pretended CPU this separates the
-            tensors of the model from those of the program around it.
-        stepping: True while a step runs, which makes no tensors on the meta device itself.
+        skipped: one sentence for each check that was skipped because it needs values.
+        sums: recognizer of the autograd engine's sums that a real device computes in place.
+        streams: streams of the device.
+        everything: whether to make fake tensors even if the program names no device. On a pretended CPU, this flag
+            separates the tensors of the model from the tensors of the program around the model.
+        stepping: whether a step is running. A step makes no tensors on the real meta device.
     """
 
     def __init__(self, device: torch.device, observer: Observer) -> None:
@@ -82,7 +82,7 @@ class Pretended:
 
     @contextlib.contextmanager
     def holding_everything(self, everything: bool = True) -> Iterator[None]:
-        """Set `everything`, inside the `with` block only."""
+        """Set `everything` inside the `with` block, and restore the old value afterwards."""
         before, self.everything = self.everything, everything
         try:
             yield
@@ -99,7 +99,7 @@ class Pretended:
         is_meta = named is not None and named.type == "meta"
         makes_fake = self.everything and not is_meta and not tensors_in(args)
         if operator is torch.ops._c10d_functional.wait_tensor.default:
-            # torch would make a new tensor on the meta device, but a real device hands on the one that it has.
+            # On the meta device, torch would make a new tensor, but a real device returns the argument itself.
             (output,) = args
         elif is_here or makes_fake:
             with self.fake:
@@ -110,7 +110,7 @@ class Pretended:
         return output
 
     def repeated(self, times: int) -> AbstractContextManager[object]:
-        """Let the observer count what is launched in the `with` block as launched `times` times."""
+        """Make the observer count everything launched in the `with` block as launched `times` times."""
         return self._observer.repeated(times)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -119,7 +119,7 @@ class Pretended:
 
 
 class _Watching(TorchDispatchMode):
-    """Sends every operator through the pretended device. As an infrastructure mode it does not switch Dynamo off."""
+    """Sends every operator through the pretended device. As an infrastructure mode, it does not disable Dynamo."""
 
     def __init__(self, pretended: Pretended) -> None:
         super().__init__()
@@ -136,11 +136,11 @@ class _Watching(TorchDispatchMode):
 
 
 class PlannedHost(host.Host):
-    """The host of a plan: where a real host reads a value, the answer is 1 or True.
+    """The host of a plan. Wherever a real host reads a value from the device, this host gets 1 or True.
 
     Args:
-        pretended: the device.
-        true_share: share of the elements that are true in a mask whose true elements are asked for.
+        pretended: pretended device.
+        true_share: assumed share of true elements in a mask whose true elements the program selects.
     """
 
     def __init__(self, pretended: Pretended, true_share: float) -> None:
@@ -181,13 +181,13 @@ def pretending(
     *,
     true_share: float = 1.0,
 ) -> Iterator[Pretended]:
-    """Pretend to be one rank of a job on a device that need not exist, inside the `with` block only.
+    """Inside the `with` block, pretend to be one rank of a job on a device that need not exist.
 
     Args:
-        device: the device, "cuda:0" or "cpu".
+        device: device to pretend, "cuda:0" or "cpu".
         rank: number of the rank.
         world_size: number of ranks in the job.
-        observer: receiver of all operators.
+        observer: observer that is informed of all operators.
         true_share: see `PlannedHost`.
     """
     pretended = Pretended(device, observer)
@@ -198,7 +198,7 @@ def pretending(
         pretended.resized(storage)
         return result
 
-    # torch lists the functions that `torch.device` changes at its first use, which must come before the patches.
+    # The first use of `torch.device` makes torch list the functions that it changes, so use it once before the patches.
     with torch.device("meta"):
         torch.empty(0)
     with contextlib.ExitStack() as stack:
@@ -219,13 +219,13 @@ def pretending(
 
 @contextlib.contextmanager
 def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
-    """Let C++ see the meta device in fake tensors that answer for a GPU in Python."""
+    """Make fake tensors show the meta device to C++ and a GPU to Python."""
     make = Tensor._make_subclass
     dispatch = FakeTensorMode.dispatch
     move = Tensor.to
 
     def dispatch_here(mode: FakeTensorMode, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch's composite operators pass on the device of a tensor as C++ sees it.
+        # torch's composite operators pass on the device that C++ sees in a tensor.
         if kwargs and kwargs.get("device") == torch.device("meta"):
             is_of_tensor = any(isinstance(each, FakeTensor) and each.is_cuda for each in args)
             if is_of_tensor or pretended.stepping:
@@ -263,7 +263,7 @@ def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
         patch.object(fake_tensor, "init_gpu_context", lambda device: None),
         patch.object(FakeTensorMode, "avoid_device_init", True),
     ):
-        # torch.tensor(numbers, device=...) then moves the numbers to the device by an operator that modes see.
+        # With this setting, torch.tensor(numbers, device=...) moves the numbers by an operator that modes can see.
         lifts_on_cpu = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         try:
@@ -274,10 +274,10 @@ def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gradients_of_composites() -> Iterator[None]:
-    """Let composite operators such as `torch.where(x, y, 0.0)` have a gradient on the meta device when AOT traces them.
+    """Give composite operators such as `torch.where(x, y, 0.0)` a gradient on the meta device when AOT traces them.
 
-    For these operators torch lists a shape function for the meta device. torch's Python dispatcher takes it for a
-    kernel without a gradient, warns, and ends backward there (torch 2.13).
+    torch registers a shape function for these operators on the meta device. In torch 2.13, torch's Python dispatcher
+    mistakes the shape function for a kernel without a gradient, warns, and stops backward at the operator.
     """
     key = torch._C.DispatchKey.AutogradMeta
     changed: list[Any] = []
@@ -299,7 +299,7 @@ def _gradients_of_composites() -> Iterator[None]:
 
 
 def _fixed_messages_at_start() -> Any:
-    """Spare pipelines the vote in which neighbours agree on shapes; ours are known (`pipelining/stage.py`)."""
+    """Skip the vote in which neighbouring stages agree on shapes, because `pipelining/stage.py` already knows them."""
     from torch.distributed.pipelining import schedules
 
     modes = getattr(schedules, "InferenceMode", None)

@@ -1,4 +1,4 @@
-"""Streams and events of the pretended device. They run nothing, but record which work waits for which."""
+"""Streams and events of the pretended device, which run nothing but record which works wait for which other works."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stream:
 
     Attributes:
         name: name of the stream in `Work.stream`.
-        last: index of the last work on the stream; -1 before the first.
+        last: index of the last work on the stream; -1 if the stream has no work yet.
         awaited: indices of works on other streams that the next work on this stream waits for.
     """
 
@@ -26,12 +26,12 @@ class Stream:
         self.awaited: set[int] = set()
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let later work on this stream wait for all work that is on `stream` now."""
+        """Make later work on this stream wait for all work that is on `stream` now."""
         if stream is not self:
             self.awaited |= stream.before_next()
 
     def wait_event(self, event: Event) -> None:
-        """Let later work on this stream wait for the work that the event marks."""
+        """Make later work on this stream wait for the work that the event marks."""
         self.awaited |= event.works
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -71,7 +71,7 @@ class Event:
         return (stream or Stream._streams.current).record_event(self)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let later work on a stream wait for the marked work."""
+        """Make later work on a stream wait for the marked work."""
         (stream or Stream._streams.current).wait_event(self)
 
     def query(self) -> bool:
@@ -86,8 +86,8 @@ class Streams:
     """The streams of one pretended device.
 
     Attributes:
-        default: the stream on which kernels run unless the program chooses another one.
-        current: the stream on which kernels run now.
+        default: stream on which kernels run unless the program chooses a different stream.
+        current: stream on which kernels run now.
     """
 
     def __init__(self) -> None:
@@ -104,22 +104,22 @@ class Streams:
         return self._of_groups[name]
 
     def restart(self) -> None:
-        """Forget all work, because the indices of works begin again at 0."""
+        """Forget all work. Call this method when the indices of works start again at 0."""
         for stream in Stream.all:
             stream.last = -1
             stream.awaited = set()
 
     def use(self, stream: Stream | None) -> Using:
-        """A context manager that makes a stream the current one (`torch.cuda.stream`)."""
+        """A context manager that makes a stream the current stream (`torch.cuda.stream`)."""
         return Using(self, stream)
 
     def set_current(self, stream: Stream) -> None:
-        """Make a stream the current one (`torch.cuda.set_stream`)."""
+        """Make a stream the current stream (`torch.cuda.set_stream`)."""
         self.current = stream
 
 
 class Using:
-    """The current stream is another one inside a `with` block."""
+    """Changes the current stream inside a `with` block."""
 
     def __init__(self, streams: Streams, stream: Stream | None) -> None:
         self._streams, self._stream = streams, stream

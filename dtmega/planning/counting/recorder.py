@@ -1,4 +1,4 @@
-"""Record everything that one rank does on a pretended device: memory by owner, and the work in order."""
+"""Record everything that one rank does on a pretended device: its memory by owner, and its work in order."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ LETTERS = {"forward": "F", "backward": "B", "backward-inputs": "I", "backward-we
 
 
 class Recorder:
-    """The observer of one rank (`pretend.Observer`), and its listener for phases and ranges of the step.
+    """The observer of one rank (`pretend.Observer`), which also listens to the phases and ranges of the step.
 
     Args:
-        device: the pretended device.
+        device: pretended device.
 
     Attributes:
-        ledger: the memory, by owner.
-        works: the kernels and messages of the step, in the order in which the host launches them.
-        streams: the device's streams; set when the device exists.
-        groups: name in `World.groups` of each process group, by torch's name of the group.
+        ledger: memory by owner.
+        works: kernels and messages of the step, in the order in which the host launches them.
+        streams: streams of the device; set when the device exists.
+        groups: torch's name of each process group -> (name of the group in `World.groups`, size of the group).
         action: name of the current action, as in `Work.action`.
-        hidden: True while new tensors take no memory, because a compiled block never writes them.
-        on_launch: listener that is told of each launch: name, launch, and the tensors that are new in memory.
+        hidden: whether new tensors take no memory, because a compiled block never writes them.
+        on_launch: function to call after each launch, with the operator's name, the launch, and the tensors that are
+            new in memory; None for no function.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,26 +55,26 @@ class Recorder:
         self._phase = "build"
         self._block = ""
         self._named_owner = ""
-        self._exchanging = False  # True while FSDP gathers weights or sums gradients
-        self._outstanding: set[int] = set()  # asynchronous messages that nobody has waited for
-        self._waits_for_itself = False  # True from a synchronous message until its own wait
+        self._exchanging = False  # whether FSDP is gathering weights or summing gradients
+        self._outstanding: set[int] = set()  # asynchronous messages that no work has waited for yet
+        self._waits_for_itself = False  # True from the launch of a synchronous message until the message's own wait
         self.name_storages: Callable[[], None] = _nothing
         self._results: dict[int, int] = {}  # storage of a functional collective's result -> number of the message
 
     @property
     def in_build(self) -> bool:
-        """True before the first phase of a step; no work counts then."""
+        """True before the first phase of a step. Work is not counted before this phase."""
         return self._phase == "build"
 
     def name_groups(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        """Learn the names of the process groups. Of several names of one group the first counts."""
+        """Record the names of the process groups. If a group has several names, the first name counts."""
         everyone = dist.group.WORLD
         assert everyone is not None
         for name, group in {**groups, "world": everyone}.items():
             self.groups.setdefault(group.group_name, (name, group.size()))
 
     def begin(self) -> None:
-        """Begin a step, and forget the steps before."""
+        """Begin a step, and forget the previous steps."""
         self.ledger.forget_peak()
         self.ledger.spans = []
         self.works = []
@@ -88,7 +89,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def range(self, what: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
-        """Take note of an action of the pipeline, or of a forward or backward without a pipeline."""
+        """Record an action of the pipeline, or a forward or backward without a pipeline."""
         if what not in LETTERS:
             yield
             return
@@ -104,7 +105,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def owning(self, owner: str) -> Iterator[None]:
-        """Give all new tensors this owner, inside the `with` block only."""
+        """Inside the `with` block, give this owner to all new tensors."""
         before, self._named_owner = self._named_owner, owner
         try:
             yield
@@ -112,7 +113,7 @@ class Recorder:
             self._named_owner = before
 
     def watch_blocks(self, stage: nn.Module, blocks: list[nn.Module]) -> None:
-        """Note which block computes. The name of a block is its name in the stage."""
+        """Record which block computes, by the block's name in the stage."""
         names = {module: name for name, module in stage.named_modules()}
         for block in blocks:
             call = block._compiled_call_impl or block._call_impl
@@ -127,7 +128,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def exchanges_of_fsdp(self) -> Iterator[None]:
-        """Give the buffers in which FSDP2 gathers weights and sums gradients an owner, inside the `with` block only."""
+        """Inside the `with` block, give an owner to the buffers in which FSDP2 gathers weights and sums gradients."""
 
         def noted(function: Any) -> Any:
             @functools.wraps(function)
@@ -146,12 +147,12 @@ class Recorder:
             yield
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Enter new storages in the ledger, and the work in the list."""
+        """Enter the operator's new storages in the ledger, and its work in the list of works."""
         if TracingContext.try_get() is not None:
-            return  # a graph is made, nothing runs
+            return  # a graph is being captured, and nothing runs
         known = launches.described(operator)
         made: list[Tensor] = []
-        # The result of an operator in place is its argument, even where a fake tensor is returned as another tensor.
+        # The result of an in-place operator is its argument, even if a fake operator returns a different tensor.
         if not known.returns_argument:
             owner = self.owner(known.name)
             for tensor in launches.tensors_in(output):
@@ -165,11 +166,11 @@ class Recorder:
             self.on_launch(known.name, launch, made)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take note that the memory of a storage was freed or allocated again."""
+        """Record that the memory of a storage was freed or allocated again."""
         self.ledger.resized(storage)
 
     def owner(self, name: str) -> str:
-        """Owner of the storages that an operator of this name makes now."""
+        """The owner of the storages that an operator with this name makes now."""
         if self._named_owner:
             return self._named_owner
         if self.in_build:
@@ -185,7 +186,7 @@ class Recorder:
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"
 
     def queue(self, launch: Launch) -> None:
-        """Put the work of a launch into the list and on its stream."""
+        """Put the work of a launch into the list of works and on its stream."""
         current = self.streams.current
         if launch.awaited:
             number = self._results.pop(launch.awaited, None)
@@ -201,7 +202,7 @@ class Recorder:
             stream.wait_stream(current)
         waits = stream.queue(number)
         self.works.append(launch.work._replace(action=self.action, stream=stream.name, waits=waits))
-        # The simulator of schedules decides when a stage waits for its neighbours.
+        # The schedule simulator decides when a stage waits for its neighbours.
         if message is None or message.collective in ("send", "receive"):
             return
         if launch.result:
@@ -214,7 +215,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count the kernels of the `with` block as launched `times` times. The block sends no messages."""
+        """Count the kernels of the `with` block as launched `times` times. The block must not send messages."""
         first = len(self.works)
         yield
         body = self.works[first:]
@@ -225,7 +226,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def waits_for_messages(self) -> Iterator[None]:
-        """Take note of waits for asynchronous messages, inside the `with` block only."""
+        """Inside the `with` block, record waits for asynchronous messages."""
         wait = FakeWork.wait
 
         def noted(work: FakeWork, *args: Any, **kwargs: Any) -> bool:

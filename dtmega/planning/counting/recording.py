@@ -15,13 +15,13 @@ from dtmega.planning.counting.tapes import Argument, Freed, Launched, Result, Ta
 
 
 class Recording:
-    """The first run of a graph on arguments of one kind, while it runs.
+    """A recording of a graph's first run on arguments of one kind, made during the run.
 
     Args:
         kind: kind of the arguments.
-        args: the arguments.
-        placeholders: nodes of the graph that stand for the arguments.
-        ledger: the ledger of the device.
+        args: arguments of the graph.
+        placeholders: nodes of the graph that represent the arguments.
+        ledger: ledger of the device.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class Recording:
         self._kind, self._ledger = kind, ledger
         self._events: list[Launched | Freed] = []
         self._n_slots = len(kind)
-        self._slots: dict[int, int] = {}  # address of a living storage that the graph uses -> its number
-        self._values: dict[fx.Node, list[int]] = {}  # living value of the graph -> its storages
-        self._n_values: Counter[int] = Counter()  # number of living values on each storage
+        self._slots: dict[int, int] = {}  # address of a live storage that the graph uses -> number of the storage
+        self._values: dict[fx.Node, list[int]] = {}  # node of a live value in the graph -> storages of the value
+        self._n_values: Counter[int] = Counter()  # number of a storage -> number of live values on the storage
         self._exact = True
         for argument, arg in zip(kind, args, strict=True):
             if argument.layout is not None:
@@ -41,7 +41,7 @@ class Recording:
             self.hold(node, arg)
 
     def launched(self, name: str, launch: Launch, made: list[Tensor]) -> None:
-        """Take note of an operator: its name, its launch, and the tensors that it has made in memory."""
+        """Record an operator: its name, its launch, and the tensors that it has made in memory."""
         new: list[tuple[int, int]] = []
         for tensor in made:
             self._slots[address(tensor)] = self._n_slots
@@ -52,13 +52,13 @@ class Recording:
             self._events.append(Launched(name, launch, new, result, awaited))
 
     def hold(self, node: fx.Node, value: Any) -> None:
-        """Take note of a new value of the graph."""
+        """Record a new value of the graph."""
         slots = [self._slots[address(tensor)] for tensor in tensors_in(value) if address(tensor) in self._slots]
         self._values[node] = slots
         self._n_values.update(slots)
 
     def let_go(self, nodes: Sequence[fx.Node]) -> None:
-        """Take note that the graph has let go of the values of some nodes."""
+        """Record that the graph has released the values of some nodes."""
         for node in nodes:
             for slot in self._values.pop(node):
                 self._n_values[slot] -= 1
@@ -69,17 +69,17 @@ class Recording:
         (key,) = (key for key, number in self._slots.items() if number == slot)
         del self._slots[key]
         arguments = [i for i, argument in enumerate(self._kind) if argument.slot == slot]
-        # Somebody outside of the graph may hold an argument, but nobody what the graph has made.
+        # Code outside the graph may hold an argument, but must not hold a tensor that the graph made.
         if not arguments and self._ledger.lives(key):
             self._exact = False
         self._events.append(Freed(slot, arguments))
 
     def finish(self, returned: Sequence[Any], placeholders: Sequence[int]) -> Tape | None:
-        """The tape; None if a replay could not return what the graph returns.
+        """Finish the recording, and return the tape; None if a replay could not return the graph's results.
 
         Args:
             returned: results of the graph.
-            placeholders: index of the argument that each result is; -1 for results that are no arguments.
+            placeholders: for each result, the index of the argument that the result is; -1 if it is not an argument.
         """
         results: list[Result] = []
         bases: dict[int, Tensor] = {}
@@ -99,7 +99,7 @@ class Recording:
             results.append(result)
         kept = {slot: layout_of(base) for slot, base in bases.items()}
         for slot, base in bases.items():
-            # A tensor that is made again has a storage of its own size, whose first element is the tensor's.
+            # A replay makes the tensor with a storage of exactly the tensor's size, beginning at its first element.
             if kept[slot].offset or kept[slot].storage_bytes != base.untyped_storage().nbytes():
                 return None
         for slot in sorted(set(self._slots.values())):
@@ -111,7 +111,10 @@ class Recording:
         return Tape(self._events, results, kept, modes.pop() if modes else None)
 
     def _result(self, value: Tensor, bases: dict[int, Tensor]) -> Result | None:
-        """The tape's description of a new tensor; None if there is none. `bases` receives the tensor or its base."""
+        """The tape's description of a new tensor; None if a tape cannot describe it.
+
+        The tensor, or its base if it is a view, is added to `bases`.
+        """
         slot = self._slots.get(address(value))
         if slot is None:
             return None

@@ -1,6 +1,6 @@
-"""Run the real `parallelize` and `train_step` of one rank on a pretended device, and report what the rank does.
+"""Run the real `parallelize` and `train_step` of one rank on a pretended device, and report the rank's memory and work.
 
-A role is a kind of rank: the ranks at one place of the pipeline do alike, so one of them stands for all.
+A role is a kind of rank. All ranks at one pipeline place do the same work, so one rank represents the others.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Role(NamedTuple):
         n_microbatches: number of microbatches in the step.
         held: bytes of each owner between two steps.
         spans: memory during each action of the step, in order.
-        works: kernels and messages of the step, in the order of the host.
-        n_shorter: number of microbatches of the step before, which shows `extrapolation.extrapolated` what grows.
-        held_shorter, shorter: `held` and `spans` of the step before.
-        repeated: number of further microbatches that were not run, because they do like one in the middle.
-        skipped: checks of a run that the plan has skipped, because they compare values; as sentences for the user.
+        works: kernels and messages of the step, in the order in which the host launches them.
+        n_shorter: number of microbatches in the previous step, from which `extrapolation.extrapolated` sees the growth.
+        held_shorter, shorter: `held` and `spans` of the previous step.
+        repeated: number of microbatches that were not run, because each does the same work as one in the middle.
+        skipped: one sentence for the user for each check that the plan has skipped, because the check compares values.
     """
 
     rank: int
@@ -94,15 +94,16 @@ def plan_role(
     n_microbatches: int,
     n_shorter: int | None = None,
 ) -> Role:
-    """Plan one rank by its second step. The first step also sets up FSDP, streams and pipelines.
+    """Run two steps of one rank, and plan the rank from the second step. The first step also sets up FSDP, streams and
+    pipelines.
 
     Args:
-        cfg: the run's configuration, complete and checked for this layout.
+        cfg: configuration of the run, complete and checked for this layout.
         sizes: resolved size of each mesh axis.
         rank: number of the rank.
-        device: the pretended device.
-        n_microbatches: number of microbatches of the second step.
-        n_shorter: number of microbatches of the first step; None: as many.
+        device: pretended device.
+        n_microbatches: number of microbatches in the second step.
+        n_shorter: number of microbatches in the first step; None for `n_microbatches`.
     """
     numbers = (n_microbatches if n_shorter is None else n_shorter, n_microbatches)
     ends: list[tuple[dict[str, int], list[Span]]] = []
@@ -130,7 +131,7 @@ def plan_role(
             recorder.watch_blocks(stage, stage.blocks())
         loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
         step = _Step(cfg, world, model, optimizer, Spikes(0), recorder, loss_scale)
-        # Where these elements lie is computed from numbers on the host, before everything is without values.
+        # Compute the positions of these elements now: the computation needs values, and later tensors have no values.
         _ = model.unseen_elements
         recorder.name_storages = lambda: name_storages(recorder, model, optimizer)
         with pretended.holding_everything() if device.type == "cpu" else contextlib.nullcontext():
@@ -161,7 +162,7 @@ def plan_role(
 
 
 def make_moments(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its moments, which exist from the first update on. Gradients stay, as after a step."""
+    """Make the optimizer allocate its moments, which the first update creates. Gradients remain, as after a step."""
     for _, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -177,9 +178,9 @@ def _batch(cfg: config.Config, rows: dict[str, Tensor], n_microbatches: int) -> 
 
 @contextlib.contextmanager
 def _keeping_circles() -> Iterator[None]:
-    """Free no tensors in circles of references, inside the `with` block only.
+    """Inside the `with` block, do not free tensors in reference cycles.
 
-    Python looks for such circles at moments that depend on everything that the process has done before.
+    Otherwise Python's garbage collector would free them at moments that depend on everything the process did before.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -192,7 +193,7 @@ def _keeping_circles() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
-    """Make the tensors that the family allocates fake, also on a pretended CPU."""
+    """Make the tensors that the model family allocates fake, even on a pretended CPU."""
     kind = type(families.of(cfg.model))
     allocate = kind.allocate
 
@@ -208,7 +209,7 @@ def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
 
 
 def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Tell the ledger the owners of long-lived storages, which nobody knows when they are made."""
+    """Tell the ledger the owners of long-lived storages. These owners are not known when the storages are made."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
         give(parameter, PARAMETERS if parameter.requires_grad else FROZEN)
@@ -229,7 +230,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
 
 
 def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
-    """Name the weights that FSDP2 has gathered, and the gradients that it has not summed yet."""
+    """Give owners to the weights that FSDP2 has gathered, and to the gradients that FSDP2 has not yet summed."""
     state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
     group = state._fsdp_param_group
     if group is None:

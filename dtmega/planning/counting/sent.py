@@ -1,4 +1,4 @@
-"""Messages of a pipeline that keep their tensors: torch's "fake" process group lets go of a tensor at once."""
+"""Pipeline messages that hold their tensors. torch's "fake" process group would release a sent tensor at once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.distributed import distributed_c10d
 
 
 class _Sent(dist.Work):
-    """A message on its way, which holds its tensor.
+    """A message in flight that holds its tensor.
 
-    NCCL's messages hold the tensor until `wait`, gloo's for as long as they exist themselves.
+    A message of NCCL holds the tensor until `wait`. A message of gloo holds the tensor as long as the message exists.
 
     Args:
-        tensor: the tensor that is sent.
-        work: the message of the "fake" process group.
-        until_waited: True to let go of the tensor in `wait`.
+        tensor: tensor that is sent.
+        work: message of the "fake" process group.
+        until_waited: whether to release the tensor in `wait`.
     """
 
     def __init__(self, tensor: Tensor, work: dist.Work | None, until_waited: bool) -> None:
@@ -40,7 +40,7 @@ class _Sent(dist.Work):
 
 @contextlib.contextmanager
 def holding_tensors(device: torch.device) -> Iterator[None]:
-    """Let `isend` return messages that hold their tensors, inside the `with` block only."""
+    """Inside the `with` block, make `isend` return messages that hold their tensors."""
     send = distributed_c10d.isend
 
     def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work:

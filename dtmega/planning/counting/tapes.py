@@ -1,10 +1,10 @@
 """Tapes of compiled graphs: a graph runs node by node once for each kind of arguments, and is replayed afterwards.
 
-A node costs some 0.4 ms of CPU time, because torch works out the shapes of its results. All layers of a model, and all
-microbatches, run the same graphs on arguments of the same shapes. So a tape keeps what the first run has told the
-recorder: the launches, and where the last value on a storage ended (`recording.py`). A replay tells the same again,
-with the owner, action and streams of its own moment. Storages inside of the graph are then numbers in the ledger. Only
-the results are tensors, which begin at the launch that made them in the first run.
+A node costs about 0.4 ms of CPU time, because torch computes the shapes of its results. All layers and all microbatches
+run the same graphs on arguments of the same shapes. A tape therefore stores everything that the first run reported to
+the recorder: the launches, and the end of the last value on each storage (`recording.py`). A replay reports the same
+events, but with the owner, action and streams at the time of the replay. Storages inside the graph are then only
+numbers in the ledger. Only the results become tensors, at the launch that made them in the first run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtmega.planning.counting.recorder import Recorder
 
 
 class Layout(NamedTuple):
-    """The form of a tensor in its storage."""
+    """The layout of a tensor in its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes up to the last element."""
+        """The number of bytes from the start of the storage to the end of the tensor's last element."""
         if 0 in self.size:
             return 0
         last = self.offset
@@ -42,12 +42,12 @@ class Layout(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """One argument of a graph, as far as a run depends on it.
+    """The properties of one argument of a graph on which a run depends.
 
     Attributes:
-        slot: index of the first argument on the same storage; -1 for arguments that are no tensors.
-        layout: form of the tensor.
-        value: an argument that is no tensor.
+        slot: index of the first argument that has the same storage; -1 if the argument is not a tensor.
+        layout: layout of the tensor.
+        value: argument itself, if it is not a tensor.
     """
 
     slot: int
@@ -56,14 +56,16 @@ class Argument(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """An operator that a graph launches. Storages have numbers: those of `Argument.slot`, and then higher ones.
+    """An operator that a graph launches.
+
+    Storages are numbered: an argument's storage has the number `Argument.slot`, and new storages have higher numbers.
 
     Attributes:
-        name: name of the operator, by which the recorder knows the owner of new storages.
-        launch: the launch, with the addresses of the first run.
-        made: number and bytes of each storage that the operator makes.
-        result: number of the storage for `launch.result`; -1 without it.
-        awaited: number of the storage for `launch.awaited`; -1 without it.
+        name: name of the operator, from which the recorder derives the owner of new storages.
+        launch: launch of the operator, with the addresses of the first run.
+        made: (number, bytes) of each storage that the operator makes.
+        result: number of the storage at `launch.result`; -1 if `launch.result` is 0.
+        awaited: number of the storage at `launch.awaited`; -1 if `launch.awaited` is 0.
     """
 
     name: str
@@ -78,7 +80,7 @@ class Freed(NamedTuple):
 
     Attributes:
         slot: number of the storage.
-        arguments: indices of the arguments on this storage. It stays if somebody else holds it.
+        arguments: indices of the arguments on this storage. The storage remains if code outside the graph holds it.
     """
 
     slot: int
@@ -89,11 +91,12 @@ class Result(NamedTuple):
     """One result of a graph.
 
     Attributes:
-        value: a result that is no tensor.
-        argument: index of the argument that is the result, or whose storage the result views; -1 for others.
-        slot: number of the storage that the graph made for the result; -1 for others.
-        view: form of a view; None for the tensor itself.
-        earlier: index of an earlier result that is the same tensor; -1 for others.
+        value: result itself, if it is not a tensor.
+        argument: index of the argument that is the result or whose storage the result views; -1 if there is no such
+            argument.
+        slot: number of the storage that the graph made for the result; -1 if the graph made no storage for it.
+        view: layout of the result if it is a view; None if the result is not a view.
+        earlier: index of an earlier result that is the same tensor as this result; -1 if there is no such result.
     """
 
     value: Any = None
@@ -104,13 +107,13 @@ class Result(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """Everything that one run of a graph tells the recorder.
+    """Everything that one run of a graph reports to the recorder.
 
     Attributes:
         events: launches and ends of storages, in order.
         results: results of the graph.
-        kept: form of the tensor on each storage that the graph makes and returns, by the storage's number.
-        mode: the mode that makes the plan's tensors.
+        kept: number of each storage that the graph makes and returns -> layout of the tensor on this storage.
+        mode: mode that makes the plan's tensors.
     """
 
     events: list[Launched | Freed]
@@ -119,11 +122,11 @@ class Tape(NamedTuple):
     mode: FakeTensorMode | None
 
     def play(self, args: list[Any], recorder: Recorder) -> list[Any]:
-        """Tell the recorder what a run of the graph would tell it, and return the results of the graph.
+        """Report to the recorder everything that a run of the graph would report, and return the graph's results.
 
         Args:
-            args: arguments, which must be of the kind of the first run's. The list is emptied.
-            recorder: the recorder.
+            args: arguments of the same kind as in the first run. The list is emptied.
+            recorder: recorder of the rank.
         """
         held = [*args]
         args.clear()
@@ -173,7 +176,7 @@ class Tape(NamedTuple):
 
 
 def kind_of(args: Sequence[Any]) -> tuple[Argument, ...]:
-    """Everything on which the run of a graph depends: forms of the arguments, and which of them share a storage."""
+    """The kind of a graph's arguments, on which a run depends: the layouts, and which arguments share a storage."""
     first: dict[int, int] = {}
     kind: list[Argument] = []
     for i, arg in enumerate(args):
@@ -195,13 +198,13 @@ def address(tensor: Tensor) -> int:
 
 
 def _key(slot: int, held: list[Any], keys: dict[int, int]) -> int:
-    """The recorder's key of a storage; 0 without a storage."""
+    """The ledger's key for the storage with this number; 0 if the number is -1, which stands for no storage."""
     if slot < 0:
         return 0
     return keys[slot] if slot in keys else address(held[slot])
 
 
 def _empty(layout: Layout, mode: FakeTensorMode | None) -> Tensor:
-    """A new tensor of the plan, unseen by the recorder."""
+    """A new tensor of the plan, of which the recorder is not informed."""
     size, stride, _, dtype, device = layout
     return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)

@@ -1,6 +1,6 @@
-"""torch.cuda of a GPU in name only.
+"""The functions of torch.cuda for a GPU in name only.
 
-This module imports no part of Dynamo, which keeps the functions that torch.cuda has when Dynamo is imported.
+This module imports no part of Dynamo, because Dynamo keeps the functions that torch.cuda had when Dynamo was imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dtmega.planning.counting.queues import Event, Stream, Streams
 
 SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
 
-# A GPU of Hopper's generation, as far as the trainer, torch and Triton ask for its properties.
+# The properties of a Hopper GPU that the trainer, torch and Triton read.
 PROPERTIES = SimpleNamespace(
     name="pretended GPU",
     major=9,
@@ -34,7 +34,7 @@ PROPERTIES = SimpleNamespace(
 
 
 def answers_of_cuda(streams: Streams) -> dict[str, Callable[..., Any] | type]:
-    """The functions of torch.cuda that the trainer and torch call, answered for one device in name only.
+    """Replacements for the functions of torch.cuda that the trainer and torch call, for one device in name only.
 
     Args:
         streams: streams of the device.

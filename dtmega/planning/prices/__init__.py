@@ -1,1 +1,1 @@
-"""Turn counted work into time, energy and money, on a fabric (`fabric.py`, `step_time.py`, `budget.py`)."""
+"""Predict the time, energy and price of counted work on a fabric (`fabric.py`, `step_time.py`, `budget.py`)."""

@@ -16,12 +16,12 @@ class Budget(NamedTuple):
         tokens_per_s: tokens per second of the whole cluster.
         tokens_per_s_per_gpu: tokens per second of one GPU.
         mfu: model FLOPs utilization, as in a run's metrics: model FLOPs without recomputation, divided by the peak.
-        days: time of the run, without restarts, evaluations and checkpoints.
-        gpu_hours: GPUs x hours.
-        energy_kwh: energy of the GPUs under full power; hosts, network and cooling are left out.
+        days: duration of the run in days, without restarts, evaluations and checkpoints.
+        gpu_hours: number of GPUs times the duration in hours.
+        energy_kwh: energy of the GPUs at full power, without hosts, network and cooling.
         cost: price of the GPU-hours.
         currency: currency of the price.
-        relative_error: mean error of the fit behind the prediction on held-out figures; 0 if there was no fit.
+        relative_error: mean error, on held-out figures, of the fit behind the prediction; 0 if there was no fit.
     """
 
     tokens_per_s: float
@@ -47,11 +47,11 @@ def budget(
     """The cost of training on a number of tokens.
 
     Args:
-        step_time_s: time of one step.
+        step_time_s: time of one step, in seconds.
         tokens_per_step: number of tokens in a global batch.
         flops_per_token: model FLOPs for one token (`cost.flops_per_token`).
         n_gpus: number of GPUs.
-        fabric: the fabric.
+        fabric: fabric of the cluster.
         dtype: dtype of the matrix products ([precision] params).
         tokens: number of tokens to train on.
 

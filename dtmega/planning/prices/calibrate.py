@@ -1,7 +1,7 @@
-"""Measure this machine as a fabric, and write it as a TOML file that `--fabric` accepts.
+"""Measure this machine as a fabric, and write the fabric as a TOML file that `--fabric` accepts.
 
-Run by one process, it measures matrix products, copies and small kernels. Run by several (under torchrun), it also
-measures all-gathers over their process group, which `mesh.start` has made; every rank calls `calibrate`.
+A single process measures matrix products, copies and small kernels. Several processes (under torchrun) also measure
+all-gathers over the process group that `mesh.start` has made. Every rank must call `calibrate`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from dtmega.planning.prices.fabric import Fabric, parse
 from dtmega.training import device_peaks
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # of products whose smallest side is measured
+LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # size of the two long sides of a measured product
 LAUNCHES = 100
-ENOUGH_S = 0.05  # products that take longer end the series
+ENOUGH_S = 0.05  # a product that takes longer ends the series
 LEAST_REPEATS = 5
-LEAST_S = 0.2  # each work is repeated for at least this time
+LEAST_S = 0.2  # minimum time for which each work is repeated
 GATHERS = 20
 COPY_BYTES = 2**28
-MESSAGE_BYTES = (2**12, 2**24)  # largest buffers of the two all-gathers that separate latency from bandwidth
+MESSAGE_BYTES = (2**12, 2**24)  # output sizes of the two all-gathers that separate latency from bandwidth
 
 
 def calibrate(device: torch.device, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Fabric:
     """Measure a device and, with several ranks, the links between them.
 
-    Power and price are 0: nothing here measures them. If the ranks are on several nodes, both links get the values of
-    the slowest one, which limits the whole group; edit the other by hand.
+    Power and price are not measured, so both are 0. If the ranks are on several nodes, both links get the values of the
+    slowest link, which limits the whole group; edit the values of the faster link by hand.
 
     Args:
-        device: the device that this process computes on.
-        dtypes: dtypes of the products.
+        device: device on which this process computes.
+        dtypes: dtypes of the products to measure.
     """
     measured = {dtype: _products(device, getattr(torch, dtype)) for dtype in dtypes}
     peaks = {}
@@ -86,9 +86,10 @@ def write(fabric: Fabric, path: str) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float]]:
-    """FLOP/s of products by their smallest side, up to the first that takes long.
+    """Measure products with growing smallest sides: a list of (smallest side, FLOP/s).
 
-    The other two sides are long, as they are in a model: a small square product would mostly wait for its launch.
+    The first product that takes longer than ENOUGH_S ends the list. The two remaining sides of each product are long,
+    as in a model: a small square product would mostly wait for its launch.
     """
     points = []
     for side in SIDES:
@@ -102,10 +103,10 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float
 
 
 def _many_launches(device: torch.device) -> Callable[[], object]:
-    """Launch many small kernels one after the other.
+    """Return a function that launches many small kernels one after the other.
 
-    On a GPU they are captured in a graph, because the host, which runs ahead in a training step, launches them more
-    slowly than the GPU begins them.
+    On a GPU, the kernels are captured in a graph. Without a graph, the host would launch them more slowly than the GPU
+    starts them. In a training step, the host runs ahead of the GPU, so its launches cost no time.
     """
     small = torch.zeros(1, device=device)
 
@@ -123,7 +124,7 @@ def _many_launches(device: torch.device) -> Callable[[], object]:
 
 
 def _shortest_s(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of several times of a work; other processes can only lengthen it."""
+    """Repeat a work and return the shortest time in seconds, because other processes can only lengthen a time."""
     work()
     times_s: list[float] = []
     while len(times_s) < LEAST_REPEATS or sum(times_s) < LEAST_S:
@@ -136,17 +137,17 @@ def _shortest_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """The device's memory."""
+    """The size of the device's memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _links(device: torch.device) -> tuple[int, float, float, int]:
-    """Number of ranks, bandwidth and latency of a step of their ring, and number of nodes.
+    """Measure the links: (number of ranks, bandwidth, latency of one step of the ranks' ring, number of nodes).
 
-    An all-gather of S bytes over n ranks takes (n - 1) latencies and (n - 1) / n x S / bandwidth, so two sizes give
-    both. Without a group of several ranks, the bandwidth is a placeholder.
+    An all-gather of S bytes over n ranks takes (n - 1) latencies and (n - 1) / n x S / bandwidth, so two sizes S
+    determine the latency and the bandwidth. For a single rank, the bandwidth is a placeholder.
     """
     n = dist.get_world_size() if dist.is_initialized() else 1
     if n == 1:
@@ -158,7 +159,7 @@ def _links(device: torch.device) -> tuple[int, float, float, int]:
         part = torch.zeros(n_bytes // n, dtype=torch.uint8, device=device)
         parts = [torch.zeros_like(part) for _ in range(n)]
         times_s = []
-        for _ in range(GATHERS):  # as many on each rank
+        for _ in range(GATHERS):  # the same number on every rank
             dist.barrier()
             synchronize(device)
             started_s = time.perf_counter()

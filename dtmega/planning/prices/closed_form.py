@@ -1,8 +1,8 @@
-"""The time of a step by a closed form, from a model's sizes and a layout alone, for figures that others have published.
+"""Predict the time of a step by a closed form from a model's sizes and a layout, for comparison with published figures.
 
-The planner itself prices counted work (`step_time.py`). This form knows the products, the traffic of the operators
-between them, and the messages of a standard transformer, on average over the stages. The efficiencies of the shipped
-fabrics are fitted with it (`benchmarks/published.py`).
+The planner itself prices counted work (`step_time.py`). The closed form covers the matrix products of a standard
+transformer, the memory traffic of the operators between products, and the messages, averaged over the stages. The
+efficiencies of the shipped fabrics are fitted with this form (`benchmarks/published.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dtmega.planning.prices import pricing
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.work import Message
 
-# Bytes per token and hidden unit that a layer's operators between products keep for backward, and of these the part
-# that tensor parallelism alone does not divide (Korthikanti et al. 2022, arXiv:2205.05198). Each is written once and
-# read once in forward; backward moves twice as much.
+# Bytes per token and hidden unit that a layer keeps for backward between its products, and the part of these bytes that
+# tensor parallelism alone does not divide (Korthikanti et al. 2022, arXiv:2205.05198). Forward writes and reads each
+# byte once; backward moves twice as many bytes.
 KEPT_BYTES, WHOLE_BYTES = 34, 10
-# Bytes that AdamW moves for each parameter: reads gradient, weight and two moments, and writes all but the gradient in
-# 32 bits, and the weight once more in 16 bits.
+# Bytes that AdamW moves for each parameter. It reads the gradient, the weight and two moments, and writes the weight
+# and the moments, all in 32 bits. It also writes the weight in 16 bits.
 OPTIMIZER_BYTES = 30
 
 
@@ -27,14 +27,14 @@ class Run(NamedTuple):
 
     Attributes:
         layers, hidden, heads, kv_heads, feed_forward, vocab, seq_len: sizes of the model.
-        gated: True for a feed-forward of three matrices (SwiGLU).
-        n_gpus, tp, pp, virtual: numbers of GPUs, tensor-parallel ranks, pipeline ranks, and stages on each of these.
-        micro_batch, global_batch: sequences.
-        recompute: share of the layers whose forward is computed again in backward.
-        recompute_attention: True if the attention's core is computed again in every layer.
-        sequence_parallel: True if the norms' inputs are divided over the sequence.
-        data: "fsdp" shards weights, gathers them for each microbatch and reduces gradients beside the computation;
-            "after" reduces gradients after the last backward.
+        gated: whether the feed-forward network has three matrices (SwiGLU).
+        n_gpus, tp, pp, virtual: numbers of GPUs, tensor-parallel ranks, pipeline ranks, and stages per pipeline rank.
+        micro_batch, global_batch: batch sizes in sequences.
+        recompute: share of the layers whose forward is recomputed in backward.
+        recompute_attention: whether the attention's core is recomputed in every layer.
+        sequence_parallel: whether the norms' inputs are divided over the sequence.
+        data: form of data parallelism. "fsdp" shards the weights, gathers them for each microbatch, and reduces
+            gradients during the computation; "after" reduces gradients after the last backward.
         dtype: dtype of the products.
     """
 
@@ -60,23 +60,23 @@ class Run(NamedTuple):
 
     @property
     def layer_parameters(self) -> int:
-        """Number of elements in the matrices of one layer."""
+        """The number of elements in the matrices of one layer."""
         attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
         return round(attention) + (3 if self.gated else 2) * self.hidden * self.feed_forward
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that share the global batch."""
+        """The number of ranks that divide the global batch among themselves."""
         return self.n_gpus // (self.tp * self.pp)
 
     @property
     def n_microbatches(self) -> int:
-        """Number of microbatches of one data rank."""
+        """The number of microbatches of one data rank."""
         return self.global_batch // (self.data_ranks * self.micro_batch)
 
     @property
     def rank_parameters(self) -> float:
-        """Number of elements of one rank's part of the model, on average, with one embedding and one head."""
+        """The average number of elements in one rank's part of the model. The model has one embedding and one head."""
         whole = self.layers * self.layer_parameters + 2 * self.vocab * self.hidden
         return whole / (self.tp * self.pp)
 
@@ -85,11 +85,11 @@ class Parts(NamedTuple):
     """The parts of a predicted step, in seconds.
 
     Attributes:
-        products_s: matrix products.
-        attention_s: the attention's core.
-        traffic_s: operators that move bytes: between products, and in the optimizer.
-        tp_s, data_s: exposed communication of tensor parallelism and of data parallelism.
-        bubble_s: waiting in the pipeline.
+        products_s: time of the matrix products.
+        attention_s: time of the attention's core.
+        traffic_s: time of the operators that only move bytes, between products and in the optimizer.
+        tp_s, data_s: exposed communication time of tensor parallelism and of data parallelism.
+        bubble_s: time of waiting in the pipeline.
     """
 
     products_s: float
@@ -101,7 +101,7 @@ class Parts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Time of the step."""
+        """The time of the step."""
         return sum(self)
 
 
@@ -119,7 +119,8 @@ def step(run: Run, fabric: Fabric) -> Parts:
     product = (tokens, run.hidden, max(1, min(run.hidden, run.feed_forward) // run.tp))
     products_s = tokens * linear / ranks / pricing.reached_flops(gpu, run.dtype, product)
 
-    # A causal query sees half of the keys: 2 S h in forward, twice as much in backward.
+    # On average, a causal query sees half of the keys, so attention costs 2 S h FLOPs per token in forward, and twice
+    # as many in backward.
     again = 1.0 if run.recompute_attention else run.recompute
     attention = (6 + 2 * again) * run.layers * run.seq_len * run.hidden
     attention_s = tokens * attention / ranks / pricing.reached_flops(gpu, run.dtype, None)

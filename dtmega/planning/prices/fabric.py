@@ -1,11 +1,11 @@
 """A fabric: the speed, memory and price of one kind of GPU, and of the links between GPUs.
 
-    fabric = load("h100-ib")             # a file of fabrics/, by name
-    fabric = load("mine.toml")           # a file of the user's
+    fabric = load("h100-ib")             # a file in fabrics/, by name
+    fabric = load("mine.toml")           # a file of the user
     seconds = pricing.seconds(work, fabric, rank, groups)
 
-Rates and latencies are those of one GPU. `[gpu.sources]`, `[node.sources]` and `[network.sources]` say where each
-number comes from: a data sheet, a paper, or a measurement.
+Rates and latencies apply to one GPU. `[gpu.sources]`, `[node.sources]` and `[network.sources]` give the source of each
+number: a data sheet, a paper, or a measurement.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from dtmega.config.schema import Section, key
 SHIPPED = Path(__file__).parent / "fabrics"
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
-# A measured point: smallest side of the product, FLOP/s reached. TOML has lists only, which `strict` would refuse.
+# A measured point: (smallest side of the product, FLOP/s reached). TOML has lists but no tuples, and strict validation
+# would refuse a list, so `strict` is False.
 Point = Annotated[tuple[Annotated[int, Field(ge=1)], Positive], Field(strict=False)]
 Sources = dict[str, str]
 
 
 class Gpu(Section):
-    """One kind of GPU, or any other device with memory of its own."""
+    """One kind of GPU, or of another device that has its own memory."""
 
     name: str = key("", "the device's name")
     memory_bytes: int = key(0, "memory of one device", gt=0)
@@ -76,7 +77,7 @@ class Network(Section):
 
 
 class Fabric(BaseModel):
-    """A cluster of equal nodes with equal GPUs."""
+    """A cluster of identical nodes with identical GPUs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     gpu: Gpu
@@ -94,7 +95,7 @@ REQUIRED = {
 
 
 class _Suggester:
-    """Suggestions for unknown keys of a fabric's file."""
+    """Suggests corrections for unknown keys in the file of a fabric."""
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str:
         fields = list(SECTIONS[section].model_fields) if section in SECTIONS else []
@@ -113,10 +114,11 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Fabric:
-    """Read a fabric: a shipped one by name, or the user's TOML file by its path.
+    """Read a shipped fabric by name, or a user's TOML file by path.
 
     Raises:
-        ValueError: there is no such fabric or file, the file is not TOML, or a key is unknown, missing or out of range.
+        ValueError: the fabric or file does not exist, the file is not TOML, or a key is unknown, missing or out of
+            range.
     """
     path = SHIPPED / f"{name}.toml"
     if not path.is_file():
@@ -129,14 +131,14 @@ def load(name: str) -> Fabric:
 
 
 def parse(values: Mapping[str, Any], source: str) -> Fabric:
-    """Make a fabric of a file's values.
+    """Make a fabric from the values in a file.
 
     Args:
         values: section -> key -> value.
         source: name of the file, for messages.
 
     Raises:
-        ValueError: a key is unknown, missing or out of range; the message has one line for each fault.
+        ValueError: a key is unknown, missing or out of range. The message has one line for each error.
     """
     missing = []
     for section, kind in SECTIONS.items():

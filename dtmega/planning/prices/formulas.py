@@ -1,7 +1,7 @@
-"""Closed forms of the literature: activation memory, states under ZeRO, pipeline bubbles.
+"""Closed forms from the literature: activation memory, states under ZeRO, pipeline bubbles.
 
-The planner's own numbers are counts of the real step. These formulas stand beside them, and prune the search. Letters
-are those of the papers: s sequence length, b microbatch size, h hidden size, a attention heads, L layers, t
+The planner's own numbers are counts of the real step, and its answers compare the counts with these formulas. The
+letters are as in the papers: s sequence length, b microbatch size, h hidden size, a attention heads, L layers, t
 tensor-parallel size, p pipeline size, v stages per rank, m microbatches.
 """
 
@@ -15,17 +15,17 @@ Recompute = Literal["none", "selective", "full"]
 def activation_bytes_per_layer(
     s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False, recompute: Recompute = "none"
 ) -> float:
-    """Bytes that one layer of Megatron's GPT keeps for backward, for one microbatch, in 16 bits with dropout.
+    """The bytes that one layer of Megatron's GPT keeps for backward, for one microbatch, in 16 bits with dropout.
 
     Korthikanti et al. 2022, arXiv:2205.05198, table 2: s b h (34 + 5 a s / h) on one rank. Tensor parallelism divides
-    all but 10 of the 34 by t, sequence parallelism divides these, too. Selective recomputation repeats the attention's
-    core and drops 5 a s / h; full recomputation keeps the layer's input alone, 2 s b h.
+    all but 10 of the 34 by t; sequence parallelism also divides the 10. Selective recomputation repeats the attention's
+    core and drops 5 a s / h; full recomputation keeps only the layer's input, 2 s b h.
 
     Args:
-        s, b, h, a: sequence length, microbatch size, hidden size, number of attention heads.
+        s, b, h, a: sequence length, microbatch size, hidden size, and number of attention heads.
         t: tensor-parallel size.
-        sequence_parallel: True if the norms' and dropouts' inputs are divided over the sequence.
-        recompute: the recomputed part of a layer, as in [recompute] mode: "none", "selective" or "full".
+        sequence_parallel: whether the inputs of norms and dropouts are divided over the sequence.
+        recompute: recomputed part of a layer, as in [recompute] mode: "none", "selective" or "full".
     """
     inputs = s * b * h
     if recompute == "full":
@@ -36,34 +36,34 @@ def activation_bytes_per_layer(
 
 
 def layers_in_flight(layers: int, p: int = 1, v: int = 1) -> float:
-    """Number of (layer, microbatch) pairs whose activations the first rank of a 1F1B pipeline keeps at its peak.
+    """The number of (layer, microbatch) pairs whose activations the first rank of a 1F1B pipeline keeps at its peak.
 
-    Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3: L without interleaving, since p microbatches are in flight
-    on L / p layers; L (1 + (p - 1) / (p v)) with v > 1 stages per rank.
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3: L without interleaving, because p microbatches are in
+    flight on L / p layers; L (1 + (p - 1) / (p v)) with v > 1 stages per rank.
 
     Args:
-        layers: number of layers of the whole model, L.
+        layers: number of layers in the whole model, L.
         p: pipeline size.
-        v: stages per rank.
+        v: number of stages per rank.
     """
     return layers * (1 + (p - 1) / (p * v)) if v > 1 else float(layers)
 
 
 def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int = 12) -> float:
-    """Bytes of weights, gradients and optimizer states on one rank, with 16-bit weights and gradients.
+    """The bytes of weights, gradients and optimizer states on one rank, with 16-bit weights and gradients.
 
     Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 2 + 2 + K bytes for each parameter, with K = 12 for Adam
-    (32-bit weights and two moments). Stage 1 shards the optimizer states, stage 2 the gradients, too, stage 3 the
-    weights, too.
+    (32-bit weights and two moments). Stage 1 shards the optimizer states, stage 2 also the gradients, and stage 3 also
+    the weights.
 
     Args:
         parameters: number of parameters on the rank, after division by tensor and pipeline parallelism.
         n_ranks: number of ranks that share the states.
-        stage: 0 to 3.
+        stage: ZeRO stage, from 0 to 3.
         optimizer_bytes: bytes of optimizer states for each parameter, K.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: the stage is not in the range 0 to 3.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage}, expected 0 to 3: ZeRO's stages of sharding (planning.formulas.zero_bytes)")
@@ -74,14 +74,14 @@ def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int
 
 
 def layout_zero_bytes(parameters: float, tp: int, pp: int, dp: int, stage: int) -> float:
-    """`zero_bytes` of one rank of a layout in which tensor and pipeline parallelism divide the parameters evenly."""
+    """The `zero_bytes` of one rank, if tensor and pipeline parallelism divide the parameters evenly."""
     return zero_bytes(parameters / (tp * pp), dp, stage)
 
 
 def bubble_over_ideal(p: int, m: int, v: int = 1) -> float:
-    """Time that a rank of a pipeline waits, divided by the time that it computes.
+    """The time that a pipeline rank waits, divided by the time that it computes.
 
-    Narayanan et al. 2021, arXiv:2104.04473, section 2.2: (p - 1) / m for GPipe and 1F1B, (p - 1) / (m v) interleaved
-    with v stages per rank.
+    Narayanan et al. 2021, arXiv:2104.04473, section 2.2: (p - 1) / m for GPipe and 1F1B, and (p - 1) / (m v) for
+    interleaved schedules with v stages per rank.
     """
     return (p - 1) / (m * v)

@@ -1,8 +1,8 @@
 """The time of one kernel or message on a fabric.
 
-A kernel takes as long as its FLOPs or its bytes, whichever is slower. A collective takes as long as on a ring (the
-alpha-beta model of Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): every step of
-the ring has a latency, and the slowest link that the ring crosses limits its bandwidth.
+A kernel takes as long as its FLOPs or its memory traffic, whichever takes longer. A collective takes as long as on a
+ring (the alpha-beta model of Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): each
+step of the ring has a latency, and the ring's slowest link limits the bandwidth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dtmega.planning.prices.fabric import Fabric, Gpu
 from dtmega.planning.work import Message, Work
 
-Groups = Callable[[str], Sequence[int]]  # name of a process group -> its ranks, for one rank
+Groups = Callable[[str], Sequence[int]]  # name of one rank's process group -> ranks in the group
 
 
 def seconds(work: Work, fabric: Fabric, rank: int, groups: Groups) -> float:
@@ -24,9 +24,9 @@ def seconds(work: Work, fabric: Fabric, rank: int, groups: Groups) -> float:
 
     Args:
         work: kernel or message.
-        fabric: the fabric.
+        fabric: fabric of the cluster.
         rank: rank that runs the work.
-        groups: function that gives the ranks of this rank's process group by name.
+        groups: function that returns the ranks in one of this rank's process groups, given the group's name.
 
     Raises:
         ValueError: the fabric has no peak FLOP/s for the dtype of a matrix product.
@@ -40,7 +40,7 @@ def seconds(work: Work, fabric: Fabric, rank: int, groups: Groups) -> float:
 
 
 def kernel_seconds(work: Work, gpu: Gpu) -> float:
-    """The time of a kernel. Its products and its memory traffic overlap perfectly, and launches do not.
+    """The time of a kernel. The products overlap perfectly with the memory traffic; the launch overlaps with nothing.
 
     Raises:
         ValueError: the fabric has no peak FLOP/s for the dtype of a matrix product.
@@ -54,13 +54,13 @@ def kernel_seconds(work: Work, gpu: Gpu) -> float:
 def reached_flops(gpu: Gpu, dtype: str, product: tuple[int, int, int] | None) -> float:
     """The FLOP/s that a product of this shape reaches.
 
-    Measured points are interpolated over the logarithm of the smallest side. Without them, a product whose smallest
-    side is s reaches peak x efficiency x s / (s + half_side).
+    Measured points are interpolated over the logarithm of the smallest side. Without measured points, a product whose
+    smallest side is s reaches peak x efficiency x s / (s + half_side).
 
     Args:
-        gpu: the GPU.
-        dtype: torch's name of the inputs' dtype.
-        product: (m, k, n); None for fused attention, which has products of many shapes.
+        gpu: GPU that computes the product.
+        dtype: torch's name for the dtype of the inputs.
+        product: shape (m, k, n) of the product; None for fused attention, which has products of many shapes.
 
     Raises:
         ValueError: the fabric has no peak FLOP/s for the dtype.
@@ -82,7 +82,7 @@ def reached_flops(gpu: Gpu, dtype: str, product: tuple[int, int, int] | None) ->
 
 
 def _interpolated(points: Sequence[tuple[int, float]], side: int) -> float:
-    """FLOP/s between measured points; beyond the first and last point, the value of that point."""
+    """Interpolate FLOP/s between measured points. Outside their range, the result is the value of the nearest point."""
     if side <= points[0][0]:
         return points[0][1]
     for (left, slower), (right, faster) in itertools.pairwise(points):
@@ -98,7 +98,7 @@ class Ring(NamedTuple):
     Attributes:
         n_ranks: number of ranks.
         bytes_per_s: bandwidth of the slowest link in the ring, per rank.
-        round_s: latency of the n - 1 steps in which a piece of data passes all ranks.
+        round_s: total latency of the n - 1 steps in which a piece of data visits all ranks.
     """
 
     n_ranks: int
@@ -109,9 +109,10 @@ class Ring(NamedTuple):
 def ring(fabric: Fabric, ranks: Sequence[int]) -> Ring:
     """The ring through a group's ranks.
 
-    A group with k ranks in each of its nodes has k network cards there, and NCCL makes a ring through each of them
-    (docs.nvidia.com, NCCL_CROSS_NIC). So such a group crosses nodes k times as fast as one card does. Of the n - 1
-    steps, as many cross nodes as there are nodes beside the first (`ncclTopoTuneModel` in nccl's src/graph/tuning.cc).
+    A group with k ranks in each of its nodes has k network cards in each node, and NCCL makes one ring through each
+    card (docs.nvidia.com, NCCL_CROSS_NIC). The group's data therefore crosses nodes k times as fast as through one
+    card. The number of steps that cross nodes is the number of nodes minus 1 (`ncclTopoTuneModel` in nccl's
+    src/graph/tuning.cc).
     """
     per_node = Counter(rank // fabric.node.ranks for rank in ranks)
     rate = fabric.node.bytes_per_s
@@ -126,9 +127,9 @@ def ring(fabric: Fabric, ranks: Sequence[int]) -> Ring:
 def collective_seconds(message: Message, fabric: Fabric, ranks: Sequence[int]) -> float:
     """The time of a collective.
 
-    With n ranks and a largest buffer of S bytes, a ring sends (n - 1) / n x S bytes from each rank in an all-gather or
-    a reduce-scatter, twice as many in an all-reduce, and S in a broadcast. In an all-to-all each rank sends S / n bytes
-    to every other rank over the link between the two.
+    For n ranks and a largest buffer of S bytes, each rank of the ring sends (n - 1) / n x S bytes in an all-gather or a
+    reduce-scatter, twice as many in an all-reduce, and S in a broadcast. In an all-to-all, each rank sends S / n bytes
+    to each of the n - 1 remaining ranks, over the link between the two ranks.
     """
     n = len(ranks)
     assert n == message.n_ranks, (message, n)
@@ -146,7 +147,7 @@ def collective_seconds(message: Message, fabric: Fabric, ranks: Sequence[int]) -
 
 
 def _all_to_all_s(n_bytes: int, fabric: Fabric, ranks: Sequence[int]) -> float:
-    """The transfer of an all-to-all: inside the node and between nodes at the same time, by the busiest rank."""
+    """The transfer time of an all-to-all for the busiest rank. Transfers inside and between nodes run concurrently."""
     per_node = Counter(rank // fabric.node.ranks for rank in ranks)
     n = len(ranks)
     inside = n_bytes * (max(per_node.values()) - 1) / n

@@ -1,7 +1,7 @@
-"""The time of one pipeline rank's works: its actions, and what comes before and after them.
+"""The time of one pipeline rank's works: the actions, and the works before and after the actions.
 
-The rank's streams are simulated as if no other pipeline rank made it wait: messages to and from other stages take no
-time here, for `step_time.py` adds them between ranks.
+The rank's streams are simulated as if no other pipeline rank made this rank wait. Messages to and from other stages
+take no time here, because `step_time.py` adds their time between ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class RankTimes(NamedTuple):
     """The times of one pipeline rank, as if no other rank made it wait.
 
     Attributes:
-        actions: seconds of each action of the schedule, with the waits for the rank's own collectives.
-        before_s: time before the first action, and its waits for collectives: these need nothing from other stages.
+        actions: seconds of each action of the schedule, including waits for the rank's own collectives.
+        before_s: time before the first action, plus the first action's waits for collectives that need no other stage.
         until_joined_s: time from the last action to the end of the last collective that joins pipeline ranks; 0 without
             such a collective.
-        after_s: time from there to the end.
+        after_s: time from the end of that collective to the end of the step.
         sends: sizes in bytes of the messages that the rank sends to other pipeline ranks.
-        streams: the rank's simulated streams.
+        streams: simulated streams of the rank.
     """
 
     actions: dict[Action, float]
@@ -42,9 +42,9 @@ class RankTimes(NamedTuple):
 
 
 def groups_of(sizes: Mapping[str, int], rank: int) -> pricing.Groups:
-    """A function that gives the ranks of one rank's process groups by name, as in `mesh.World.groups`.
+    """Make a function that returns the ranks in one rank's process groups by name, as in `mesh.World.groups`.
 
-    The function knows "world" and groups of some places in the pipeline such as "pp 0+2", too.
+    The function also accepts "world", and groups of some pipeline places such as "pp 0+2".
     """
     known: dict[str, Sequence[int]] = {}
 
@@ -60,13 +60,13 @@ def groups_of(sizes: Mapping[str, int], rank: int) -> pricing.Groups:
 
 
 def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.Groups) -> RankTimes:
-    """The times of one pipeline rank, with messages between pipeline ranks that take no time.
+    """The times of one pipeline rank, if messages between pipeline ranks take no time.
 
     Args:
-        works: the rank's kernels and messages.
-        fabric: the fabric.
+        works: kernels and messages of the rank.
+        fabric: fabric of the cluster.
         rank: number of the rank in the world.
-        groups: function that gives the ranks of this rank's process groups.
+        groups: function that returns the ranks in one of this rank's process groups.
 
     Raises:
         ValueError: the fabric lacks a dtype.
@@ -82,8 +82,8 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
     scheduled = [number for number, work in enumerate(works) if ACTION.fullmatch(work.action)]
     first, after = (scheduled[0], scheduled[-1] + 1) if scheduled else (0, 0)
 
-    # If the schedule's first kernel starts late, messages that need no kernel are already done. The difference is the
-    # wait for them.
+    # Simulate again with a late first kernel, when all messages that need no kernel are already done. The difference is
+    # the time of waiting for these messages.
     delay_s = result.communication_s
     late_works = [*works[:first], Work("", COMPUTE, "delay"), *_shifted(works[first:], first)]
     late = streams.run(late_works, [*durations_s[:first], delay_s, *durations_s[first:]])
@@ -99,7 +99,7 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
 
 
 def _shifted(works: Sequence[Work], first: int) -> list[Work]:
-    """Works that wait for the same works after one more has been put into the list at place `first`."""
+    """Copy works with their waits renumbered, for a list with an additional work inserted at index `first`."""
     shifted = []
     for work in works:
         waits = tuple(number + (number >= first) for number in work.waits)
@@ -108,17 +108,17 @@ def _shifted(works: Sequence[Work], first: int) -> list[Work]:
 
 
 def _frontier_s(works: Sequence[Work], spans: Sequence[Span], stop: int) -> float:
-    """The time at which the compute stream has ended all of its works before number `stop`."""
+    """The time at which the compute stream has completed all of its works before index `stop`."""
     ends = [span.end_s for work, span in zip(works[:stop], spans[:stop], strict=True) if work.stream == COMPUTE]
     return ends[-1] if ends else 0.0
 
 
 def _advances(works: Sequence[Work], spans: Sequence[Span], begun_s: float) -> dict[Action, float]:
-    """The time that the compute stream takes for each action, waits included.
+    """The time that the compute stream takes for each action, including waits.
 
     Args:
-        works: works from the first action to the last one. Other works between them count to the action before.
-        spans: their times.
+        works: works from the first action to the last action. A work between two actions counts as part of the first.
+        spans: times of the works.
         begun_s: time at which the compute stream is ready for the first action.
     """
     advances: dict[Action, float] = {}
@@ -135,7 +135,7 @@ def _advances(works: Sequence[Work], spans: Sequence[Span], begun_s: float) -> d
 
 
 def _joins_places(message: Message) -> bool:
-    """True for a collective whose ranks are at several places in the pipeline."""
+    """True for a collective whose ranks are at several pipeline places."""
     if message.collective in POINT_TO_POINT:
         return False
     return message.axis in JOINED or message.axis.startswith("pp")

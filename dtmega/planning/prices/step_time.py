@@ -3,12 +3,13 @@
     time = step_time({0: first, 1: middle, 11: last}, table, fabric, sizes)
     time.seconds, time.exposed_communication_s, time.bubble_fraction
 
-Each rank's streams are simulated first, with messages between pipeline ranks that take no time. This gives the duration
-of each action of the schedule, waits for the rank's own collectives included. Then `pipelining.table.simulate` runs the
-schedule with these durations and with the transfers between ranks. What comes before the first action and after the
-last one is added: a collective that joins several pipeline ranks begins when the last of them is there.
+First, each rank's streams are simulated as if messages between pipeline ranks took no time. The result is the duration
+of each action of the schedule, including waits for the rank's own collectives. Then `pipelining.table.simulate` runs
+the schedule with these durations and with the transfers between ranks. Finally, the time before the first action and
+after the last action is added. A collective that joins several pipeline ranks begins when the last of these ranks is
+ready.
 
-The model leaves out that a collective may also use the bubbles of the pipeline, so it rather overstates the time.
+The model ignores that a collective may run during the pipeline's bubbles, so it tends to overestimate the time.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from dtmega.planning.work import Work
 class StepTime(NamedTuple):
     """The predicted time of one step.
 
-    All times but `seconds` are means over the ranks of one pipeline, so the parts add up:
+    All times except `seconds` are means over the ranks of one pipeline. They add up to the step time:
     seconds = compute_s + exposed_communication_s + bubble_fraction x seconds.
 
     Attributes:
         seconds: time of the step.
-        compute_s: time in which the compute stream runs kernels.
-        exposed_communication_s: time in which the compute stream waits for messages within the rank's own part of the
-            model: tensor parallelism, gathered weights, reduced gradients.
-        bubble_fraction: fraction of the step in which a rank waits for other ranks of its pipeline, transfers included.
-        exposed_by_axis: exposed communication by the axis of the message.
-        communication_by_axis: duration of all messages by axis, exposed or not.
-        compute_by_action: computing time by kind of action: "F", "B", "I", "W" or the name of a phase.
-        exposed_by_action: exposed communication by the kind of action that launches the message.
-        timeline: the simulated schedule, in seconds from the start of the step; None without a pipeline.
+        compute_s: time during which the compute stream runs kernels.
+        exposed_communication_s: time during which the compute stream waits for messages within the rank's own part of
+            the model: tensor parallelism, gathered weights, reduced gradients.
+        bubble_fraction: fraction of the step during which a rank waits for other pipeline ranks, including transfers.
+        exposed_by_axis: axis of the messages -> exposed communication time.
+        communication_by_axis: axis -> duration of all messages, exposed or not.
+        compute_by_action: kind of action ("F", "B", "I", "W" or the name of a phase) -> computing time.
+        exposed_by_action: kind of the action that launches the messages -> exposed communication time.
+        timeline: simulated schedule, in seconds from the start of the step; None without a pipeline.
     """
 
     seconds: float
@@ -66,23 +67,23 @@ def step_time(
 ) -> StepTime:
     """Predict the time of one step.
 
-    Microbatches that a role has not run take the median time of those that it has run.
+    A microbatch that a role has not run takes the median time of the microbatches that the role has run.
 
     Args:
-        roles: place in the pipeline -> works of that rank. Places may share one list: stages are matched in order. A
-            place that is left out shares that of the nearest place before it; place 0 must be there.
-        table: the pipeline's schedule, with all microbatches; None without a pipeline.
-        fabric: the fabric.
+        roles: pipeline place -> works of the rank at this place. Places may share one list; their stages are matched in
+            order. A missing place shares the list of the nearest earlier place; place 0 is required.
+        table: schedule of the pipeline, with all microbatches; None without a pipeline.
+        fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
-        n_microbatches: number of microbatches without a pipeline, if the role has run fewer; None: as many as it has.
+        n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
         later: actions whose output is sent only after another action, from `pipelining.table.sent_after`.
 
     Raises:
-        ValueError: a role lacks a kind of action that its row of the table has, or the fabric lacks a dtype.
+        ValueError: a role lacks a kind of action that its row of the table contains, or the fabric lacks a dtype.
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
     times: dict[int, RankTimes] = {}
-    place_of: dict[int, int] = {}  # identity of a list of works -> the first place that has it
+    place_of: dict[int, int] = {}  # identity of a list of works -> first place that has this list
     for place, works in roles.items():
         first = place_of.setdefault(id(works), place)
         if first == place:
@@ -105,7 +106,7 @@ def step_time(
             total_s += pricing.send_seconds(n_bytes, fabric, pipeline[sender], pipeline[receiver])
         return total_s / max(1, n_outputs[places[sender]])
 
-    # Ranks wait for their first weights at the same time as for each other.
+    # A rank waits for its first weights and for the previous stage at the same time.
     begins = [rank.before_s for rank in ranks]
     timeline = simulate(table, duration=durations.__getitem__, transfer=transfer_s, begins=begins, later=later)
     joined_s = max(row[-1].end + rank.until_joined_s for row, rank in zip(timeline.rows, ranks, strict=True))
@@ -120,11 +121,11 @@ def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
     """The duration of each action in a row of the table.
 
     Args:
-        rank: times of this place, or of another place with as many stages, whose stages stand for those of the row.
+        rank: times of this place, or of a place with the same number of stages, which are matched in order.
         row: actions of this place, in order.
 
     Raises:
-        ValueError: the rank has not run a kind of action that the row has.
+        ValueError: the row contains a kind of action that the rank has not run.
     """
     own_stages = sorted({action.stage for action in rank.actions})
     row_stages = sorted({action.stage for action in row})
@@ -146,7 +147,7 @@ def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
 
 
 def _n_outputs(actions: Iterable[Action], table: Table) -> int:
-    """The number of these actions whose output another rank needs."""
+    """The number of actions whose output is sent to another rank."""
     rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
     n_outputs = 0
     for stage, kind, _ in actions:
@@ -157,7 +158,7 @@ def _n_outputs(actions: Iterable[Action], table: Table) -> int:
 
 
 def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
-    """The step of a rank without a pipeline; microbatches that it has not run take the median times."""
+    """The step time without a pipeline. Microbatches that the rank has not run take the median times."""
     seen: dict[str, list[float]] = defaultdict(list)
     for action, seconds in rank.actions.items():
         seen[action.kind].append(seconds)
@@ -171,9 +172,9 @@ def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
 
 
 def _adding_up(step: StepTime) -> StepTime:
-    """Scale the parts of a step without a pipeline so that they add up to its time.
+    """Scale the parts of a step without a pipeline so that they add up to the step time.
 
-    Medians of further microbatches and sums over those that have run do not add up exactly.
+    Without scaling, the sum would not be exact, because microbatches that were not run are priced by medians.
     """
     parts_s = step.compute_s + step.exposed_communication_s
     factor = step.seconds / parts_s if parts_s else 1.0
@@ -197,8 +198,9 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
     Args:
         seconds: time of the step.
         ranks: times of each place.
-        scales: one factor per place: time of all its actions in the schedule / time of the actions that were run.
-        timeline: the simulated schedule.
+        scales: one factor per place: time of all the place's actions in the schedule, divided by the time of the
+            actions that were run.
+        timeline: simulated schedule.
     """
     compute: dict[str, float] = defaultdict(float)
     exposed_by_axis: dict[str, float] = defaultdict(float)
@@ -229,11 +231,11 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
 
 
 def _kind(action: str) -> str:
-    """The kind of a schedule's action, such as "F"; the name of the phase outside of the schedule."""
+    """The kind of a schedule's action, such as "F"; outside the schedule, the name of the phase."""
     matched = ACTION.fullmatch(action)
     return matched[2] if matched else action
 
 
 def _scale(action: str, scale: float) -> float:
-    """The factor for an action's time: 1 outside of the schedule."""
+    """The factor for an action's time: `scale` for an action of the schedule, and 1 for a phase."""
     return scale if ACTION.fullmatch(action) else 1.0

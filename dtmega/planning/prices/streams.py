@@ -1,7 +1,7 @@
-"""The streams of one rank, simulated: when each work of a step starts and ends, and what the compute stream waits for.
+"""Simulate the streams of one rank: the start and end of each work, and the causes of the compute stream's waits.
 
-Works on one stream run in order, and a work also waits for the works that it names. Streams do not slow each other
-down: the model leaves out that a message takes memory bandwidth and some of the processors from a kernel beside it.
+Works on one stream run in order. A work also waits for the works listed in its `waits`. Streams do not slow each other
+down: the model ignores that a message takes memory bandwidth and processors away from concurrent kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dtmega.planning.work import COMPUTE, Work
 
-OTHER = "other"  # what the compute stream waits for if it is not a message: a kernel on another stream
+OTHER = "other"  # axis for waits of the compute stream that are not for a message but for a kernel on another stream
 
 
 class Span(NamedTuple):
@@ -26,11 +26,12 @@ class MessageTime(NamedTuple):
     """The time of one message.
 
     Attributes:
-        number: number of the work in the list.
-        action: the action that launches the message.
+        number: index of the message in the list of works.
+        action: action that launches the message.
         axis: name of the message's process group.
-        seconds: duration.
-        exposed_s: part of the duration in which the compute stream waits for this message; 0 if compute covers it.
+        seconds: duration of the message.
+        exposed_s: part of the duration during which the compute stream waits for this message; 0 if kernels cover the
+            whole message.
     """
 
     number: int
@@ -48,10 +49,10 @@ class StreamTimes(NamedTuple):
     Attributes:
         spans: start and end of each work.
         seconds: time at which the last work ends.
-        compute: action -> time in which the compute stream runs kernels.
-        exposed: (action, axis) -> time in which the compute stream waits for messages that this action launched on this
-            axis. The axis is "other" for kernels on another stream.
-        messages: the messages, in the order of the list.
+        compute: action -> time during which the compute stream runs kernels.
+        exposed: (action, axis) -> time during which the compute stream waits for messages that this action launched on
+            this axis. The axis is "other" for kernels on another stream.
+        messages: messages, in the order of the list of works.
     """
 
     spans: list[Span]
@@ -62,17 +63,17 @@ class StreamTimes(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """Time in which the compute stream runs kernels."""
+        """The time during which the compute stream runs kernels."""
         return sum(self.compute.values())
 
     @property
     def communication_s(self) -> float:
-        """Sum of the durations of all messages, covered or not."""
+        """The sum of the durations of all messages, exposed or not."""
         return sum(message.seconds for message in self.messages)
 
     @property
     def exposed_s(self) -> float:
-        """Time in which the compute stream waits."""
+        """The time during which the compute stream waits."""
         return sum(self.exposed.values())
 
 
@@ -81,7 +82,7 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
     Args:
         works: kernels and messages, in the order in which the host launches them.
-        durations_s: the duration of each work.
+        durations_s: duration of each work.
 
     Raises:
         ValueError: a work waits for itself or for a later work.
@@ -89,7 +90,7 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
     spans, causes = _spans(works, durations_s)
     seconds = max((span.end_s for span in spans), default=0.0)
     compute: dict[str, float] = defaultdict(float)
-    waits: list[tuple[int, float]] = []  # (number of the work that is waited for, seconds)
+    waits: list[tuple[int, float]] = []  # (index of the work that the compute stream waits for, seconds)
     idle_from_s = 0.0
     for number, work in enumerate(works):
         if work.stream != COMPUTE:
@@ -97,7 +98,7 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
         waits += _waits(causes[number], idle_from_s, spans[number].start_s, spans, causes)
         if work.message is None:
             compute[work.action] += durations_s[number]
-        else:  # a message on the compute stream: nothing can run beside it
+        else:  # a message on the compute stream, during which no kernel can run on this stream
             waits.append((number, durations_s[number]))
         idle_from_s = spans[number].end_s
     if seconds > idle_from_s:
@@ -119,14 +120,14 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
 
 def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
-    """The time of each work, and the work whose end lets it start; -1 if it starts at once.
+    """The time of each work, and the index of the work whose end lets it start (-1 if the work starts at once).
 
     Raises:
         ValueError: a work waits for itself or for a later work.
     """
     spans: list[Span] = []
     causes: list[int] = []
-    newest: dict[str, int] = {}  # stream -> its latest work
+    newest: dict[str, int] = {}  # stream -> index of the latest work on the stream
     for number, work in enumerate(works):
         if any(wait >= number for wait in work.waits):
             raise ValueError(f"work {number} ({work.operator}) waits for {list(work.waits)}, expected earlier works")
@@ -144,20 +145,20 @@ def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Sp
 def _waits(
     cause: int, from_s: float, until_s: float, spans: Sequence[Span], causes: Sequence[int]
 ) -> list[tuple[int, float]]:
-    """Divide a wait of the compute stream among the works that it waited for.
+    """Divide a wait of the compute stream among the works that caused it.
 
-    The wait is followed backwards: the work whose end finished the wait has the time since that work started, the work
-    that let this one start has the time before, and so on to the start of the wait.
+    The wait is traced backwards. The work whose end finished the wait accounts for the time since that work started.
+    The work that let that work start accounts for the time before, and so on back to the start of the wait.
 
     Args:
-        cause: number of the work whose end finished the wait; -1 if there was none.
+        cause: index of the work whose end finished the wait; -1 if there was no such work.
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all works.
-        causes: one number per work: the work whose end let it start.
+        causes: for each work, the index of the work whose end let it start.
 
     Returns:
-        (number of a work, seconds) for each part of the wait.
+        One tuple (index of a work, seconds) for each part of the wait.
     """
     parts = []
     while cause >= 0 and until_s > from_s:

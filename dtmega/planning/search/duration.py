@@ -1,4 +1,4 @@
-"""The time of a layout by closed forms. The planner's simulation of counted works is the truth."""
+"""Estimate the time of a layout by closed forms. The planner's simulation of counted works is the reference."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from dtmega.planning.search.memory import NOT_IN_STATES, WHOLE, cut_of, n_scores
 from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
-# What kernels without products move for each microbatch, by counts in which compiled blocks are fused: how often the
-# bytes that a layer keeps, in forward and in backward; bytes for each score of plain attention, forward and backward;
-# for each logit; for each gradient in 16 bits that is added to a sum in 32; and for each number of the embedding and of
-# the head, which are looked up, or whose gradient is scaled, or added to the other one's if they are tied.
+# Memory traffic of kernels without products, for each microbatch, counted with fused compiled blocks:
+# - the number of times that forward and backward move the bytes that a layer keeps;
+# - the bytes per score of plain attention, in forward and in backward;
+# - the bytes per logit, per 16-bit gradient that is added to a 32-bit sum, and per element of the embedding and of the
+#   head (lookup, or scaling of the gradient), and per element of tied weights, whose two gradients are added up.
 FORWARD_PASSES, BACKWARD_PASSES = 3.7, 4.8
 SCORE_FORWARD, SCORE_BACKWARD = 7, 20
 LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
-# Copies into and out of the buffer in which FSDP gathers weights, or sums gradients, for each byte of the buffer.
+# Bytes that are copied into and out of FSDP's buffer, for each byte of the buffer: for gathered weights, and for summed
+# gradients.
 GATHER_COPIES, SUM_COPIES = 4, 2
-LAUNCHES = 240  # kernels of one layer, forward and backward
-# Bytes that AdamW moves for each parameter: reads gradient, weight and two moments, and writes the last three.
+LAUNCHES = 240  # number of kernels that one layer launches in forward and backward
+# Bytes that AdamW moves for each parameter. It reads the gradient, the weight and two moments, and writes the weight
+# and the moments.
 OPTIMIZER_BYTES = 28
 NOT_IN_MICROBATCH: dict[str, Any] = {"schedule": "", "virtual_stages": 0}
 
 
 class TimeEstimator:
-    """The times of one configuration's layouts.
+    """Estimates the step times of one configuration's layouts.
 
     Args:
-        cfg: the configuration, with a dtype in [precision] params.
+        cfg: configuration, with a dtype in [precision] params.
         places: places of the pipelines.
-        fabric: the fabric.
+        fabric: fabric of the cluster.
     """
 
     def __init__(self, cfg: config.Config, places: Places, fabric: Fabric) -> None:
@@ -65,7 +68,7 @@ class TimeEstimator:
         boundary_bytes = tokens_of(self.cfg, layout) * self._bytes * self.cfg.model.hidden_size / cut_of(layout)
         next_rank = layout.data_size * layout.cp * layout.tp
         send_s = pricing.send_seconds(round(boundary_bytes), self.fabric, 0, next_rank)
-        # The first microbatch goes through all stages and back.
+        # The first microbatch travels through all stages and back.
         sends_s = 2 * (layout.pp - 1) * send_s
         return seconds + self._places.bubble(layout, n) * statistics.mean(times) + sends_s
 
@@ -85,9 +88,9 @@ class TimeEstimator:
         seconds = products_s + attention_s + traffic_s + launches_s
         state_bytes = tokens * self._bytes * hidden
         if tp > 1:
-            # A layer has two regions. Each gathers its input and scatters its sum, forward and backward, and gathers
-            # again for the weights' gradients; without sequence parallelism it adds up instead. A layer that is
-            # computed again repeats the sum of its first region.
+            # A layer has two regions. In forward and in backward, each region gathers its input and reduce-scatters
+            # its sum, and it gathers once more for the weights' gradients. Without sequence parallelism, all-reduces
+            # take the place of these messages. A recomputed layer repeats the sum of its first region.
             repeated = 0 if layout.mode == "none" else 1
             gathers, scatters, adds = (6, 4 + repeated, 0) if cut > 1 else (0, 0, 4 + repeated)
             group = "tp", _sizes(layout)
@@ -107,7 +110,7 @@ class TimeEstimator:
         return max(seconds, self._exchanged_s(place, layout))
 
     def _moved_bytes(self, place: Place, layout: Layout) -> float:
-        """Bytes that operators without products move for one microbatch at a place."""
+        """The bytes that operators without products move for one microbatch at a place."""
         tokens, hidden, tp = tokens_of(self.cfg, layout), self.cfg.model.hidden_size, layout.tp
         again = 0.0 if layout.mode == "none" else 1.0
         numbers = WHOLE * hidden * place.layers / cut_of(layout) + place.sides / tp
@@ -124,11 +127,11 @@ class TimeEstimator:
         return moved
 
     def _gathers_again(self, layout: Layout) -> bool:
-        """True if each microbatch gathers the weights."""
+        """True if the weights are gathered for each microbatch."""
         return layout.n_shards > 1 and layout.pp == 1 and layout.reshard_after_forward is not False
 
     def _exchanged_s(self, place: Place, layout: Layout) -> float:
-        """The time of FSDP's messages of one microbatch, beside which the microbatch computes."""
+        """The time of FSDP's messages for one microbatch, which run while the microbatch computes."""
         if layout.n_shards == 1:
             return 0.0
         group = "fsdp", _sizes(layout)
@@ -141,7 +144,7 @@ class TimeEstimator:
         return seconds
 
     def _time_update(self, place: Place, layout: Layout, n_microbatches: int) -> float:
-        """The time of what happens once a step: messages that no computation covers, and the optimizer."""
+        """The time of the work that happens once per step: the optimizer, and messages that no computation covers."""
         n, shards, key = place.elements / layout.tp, layout.n_shards, _sizes(layout)
         seconds = OPTIMIZER_BYTES * n / shards / self.fabric.gpu.memory_bytes_per_s
         if layout.dp_replicate > 1:
@@ -149,7 +152,7 @@ class TimeEstimator:
             seconds += self._collective_s("all-reduce", n_bytes, "dp_replicate", key)
         if shards > 1 and layout.accumulate != "sharded" and (layout.pp > 1 or n_microbatches > 1):
             whole_s = self._collective_s("reduce-scatter", round(self._reduce_bytes * n), "fsdp", key)
-            # Without a pipeline the last microbatch's backward covers the sums of all layers but the first.
+            # Without a pipeline, the last microbatch's backward covers the sums of all layers except the first.
             covered = 1.0 if layout.pp > 1 else (place.outside + place.largest) / max(1, place.elements)
             copies_s = SUM_COPIES * self._reduce_bytes * n / self.fabric.gpu.memory_bytes_per_s
             seconds += whole_s * covered + copies_s
@@ -158,7 +161,7 @@ class TimeEstimator:
         return seconds
 
     def _time_collective(self, collective: str, n_bytes: int, axis: str, sizes: tuple[int, ...]) -> float:
-        """The time of a collective over rank 0's group of an axis."""
+        """The time of a collective over the group of rank 0 along an axis."""
         ranks = _first_group(axis, sizes)
         if len(ranks) == 1:
             return 0.0
@@ -172,5 +175,5 @@ def _sizes(layout: Layout) -> tuple[int, ...]:
 
 @functools.cache
 def _first_group(axis: str, sizes: tuple[int, ...]) -> list[int]:
-    """The group of rank 0 along an axis."""
+    """The ranks in the group of rank 0 along an axis."""
     return rank_groups(dict(zip(AXES, sizes, strict=True)), DERIVED.get(axis, (axis,)))[0]

@@ -1,9 +1,10 @@
-"""Memory and time of a layout by closed forms, for a search over many layouts. The planner's counts are the truth.
+"""Estimate the memory and time of a layout by closed forms, for a search over many layouts.
 
     estimator = Estimator(cfg, pieces, fabric)
     estimator.estimate(layout).peak_bytes
 
-The forms know a model by the costs of its pieces (`ops.cost`) and by its hidden size alone.
+The closed forms use only the costs of the model's pieces (`ops.cost`) and the hidden size. The planner's counts are the
+reference.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.memory import MemoryEstimator
 from dtmega.planning.search.places import Places
 
-# A counted peak is at most this many times the estimate, and at least the estimate divided by it. On the layouts of
-# benchmarks/estimates.py the largest error was 13 %, and this is about twice as much.
+# The largest assumed ratio of a counted peak to its estimate, or of the estimate to the peak. On the layouts of
+# benchmarks/estimates.py, the largest error was 13 %; MARGIN allows about twice that error.
 MARGIN = 1.25
 
 
@@ -28,10 +29,10 @@ class Estimate(NamedTuple):
     """The estimate of a layout.
 
     Attributes:
-        peak_bytes: most bytes on one rank.
+        peak_bytes: peak memory of the fullest rank.
         seconds: time of one step.
-        states_bytes: bytes of parameters, moments, gradients and gathered weights on that rank.
-        kept_bytes: bytes of activations on that rank.
+        states_bytes: bytes of parameters, moments, gradients and gathered weights on the fullest rank.
+        kept_bytes: bytes of activations on the fullest rank.
     """
 
     peak_bytes: int
@@ -41,12 +42,12 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """The estimates of one configuration's layouts.
+    """Estimates the memory and time of one configuration's layouts.
 
     Args:
-        cfg: the configuration, with a dtype in [precision] params.
+        cfg: configuration, with a dtype in [precision] params.
         pieces: pieces of the whole model.
-        fabric: the fabric.
+        fabric: fabric of the cluster.
     """
 
     def __init__(self, cfg: config.Config, pieces: Sequence[Piece], fabric: Fabric) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from dtmega import config, mesh
 
-# The keys that a search varies: field of `Layout` -> section. An older program may lack a key.
+# Key that a search varies (a field of `Layout`) -> section of the key. An older version of dtmega may lack a key.
 SECTIONS = {
     "pp": "mesh",
     "dp_replicate": "mesh",
@@ -26,7 +26,7 @@ KEYS = tuple(f"{section}.{key}" for key, section in SECTIONS.items())
 
 
 class Layout(NamedTuple):
-    """One value for each key that a search varies; `SECTIONS` says where the keys stand."""
+    """One value for each key that a search varies. `SECTIONS` maps each key to its section."""
 
     pp: int
     dp_replicate: int
@@ -49,12 +49,12 @@ class Layout(NamedTuple):
 
     @property
     def data_size(self) -> int:
-        """Number of data ranks that share the global batch."""
+        """The number of data ranks, which divide the global batch among themselves."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def n_shards(self) -> int:
-        """Number of ranks that parameters are sharded over."""
+        """The number of ranks over which parameters are sharded."""
         return self.dp_shard * self.cp
 
     @property
@@ -64,13 +64,13 @@ class Layout(NamedTuple):
 
 
 def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
-    """Copy a configuration with the keys of a layout."""
+    """Copy a configuration, and replace the keys of a layout."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in layout.overrides.items():
         section, _, key = name.partition(".")
         changes.setdefault(section, {})[key] = value
     if layout.mode == "none":
-        changes["recompute"] |= {"method": "uniform", "layers": 1}  # with any other value, the mode is refused
+        changes["recompute"] |= {"method": "uniform", "layers": 1}  # the mode is refused with any other values
     sections = {}
     for section, values in changes.items():
         sections[section] = getattr(cfg, section).model_copy(update=values)
@@ -78,7 +78,7 @@ def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
 
 
 def describe(layout: Layout) -> str:
-    """A layout on one line, without what is as usual: `pp 12 x dp_shard 8, 1F1B, micro-batch 2, recompute full`."""
+    """A layout on one line, without default values: `pp 12 x dp_shard 8, 1F1B, micro-batch 2, recompute full`."""
     axes = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
     words = [" x ".join(axes) or "one rank"]
     if layout.pp > 1:

@@ -1,10 +1,10 @@
-"""All layouts of a number of ranks, and the reasons for which training refuses some of them.
+"""All layouts of a number of ranks, and the reasons why training refuses some of them.
 
     fallen = Fallen()
     for layout in Layouts(cfg, {"mesh.tp"}, 384, device).legal(fallen):
         with_layout(cfg, layout)        # a configuration that `checks.check` and the loader accept
 
-Training's own refusals decide, each called once for every combination of the keys that it reads.
+Training's own checks decide which layouts are legal. Each check runs once for every combination of the keys it reads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dtmega.training import checks, exact
 
 
 class Reason(NamedTuple):
-    """A reason for which layouts fell.
+    """A reason why layouts were rejected.
 
     Attributes:
-        message: the message of the first layout that fell for this reason.
-        n: number of layouts.
+        message: message for the first layout that was rejected for this reason.
+        n: number of layouts that were rejected for this reason.
     """
 
     message: str
@@ -37,44 +37,45 @@ class Reason(NamedTuple):
 
 
 class Fallen:
-    """Counts of the layouts that fell, by reason. Messages that differ in numbers only are one reason."""
+    """Counts of the rejected layouts, by reason. Messages that differ only in numbers count as one reason."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, Reason] = {}
 
     def add(self, message: str, n: int = 1) -> None:
-        """Count n further layouts that fell for a reason."""
+        """Count n more layouts that were rejected for a reason."""
         kind = re.sub(r"\d+", "0", message)
         first = self._reasons.get(kind, Reason(message, 0))
         self._reasons[kind] = Reason(first.message, first.n + n)
 
     @property
     def n(self) -> int:
-        """Number of layouts that fell."""
+        """The number of layouts that were rejected."""
         return sum(reason.n for reason in self._reasons.values())
 
     @property
     def reasons(self) -> list[Reason]:
-        """The reasons, the most frequent first."""
+        """The reasons, with the most frequent reason first."""
         return sorted(self._reasons.values(), key=lambda reason: -reason.n)
 
 
 class Layouts:
     """The layouts of a configuration on a number of ranks.
 
-    Values that make no difference are not varied: sequence parallelism without tp, the form of cp without cp, the
-    schedule without a pipeline, and what is freed or summed when nothing is sharded. Of two values that do the same,
-    one is taken: under `auto`, gathered weights are freed wherever they can be.
+    Keys that have no effect are not varied: sequence_parallel without tp, cp_form without cp, the schedule without a
+    pipeline, and reshard_after_forward and accumulate if nothing is sharded. If two values have the same effect, only
+    one is used: `auto` already frees gathered weights wherever possible.
 
     Args:
-        cfg: the configuration, completed by `families.resolve`.
-        fixed: keys such as "mesh.tp" whose values stay as they are. A size of -1, what is left, fixes nothing, and
+        cfg: configuration, completed by `families.resolve`.
+        fixed: keys such as "mesh.tp" whose values must not be varied. A size of -1 (the rest) fixes nothing, and
             neither does a microbatch size of 0.
         world: number of ranks.
-        device: device that each rank computes on.
+        device: device on which each rank computes.
 
     Raises:
-        ValueError: a fixed key is none that is varied, or the fixed sizes of the mesh do not divide the ranks.
+        ValueError: a fixed key is not among the varied keys, or the fixed sizes of the mesh do not divide the number of
+            ranks.
     """
 
     def __init__(self, cfg: config.Config, fixed: Collection[str], world: int, device: torch.device) -> None:
@@ -89,7 +90,7 @@ class Layouts:
             if self.fixed.get(key) in (-1, 0):
                 del self.fixed[key]
         free = {axis: -1 for axis in mesh.AXES if axis not in self.fixed}
-        # One free axis takes what is left, so that `resolve` says what is wrong with the others.
+        # One free axis takes the remaining ranks, so that `resolve` reports any error in the fixed sizes.
         ones = dict.fromkeys(free, 1) | dict(list(free.items())[:1])
         mesh.resolve(cfg.mesh.model_copy(update=ones), world)
         self.pieces = families.pieces(cfg.model)
@@ -98,7 +99,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts, and count the others by training's reasons."""
+        """Yield each layout that training accepts, and count the refused layouts by training's reasons."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():
@@ -144,7 +145,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """All sizes of the axes whose product is the number of ranks."""
+        """Yield all combinations of axis sizes whose product is the number of ranks."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 
@@ -162,25 +163,25 @@ class Layouts:
             yield dict(zip(mesh.AXES, found, strict=True))
 
     def _micro_batch_sizes(self) -> list[int]:
-        """The sizes that divide each batch of the run."""
+        """The microbatch sizes that divide every global batch of the run."""
         common = math.gcd(*self.cfg.batch.sizes)
         return self._choose("micro_batch_size", [n for n in range(1, common + 1) if common % n == 0])
 
     def _shapes(self, sizes: Mapping[str, int]) -> list[tuple[bool, str]]:
-        """The pairs of sequence_parallel and cp_form."""
+        """The pairs (sequence_parallel, cp_form) to try."""
         now = self.cfg.mesh
         cuts = [True, False] if sizes["tp"] > 1 else [now.sequence_parallel]
         forms = ["gather", "heads"] if sizes["cp"] > 1 else [now.cp_form]
         return list(itertools.product(self._choose("sequence_parallel", cuts), self._choose("cp_form", forms)))
 
     def _sums(self, layout: Layout) -> list[str]:
-        """The values of accumulate."""
+        """The values of accumulate to try."""
         n_microbatches = self.cfg.batch.global_batch_size // (layout.data_size * layout.micro_batch_size)
         differs = layout.n_shards > 1 and n_microbatches > 1
         return self._choose("accumulate", ["whole", "sharded"] if differs else ["whole"])
 
     def _pipelines(self, sizes: Mapping[str, int]) -> list[tuple[str, int, str, str | bool]]:
-        """The tuples of schedule, virtual_stages, recompute's mode and reshard_after_forward."""
+        """The tuples (schedule, virtual_stages, [recompute] mode, reshard_after_forward) to try."""
         pp = sizes["pp"]
         reshards: list[str | bool] = ["auto"]
         if pp == 1 and sizes["dp_shard"] * sizes["cp"] > 1:
@@ -197,7 +198,7 @@ class Layouts:
         return found
 
     def _schedules(self, pp: int) -> list[str]:
-        """The schedules of a pipeline. Without one there is the default, and a CSV file is used instead of a name."""
+        """The schedules to try; only the default if there is no pipeline or a CSV file defines the schedule."""
         if pp == 1 or self.cfg.pipeline.csv:
             return [config.Pipeline().schedule]
         return list(SCHEDULES)
@@ -206,7 +207,7 @@ class Layouts:
         return [self.fixed[key]] if key in self.fixed else choices
 
     def _refused_batch(self, layout: Layout) -> str:
-        """The loader's refusal of a batch; '' if there is none."""
+        """The message with which the loader refuses the batch; '' if the loader accepts it."""
         key = "batch", layout.data_size, layout.micro_batch_size
 
         def check() -> None:
@@ -215,12 +216,15 @@ class Layouts:
         return self._refused(key, check)
 
     def _refused_model(self, layout: Layout) -> str:
-        """The model's refusal; '' if there is none. A size that does not divide alone does not divide with others."""
+        """The message with which the model's checks refuse the layout; '' if they accept it.
+
+        A mesh size that is refused on its own is refused in every combination.
+        """
         splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         units = layout.mode != "none" and self.cfg.recompute.layers > 1
         pp = layout.pp if self.cfg.pipeline.csv else min(2, layout.pp)
         if not (splits or self._family.directory or self.cfg.pipeline.csv):
-            pp = 1  # a built-in model's check asks for the pipeline only to know whether backward is split
+            pp = 1  # the check of a built-in model uses the pipeline only to find out whether backward is split
         for tp, cp in ((layout.tp, 1), (1, layout.cp), (layout.tp, layout.cp)):
             part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather")
             key = "model", tp, cp, pp, layout.sequence_parallel, splits, units
@@ -237,7 +241,7 @@ class Layouts:
         checks.check_model(with_layout(self.cfg, layout), layout.sizes)
 
     def _refused_pipeline(self, layout: Layout) -> str:
-        """The refusal of a schedule or of keys that exclude a pipeline; '' if there is none."""
+        """The message that refuses the schedule, or keys that do not work with a pipeline; '' if all are accepted."""
         of_step = layout.data_size * layout.micro_batch_size
         key = "pipeline", layout.pp, of_step, layout.schedule, layout.virtual_stages, layout.mode
         key = *key, layout.reshard_after_forward
@@ -249,7 +253,7 @@ class Layouts:
         return self._refused(key, check)
 
     def _refused_exact(self, layout: Layout) -> str:
-        """The refusal of [run] exact; '' if there is none."""
+        """The message with which [run] exact refuses the layout; '' if the layout is accepted."""
         key = "exact", layout.tp, layout.pp
         return self._refused(key, lambda: exact.check(with_layout(self.cfg, layout), layout.sizes, self.device))
 

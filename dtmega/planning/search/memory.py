@@ -1,8 +1,9 @@
-"""The memory of a layout by closed forms. The planner's counts are the truth.
+"""Estimate the memory of a layout by closed forms. The planner's counts are the reference.
 
-A layer keeps for backward, for each token, the inputs and outputs of its norms (4 D numbers), and for each matrix the
-side that is not D: with 12 D^2 weights these are 16 D numbers. In 16 bits they are 32 of the 34 bytes per D in
-`formulas.activation_bytes_per_layer`; the other two are masks of dropout, which are computed again here.
+For backward, a layer keeps the following numbers for each token: the inputs and outputs of its norms (4 D numbers), and
+for each matrix the side that is not D (12 D numbers for 12 D^2 weights). Together these are 16 D numbers, or 32 D bytes
+in 16 bits. `formulas.activation_bytes_per_layer` has 34 D bytes; the remaining 2 D are dropout masks, which are
+recomputed here.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from dtmega.pipelining.table import SCHEDULES
 from dtmega.planning.search.layout import Layout, with_layout
 from dtmega.planning.search.places import Place, Places
 
-MASTER_BYTES = 4  # a parameter, its gradient after the sum over ranks, or a moment
-# Numbers of width D for each token that the operators between products keep, and that tp alone does not divide.
+MASTER_BYTES = 4  # bytes of a parameter, of a gradient after the sum over ranks, or of a moment
+# Number of vectors of width D that the operators between products keep for each token. tp alone does not divide them.
 WHOLE = 4
-# Memory for the results of one layer's backward, in units of what tp divides in the layer's forward without scores.
+# Memory for the results of one layer's backward, as a share of the layer's activations that tp divides, without scores.
 BACKWARD = 0.7
-# Share of what tp divides in a layer that selective recomputation keeps.
+# Share of a layer's activations, among those that tp divides, that selective recomputation keeps.
 OF_PRODUCTS = 0.7
 # Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
-# 2022, arXiv:2205.05198, table 2, have 5, with the softmax's result before and after dropout.) Backward has two scores
-# in 32 bits at once, when it no longer needs what was kept, so it takes the difference.
+# 2022, arXiv:2205.05198, table 2, have 5 bytes, because they keep the softmax's result before and after dropout.)
+# Backward holds two 32-bit numbers per score at once, but by then it no longer needs the kept bytes. The second
+# constant is the difference.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
-# Tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`), and bytes for each number of the head's
-# gradient if it is summed in 32 bits, because there are more than twice as many tokens (`ops.head_gradient`).
+# Maximum number of tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`), and bytes for each element
+# of the head's gradient if the gradient is summed in 32 bits. It is summed in 32 bits if there are more than twice
+# LOSS_TOKENS tokens (`ops.head_gradient`).
 LOSS_TOKENS, SUMMED_BYTES = 4096, 8
-# Numbers of width D for each token beside the loss: the last norm in 32 bits, its input and its gradient.
+# Number of vectors of width D, in the compute dtype, that each token needs during the loss: the last norm in 32 bits,
+# its input and its gradient.
 BESIDE_LOSS = 6
-# Values for the keys of a layout that a part of the estimate does not read, so that its result serves many layouts.
+# Fixed values for the layout keys that one part of the estimate does not read, so that its result can be cached for
+# many layouts.
 NOT_IN_STATES: dict[str, Any] = {
     "micro_batch_size": 0,
     "sequence_parallel": True,
@@ -58,7 +63,7 @@ class Memory(NamedTuple):
     """The memory of the fullest rank.
 
     Attributes:
-        peak_bytes: the most bytes at one time.
+        peak_bytes: largest number of bytes held at one time.
         states_bytes: bytes of parameters, moments, gradients and gathered weights while microbatches run.
         kept_bytes: bytes of activations of all microbatches in flight.
     """
@@ -69,10 +74,10 @@ class Memory(NamedTuple):
 
 
 class MemoryEstimator:
-    """The memory of one configuration's layouts.
+    """Estimates the memory of one configuration's layouts.
 
     Args:
-        cfg: the configuration, with a dtype in [precision] params.
+        cfg: configuration, with a dtype in [precision] params.
         places: places of the pipelines.
     """
 
@@ -82,7 +87,7 @@ class MemoryEstimator:
         self._reduce_bytes: int = getattr(torch, cfg.precision.reduce).itemsize
         self._moments = 1 if cfg.optim.name == "sgd" else 2
         trained, frozen = families.elements(cfg)
-        # Trained and frozen elements for each element of the pieces, which hold no adapters.
+        # Numbers of trained and frozen elements per element of the pieces. The pieces do not include adapters.
         n = max(1, sum(piece.elements for piece in places.pieces))
         self._trained, self._frozen = trained / n, frozen / n
         self._frozen_bytes = getattr(torch, cfg.lora.base).itemsize
@@ -90,7 +95,7 @@ class MemoryEstimator:
         self._state_bytes = functools.cache(self._count_states)
 
     def memory(self, layout: Layout, n: int) -> Memory:
-        """The memory of a layout whose steps have n microbatches."""
+        """The memory of the fullest rank, for a layout whose steps have n microbatches."""
         states_key, kept_key = layout._replace(**NOT_IN_STATES), layout._replace(**NOT_IN_ACTIVATIONS)
         fullest = Memory(0.0, 0.0, 0.0)
         for place in self._places.of(layout):
@@ -102,7 +107,7 @@ class MemoryEstimator:
         return fullest
 
     def _count_states(self, place: Place, layout: Layout, n_microbatches: int) -> tuple[float, float]:
-        """Bytes of weights and gradients while microbatches run, and while the optimizer does."""
+        """The bytes of weights and gradients while microbatches run, and the bytes while the optimizer runs."""
         n, shards = place.elements / layout.tp, layout.n_shards
         splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         n_trained = n * self._trained
@@ -122,7 +127,7 @@ class MemoryEstimator:
         return masters + self._bytes * gathered + whole, masters + gradients
 
     def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:
-        """Bytes that a microbatch keeps in all stages of a place, and bytes while one layer or the loss runs."""
+        """The bytes that a microbatch keeps at a place, and the additional bytes while one layer or the loss runs."""
         hidden, layers = self.cfg.model.hidden_size, max(1, place.layers)
         tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
         width = tokens * self._bytes
@@ -131,7 +136,7 @@ class MemoryEstimator:
         divided = sides + SCORE_BYTES * scores
         whole = width * WHOLE * hidden / cut
         layer = whole + divided
-        # The gradients of all weights of a layer are there before they are added to their sums.
+        # The gradients of all weights of a layer are in memory before they are added to their sums.
         gradients = self._bytes * place.largest / tp
         working = max(BACKWARD * sides, gradients) + SCORE_BACKWARD_BYTES * scores
         if layout.mode == "full":
@@ -143,7 +148,7 @@ class MemoryEstimator:
         else:
             kept = layer
         if cut > 1:
-            working += 2 * width * hidden  # the whole sequence's input of a product
+            working += 2 * width * hidden  # a product's input for the whole sequence
         loss = 0.0
         if place.head_elements:
             n_labelled = tokens * place.labelled
@@ -152,15 +157,15 @@ class MemoryEstimator:
             of_head = place.head_elements / tp
             loss = logits + (SUMMED_BYTES if in_32_bits else self._bytes) * of_head + BESIDE_LOSS * width * hidden
             working += self._bytes * of_head  # the head's gradient waits for its sum
-        # The embedding's gradient has all rows, and a tied head's gradient is added to it. By then the microbatch keeps
-        # nothing else.
+        # The embedding's gradient contains all rows, and a tied head's gradient is added to the embedding's. At this
+        # time, the microbatch keeps nothing else.
         table = self._bytes * place.embedding_elements * (3 if place.is_tied else 1) / tp
         loss = max(loss, table - kept * place.layers)
         first = width * hidden / cut if place.ends else 0.0
         return kept * place.layers + first, max(working, loss)
 
     def _between_bytes(self, place: Place, layout: Layout, n: int) -> float:
-        """Bytes of the buffers of tensors between stages: one for each microbatch and neighbour."""
+        """The bytes of the buffers for tensors between stages: one buffer for each microbatch and neighbour."""
         if layout.pp == 1:
             return 0.0
         virtual = self._places.virtual(layout)
@@ -169,17 +174,17 @@ class MemoryEstimator:
 
 
 def tokens_of(cfg: config.Config, layout: Layout) -> float:
-    """Number of tokens of a microbatch on one rank; those of a decoder are counted in `Place.sides`."""
+    """The number of tokens of a microbatch on one rank, without a decoder's tokens, which `Place.sides` includes."""
     return layout.micro_batch_size * cfg.data.seq_len / layout.cp
 
 
 def cut_of(layout: Layout) -> int:
-    """Number of tp ranks that share the tokens between products."""
+    """The number of tp ranks that divide the tokens among themselves between products."""
     return layout.tp if layout.sequence_parallel else 1
 
 
 def n_scores(cfg: config.Config, tokens: float) -> float:
-    """Number of the attention's scores that one layer keeps: dropout needs the plain formula, which keeps them."""
+    """The number of attention scores that one layer keeps; 0 without dropout, because fused kernels keep no scores."""
     if not getattr(cfg.model, "attention_dropout", 0.0):
         return 0.0
     return cfg.model.n_heads * cfg.data.seq_len * tokens

@@ -1,4 +1,4 @@
-"""The work of each place in a pipeline, by the costs of a model's pieces: estimates of a layout begin with it."""
+"""The work of each pipeline place, computed from the costs of a model's pieces. All estimates start from this work."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dtmega.pipelining.table import SCHEDULES, csv_table, simulate
 from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.search.layout import Layout, with_layout
 
-# The share of a pipeline's bubble that is left if backward runs in two parts, if F, I and W take equally long.
+# Share of a pipeline's bubble that remains if backward runs in two parts and F, I and W take equally long.
 SPLIT_BUBBLE = 1 / 3
 
 
 class Place(NamedTuple):
-    """The work of one place in the pipeline, before it is divided over tp, cp and data ranks.
+    """The work of one pipeline place, before it is divided over tp, cp and data ranks.
 
     Attributes:
         number: number of the first place that has this work.
-        elements: number of elements in its weights.
+        elements: number of elements in the place's weights.
         largest: number of elements in the largest layer.
         outside: number of elements outside of layers.
         head_elements: number of elements in the weights of the loss; 0 without the head.
         labelled: share of the tokens whose logits are computed.
-        embedding_elements: number of elements in the embedding; 0 without it.
-        is_tied: True if the embedding and the head at this place are the same weights.
+        embedding_elements: number of elements in the embedding; 0 without an embedding.
+        is_tied: whether the embedding and the head at this place share their weights.
         layers: number of layers.
-        sides: numbers that the layers keep for each token beside those of width D.
+        sides: count of the numbers that the layers keep for each token, except the vectors of width D.
         product_flops, attention_flops: FLOPs of forward and backward, per token of the sequence.
         in_layers: share of `product_flops` in layers.
         ends: number of ends of the pipeline at this place.
@@ -56,7 +56,7 @@ class Places:
     """The places in the pipelines of one configuration's layouts.
 
     Args:
-        cfg: the configuration.
+        cfg: configuration whose layouts are searched.
         pieces: pieces of the whole model.
     """
 
@@ -65,7 +65,9 @@ class Places:
         self._known: dict[tuple[Any, ...], list[Place]] = {}
 
     def of(self, layout: Layout) -> list[Place]:
-        """The places of the pipeline with different work. Of equal places, the first one has most in flight."""
+        """The pipeline places with different work. The first of several equal places represents them, because it has
+        the most microbatches in flight.
+        """
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._known:
             cfg = with_layout(self.cfg, layout)
@@ -98,7 +100,7 @@ class Places:
             product_flops += every - attention
             if piece.is_layer:
                 layer_flops += every - attention
-                # 6 FLOPs for each weight; each weight's matrix has one side D.
+                # A weight costs 6 FLOPs per token, and one side of each weight matrix is D.
                 sides += (piece.matmul_flops + decoder_share * piece.decoder_flops) / 6 / self.cfg.model.hidden_size
         largest = max((piece.elements for piece in layers), default=0)
         outside = elements - sum(piece.elements for piece in layers)
@@ -117,17 +119,17 @@ class Places:
         )
 
     def virtual(self, layout: Layout) -> int:
-        """Number of stages per rank."""
+        """The number of stages per rank."""
         if self.cfg.pipeline.csv:
             stages = {action.stage for row in csv_table(self.cfg.pipeline.csv, layout.pp) for action in row}
             return len(stages) // layout.pp
         return layout.virtual_stages or int(SCHEDULES[layout.schedule].per_rank.rstrip("+"))
 
     def in_flight(self, layout: Layout, n: int, place: int) -> float:
-        """Microbatches in flight at a place, as a share of all of its stages together.
+        """The number of microbatches in flight at a place. A microbatch in one of v stages counts as 1 / v.
 
         Args:
-            layout: the layout.
+            layout: layout of the job.
             n: number of microbatches.
             place: number of the place.
         """
@@ -139,12 +141,13 @@ class Places:
         return in_flight_of(layout.schedule, layout.pp, virtual, n, place) / virtual
 
     def bubble(self, layout: Layout, n: int) -> float:
-        """The wait of a rank for the others of its pipeline, in units of the time of one microbatch on all its stages.
+        """The time that a rank waits for other pipeline ranks, in units of one microbatch's time on all its stages.
 
-        A schedule with v stages per rank divides the (p - 1) of 1F1B by v (`formulas.bubble_over_ideal`).
+        With 1F1B, the result is p - 1. A schedule with v stages per rank divides it by v
+        (`formulas.bubble_over_ideal`).
 
         Args:
-            layout: the layout.
+            layout: layout of the job.
             n: number of microbatches.
         """
         if layout.pp == 1:
@@ -158,23 +161,23 @@ class Places:
 
 @functools.cache
 def _of_table(path: str, pp: int) -> tuple[list[float], float]:
-    """The microbatches in flight and the bubble of the schedule in a CSV file."""
+    """The microbatches in flight on each rank, and the bubble, for the schedule in a CSV file."""
     table = csv_table(path, pp)
     return in_flight(table), simulate(table).bubble
 
 
 def in_flight_of(schedule: str, pp: int, virtual: int, n: int, place: int) -> int:
-    """The most microbatches that a rank has in flight, counted over its stages as by `extrapolation.in_flight`.
+    """The peak number of microbatches in flight on a rank, summed over its stages as in `extrapolation.in_flight`.
 
-    For the schedules that split backward, and for those that fill the pipeline in rounds, the true number may be
-    smaller by a few.
+    For schedules that split backward, and for schedules that fill the pipeline in rounds, the true number may be
+    slightly smaller.
 
     Args:
         schedule: name of the schedule.
         pp: number of ranks in the pipeline.
-        virtual: stages per rank.
+        virtual: number of stages per rank.
         n: number of microbatches.
-        place: place of the rank in the pipeline.
+        place: index of the rank's place in the pipeline.
     """
     if schedule in ("GPipe", "LoopedBFS"):
         return n * virtual
@@ -188,4 +191,4 @@ def in_flight_of(schedule: str, pp: int, virtual: int, n: int, place: int) -> in
     warm_up = (virtual - 1) * per_round
     if schedule == "Interleaved1F1B":
         return min(n * virtual, warm_up + 2 * (pp - 1 - place) + 1)
-    return min(n * virtual, warm_up + pp)  # each rank postpones as many W as it has ranks before it
+    return min(n * virtual, warm_up + pp)  # each rank postpones one W for each earlier rank

@@ -1,4 +1,4 @@
-"""Several plans at once, each in processes that can be ended at any time.
+"""Make several plans at once, in processes that can be killed at any time.
 
 with Planners(2, 70 * 2**30) as planners:
     planners.begin("first", cfg, sizes, device, finish)
@@ -26,11 +26,11 @@ Value = TypeVar("Value")
 
 
 class TooLarge(ValueError):
-    """A rank's peak that exceeds the room for tensors, so that the job's other ranks are not planned.
+    """Raised if a rank's peak exceeds the memory for tensors. The job's remaining ranks are then not planned.
 
     Args:
-        peak_bytes: the peak.
-        room_bytes: memory for tensors.
+        peak_bytes: peak memory of the rank.
+        room_bytes: memory that tensors can use.
     """
 
     def __init__(self, peak_bytes: int, room_bytes: int) -> None:
@@ -39,11 +39,11 @@ class TooLarge(ValueError):
 
 
 class Planners(Generic[Name, Value]):
-    """A number of threads that plan jobs. Leaving the `with` block early ends what is still being planned.
+    """A pool of threads that plan jobs. Leaving the `with` block kills all plans that are still running.
 
     Args:
-        at_once: number of plans at once.
-        room_bytes: memory for tensors.
+        at_once: number of plans to make at once.
+        room_bytes: memory that tensors can use.
     """
 
     def __init__(self, at_once: int, room_bytes: int) -> None:
@@ -60,14 +60,14 @@ class Planners(Generic[Name, Value]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped = True
-        # Processes that have ended are still in the list; to kill one of them does nothing.
+        # The list may contain processes that have ended. Killing an ended process does nothing.
         for process in [*self._processes]:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
 
     @property
     def n_running(self) -> int:
-        """Number of plans that have begun and are not done."""
+        """The number of plans that have begun but are not done."""
         return len(self._running)
 
     def begin(
@@ -83,7 +83,7 @@ class Planners(Generic[Name, Value]):
         Args:
             name: name of the result.
             cfg, sizes, device: arguments of `plan_job`.
-            finish: function that makes the result from the plan.
+            finish: function that computes the result from the plan.
         """
 
         def work() -> Value:
@@ -92,9 +92,9 @@ class Planners(Generic[Name, Value]):
         self._running[self._threads.submit(work)] = name
 
     def done(self) -> list[tuple[Name, Value | ValueError]]:
-        """Wait until a plan is done, and return all plans that are: name, and value or error.
+        """Wait until at least one plan is done, and return (name, value or error) for each plan that is done.
 
-        The error is TooLarge as soon as one rank does not fit, or what `plan_job` refused.
+        The error is `TooLarge` if a rank does not fit, or the ValueError with which `plan_job` refused the job.
         """
         ended, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
         results: list[tuple[Name, Value | ValueError]] = []
@@ -107,7 +107,7 @@ class Planners(Generic[Name, Value]):
         return results
 
     def _run_role(self, *arguments: Any) -> Role:
-        """Run `plan_role` in a process of its own."""
+        """Run `plan_role` in a separate process."""
         try:
             role = own_process.run(plan_role, *arguments, on_start=self._has_started)
         except ChildProcessError as error:
@@ -117,7 +117,7 @@ class Planners(Generic[Name, Value]):
         return role
 
     def _has_started(self, process: BaseProcess) -> None:
-        """Take note of a process, which `__exit__` may have to kill."""
+        """Record a process, because `__exit__` may have to kill it."""
         self._processes.append(process)
         if self._stopped:
             process.kill()

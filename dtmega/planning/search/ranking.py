@@ -1,8 +1,8 @@
-"""The search itself: legal layouts are estimated, the fastest of those that may fit are planned, and plans are ranked.
+"""The search itself: estimate the legal layouts, plan the fastest layouts that may fit, and rank the plans.
 
-Training's own refusals leave the legal layouts (`layouts.py`). Closed forms estimate the memory and the time of each
-(`estimate.py`), and the fastest of those that may fit are planned: their real steps are counted (`plan.plan_job`) and
-simulated (`plan.time_step`). Only plans are ranked.
+Training's own checks determine the legal layouts (`layouts.py`). Closed forms estimate the memory and the time of each
+legal layout (`estimate.py`). The fastest layouts among those that may fit are planned: their real steps are counted
+(`plan.plan_job`) and simulated (`plan.time_step`). Only plans are ranked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtmega.planning.search.layouts import Layouts, Reason
 from dtmega.planning.search.planners import Planners, TooLarge
 from dtmega.planning.search.shortlist import Entry, Shortlist
 
-AT_ONCE = 2  # plans at once
+AT_ONCE = 2  # number of plans made at once
 
 
 class Progress(NamedTuple):
@@ -33,9 +33,9 @@ class Progress(NamedTuple):
 
     Attributes:
         doing: current phase of the search.
-        done, all: numbers of layouts; `all` is 0 while it is unknown.
-        left_s: estimated time to the end of the search; None while it is unknown.
-        best: the best plan so far.
+        done, all: numbers of processed layouts and of all layouts; `all` is 0 while the number is unknown.
+        left_s: estimated time until the search ends; None while the time is unknown.
+        best: best plan so far.
     """
 
     doing: str
@@ -57,10 +57,10 @@ class Summary(NamedTuple):
     """The memory of a plan's fullest rank.
 
     Attributes:
-        place: place of the rank in the pipeline.
-        peak_bytes: its peak.
-        action: action of the schedule in which the peak is reached.
-        at_peak: bytes of each owner at that time.
+        place: pipeline place of the rank.
+        peak_bytes: peak memory of the rank.
+        action: action of the schedule during which the peak occurs.
+        at_peak: bytes of each owner at the peak.
     """
 
     place: int
@@ -73,13 +73,13 @@ class Result(NamedTuple):
     """A layout that was planned.
 
     Attributes:
-        overrides: the layout's keys and values, as in `--section.key value`.
-        layout: the same as a record.
-        estimate: the estimate for which the layout was chosen.
+        overrides: keys and values of the layout, as in `--section.key value`.
+        layout: layout itself.
+        estimate: estimate because of which the layout was chosen.
         summary: memory of the fullest rank.
         time: predicted time of a step.
         tokens_per_s: predicted tokens per second of all ranks.
-        fits: True if peak and reserve together fit into memory.
+        fits: whether the peak and the reserve together fit into the memory.
     """
 
     overrides: dict[str, Any]
@@ -95,8 +95,8 @@ class Planned(NamedTuple):
     """The plans made so far.
 
     Attributes:
-        results: the layouts that were planned.
-        failed: layouts whose plans were given up, with the reason: a rank does not fit, or cannot be planned.
+        results: results of the layouts that were planned.
+        failed: layouts whose plans were abandoned, with the reason: a rank does not fit or cannot be planned.
     """
 
     results: list[Result]
@@ -107,16 +107,16 @@ class Found(NamedTuple):
     """The result of a search.
 
     Attributes:
-        ranked: the planned layouts: those that fit by tokens per second, then the others by their peak. Layouts whose
-            plan was given up because one rank does not fit are among the fallen.
-        fallen: reasons for which the other layouts fell, with numbers of layouts.
-        estimated: the fastest layouts by estimate, if the search was interrupted before any was planned.
+        ranked: planned layouts. Layouts that fit come first, ordered by tokens per second; the rest follow, ordered by
+            peak. A layout whose plan was abandoned because one rank does not fit is counted in `fallen` instead.
+        fallen: reasons why the remaining layouts were rejected, with the number of layouts for each reason.
+        estimated: fastest layouts by estimate, if the search was interrupted before any layout was planned.
         fixed: keys that were not varied, with their values.
         world: number of ranks.
-        n_layouts, n_legal: numbers of all layouts, and of those that training accepts.
-        memory_bytes, reserve_bytes: memory of a device, and the part of it that tensors cannot use.
-        seconds: time of the search.
-        interrupted: True if the user ended the search early.
+        n_layouts, n_legal: number of all layouts, and number of layouts that training accepts.
+        memory_bytes, reserve_bytes: memory of a device, and the part of the memory that tensors cannot use.
+        seconds: duration of the search.
+        interrupted: whether the user ended the search early.
     """
 
     ranked: list[Result]
@@ -133,7 +133,7 @@ class Found(NamedTuple):
 
     @property
     def best(self) -> Result | None:
-        """The layout with the most tokens per second among those that fit; None if none fits."""
+        """The fastest layout among the planned layouts that fit; None if no planned layout fits."""
         return self.ranked[0] if self.ranked and self.ranked[0].fits else None
 
 
@@ -154,23 +154,23 @@ def search(
 ) -> Found:
     """Search for the fastest layout that fits.
 
-    A KeyboardInterrupt ends the search early; what is known by then is returned.
+    A KeyboardInterrupt ends the search early, and the results so far are returned.
 
     Args:
-        cfg: the configuration, completed by `families.resolve`. The global batch and all keys that are not varied stay
-            as they are.
-        fixed_keys: keys such as "mesh.tp" whose values stay as they are, too.
+        cfg: configuration, completed by `families.resolve`. The global batch, and all keys that the search does not
+            vary, keep their values.
+        fixed_keys: additional keys, such as "mesh.tp", that the search must not vary.
         world: number of ranks.
-        fabric: the fabric.
+        fabric: fabric of the cluster.
         memory_bytes: memory of a device.
-        reserve_bytes: the part of it that tensors cannot use.
-        top: number of layouts that are planned.
+        reserve_bytes: part of the memory that tensors cannot use.
+        top: number of layouts to plan.
         device: device that is pretended on every rank; None for a GPU.
-        on_progress: function that is called while the search runs.
+        on_progress: function that is called repeatedly while the search runs.
 
     Raises:
-        ValueError: a fixed key is none that is varied, the fixed sizes of the mesh do not divide the ranks, or the
-            fabric has no speed for the dtype.
+        ValueError: a fixed key is not among the varied keys, the fixed sizes of the mesh do not divide the number of
+            ranks, or the fabric has no speed for the dtype.
     """
     started_s = time.monotonic()
     device = device or torch.device("cuda", 0)
@@ -220,9 +220,9 @@ def _plan_best(
     planned: Planned,
     on_progress: Callable[[Progress], object],
 ) -> None:
-    """Plan the first `top` layouts, and if none of them fits, further ones until one does.
+    """Plan the first `top` layouts. If none of these layouts fits, plan more layouts until one fits.
 
-    Results are added to `planned` as they come, so that an interruption leaves what is known.
+    Each result is added to `planned` at once, so that no result is lost if the search is interrupted.
     """
     started_s = time.monotonic()
     chosen = shortlist.chosen()
@@ -255,11 +255,11 @@ def result_of(plan: Plan, layout: Layout, estimate: Estimate, fabric: Fabric, ro
     """The result of a plan.
 
     Args:
-        plan: the plan.
-        layout: its layout.
-        estimate: the layout's estimate.
-        fabric: the fabric.
-        room_bytes: memory for tensors.
+        plan: plan of the job.
+        layout: layout that was planned.
+        estimate: estimate of the layout.
+        fabric: fabric of the cluster.
+        room_bytes: memory that tensors can use.
 
     Raises:
         ValueError: the fabric has no speed for the dtype.

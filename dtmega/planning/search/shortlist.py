@@ -1,4 +1,4 @@
-"""The layouts that a search plans: the fastest by estimate among those that may fit."""
+"""Choose the layouts that a search plans: the fastest layouts by estimate, among those that may fit."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dtmega.planning.search.estimate import MARGIN, Estimate, Estimator
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.layouts import Fallen, Layouts
 
-EVERY_S = 0.5  # time between two reports of progress
-ROUNDS = 3  # this many times `top` layouts are listed, in case none of the first ones fits
-KEPT = 3  # this many times as many are kept while all are estimated, because some differ in their schedule alone
+EVERY_S = 0.5  # time between two progress reports
+ROUNDS = 3  # the shortlist has ROUNDS times `top` layouts, in case none of the first layouts fits
+KEPT = 3  # during estimation, KEPT times as many layouts are kept, because some differ only in their schedule
 GIB = 2**30
 
 
 class Entry(NamedTuple):
-    """A layout with its estimate. The largest entry is the fastest, and of equally fast ones the smallest.
+    """A layout with its estimate. The largest entry is the fastest; of equally fast entries, it has the smallest peak.
 
     Attributes:
         speed: negative time of a step.
         room: negative peak.
-        number: number of the layout, which decides between equal ones.
-        layout: the layout.
-        estimate: its estimate.
+        number: number of the layout, which breaks ties.
+        layout: layout that was estimated.
+        estimate: estimate of the layout.
     """
 
     speed: float
@@ -39,18 +39,18 @@ class Entry(NamedTuple):
 class Shortlist:
     """The fastest layouts by estimate.
 
-    A layout that fits by its estimate may not fit by counts, and the other way round, but not by more than MARGIN. So
-    layouts fall only beyond the margin.
+    An estimated peak and a counted peak differ by a factor of at most MARGIN. A layout is therefore rejected only if
+    its estimate exceeds the memory by more than this factor.
 
     Args:
-        room_bytes: memory for tensors.
+        room_bytes: memory that tensors can use.
         top: number of layouts to plan.
 
     Attributes:
-        fallen: reasons for which layouts fell.
+        fallen: reasons why layouts were rejected.
         n_refused: number of layouts that training refuses.
         n_legal: number of layouts that training accepts.
-        n_may_fit: number of layouts among these that may fit.
+        n_may_fit: number of legal layouts that may fit.
     """
 
     def __init__(self, room_bytes: int, top: int) -> None:
@@ -58,7 +58,8 @@ class Shortlist:
         self.fallen = Fallen()
         self.n_refused = self.n_legal = self.n_may_fit = 0
         self._numbers = itertools.count()
-        # Those that fit even if counts are larger by the margin, those that fit by the estimate, and the others.
+        # Layouts that fit even if the counts exceed the estimate by the margin, layouts that fit by the estimate, and
+        # layouts that may fit although the estimate does not.
         self._certain: list[Entry] = []
         self._likely: list[Entry] = []
         self._doubtful: list[Entry] = []
@@ -67,9 +68,9 @@ class Shortlist:
         """Estimate all legal layouts.
 
         Args:
-            layouts: all layouts.
-            estimator: the estimator.
-            on_estimated: function that is called now and then with the number of layouts so far.
+            layouts: all layouts of the job.
+            estimator: estimator of memory and time.
+            on_estimated: function that is called every EVERY_S seconds with the number of layouts so far.
 
         Raises:
             ValueError: the fabric has no speed for the dtype.
@@ -108,10 +109,11 @@ class Shortlist:
             heapq.heappushpop(heap, entry)
 
     def chosen(self) -> list[Entry]:
-        """The layouts to plan, in this order: the fastest `top`, of which at least half fit by their estimate.
+        """The layouts to plan, in order. First come the `top` fastest layouts; at least half of them fit by estimate.
 
-        More follow in case none of these fits by counts, those that fit for certain first. Of layouts that differ in
-        their schedule alone and are equally fast, the one with the smallest peak is taken.
+        More layouts follow, in case none of the first fits by counts. Among these, layouts that certainly fit come
+        first. If several equally fast layouts differ only in their schedule, the layout with the smallest peak is
+        taken.
         """
         likely = _without_equals([*self._certain, *self._likely])
         doubtful = _without_equals(self._doubtful)
@@ -127,8 +129,8 @@ class Shortlist:
         """Count the layouts that may fit but were not planned.
 
         Args:
-            planned: layouts that were planned, or could not be planned.
-            fastest_s: shortest estimate of a planned layout.
+            planned: layouts that the search planned or failed to plan.
+            fastest_s: shortest estimated step time of a planned layout.
         """
         n = self.n_may_fit - len(planned)
         if n == 0:
@@ -142,7 +144,7 @@ class Shortlist:
 
 
 def _without_equals(heap: Collection[Entry]) -> list[Entry]:
-    """The entries of a heap, the fastest first; of those that differ in schedule and peak only, the smallest one."""
+    """The entries of a heap, fastest first. Of entries that differ only in schedule and peak, the smallest is kept."""
     kept: dict[tuple[Layout, float], Entry] = {}
     for entry in sorted(heap, reverse=True):
         kept.setdefault((entry.layout._replace(schedule=""), entry.speed), entry)

@@ -1,4 +1,4 @@
-"""The result of a search as a table, as JSON, and as a configuration."""
+"""Write the result of a search as a table, as JSON, or as a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = 120
 
 
 def text(found: Found) -> str:
-    """The table of the planned layouts, and the reasons for which the others fell."""
+    """The table of the planned layouts, and the reasons why the remaining layouts were rejected."""
     room = f"{found.memory_bytes / GIB:.1f} GiB less {found.reserve_bytes / GIB:.1f} GiB in reserve"
     lines = [
         f"{found.n_layouts:,} layouts of {found.world:,} ranks, of which training accepts {found.n_legal:,}; "
@@ -63,7 +63,7 @@ def _toml(value: Any) -> str:
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """The result as JSON's types."""
+    """Convert a search result to types that JSON can express."""
     ranked = []
     for result in found.ranked:
         time = result.time
@@ -103,14 +103,14 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 
 def best_toml(cfg: config.Config, found: Found) -> str:
-    """The configuration with the best layout, all keys included, as TOML that `train` accepts.
+    """The complete configuration with the best layout, as TOML that `train` accepts.
 
     Args:
-        cfg: the configuration that was searched.
-        found: the result of the search.
+        cfg: configuration that was searched.
+        found: result of the search.
 
     Raises:
-        ValueError: no layout fits.
+        ValueError: none of the planned layouts fits.
     """
     if found.best is None:
         raise ValueError(

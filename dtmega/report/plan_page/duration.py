@@ -20,9 +20,10 @@ SCHEDULE_NOTE = (
 
 
 def parts(time: StepTime) -> dict[str, tuple[float, str]]:
-    """The parts of a step, means over the places of the pipeline: name -> (seconds, colour). They add up to the step.
+    """The parts of a step: name -> (seconds, colour). The seconds are means over the pipeline's places.
 
-    The names are those of `StepTime`: kind of action or phase for computing time, "exposed: AXIS", and "bubble".
+    The seconds add up to the step time. The names are the same as in `StepTime`: the kind of action or the phase for
+    computing time, "exposed: AXIS", and "bubble".
     """
     out: dict[str, tuple[float, str]] = {}
     for place, (kind, compute_s) in enumerate(time.compute_by_action.items()):
@@ -38,7 +39,7 @@ def parts(time: StepTime) -> dict[str, tuple[float, str]]:
 
 
 def section(plan: Plan, time: StepTime | None, fabric: str) -> list[str]:
-    """The HTML of the section; [] if the time is not known."""
+    """The HTML of the section about the step time; [] if the time is not known."""
     if time is None:
         return []
     bar, rows = "", []
@@ -59,7 +60,7 @@ def section(plan: Plan, time: StepTime | None, fabric: str) -> list[str]:
 
 
 def _schedule(plan: Plan, time: StepTime) -> list[str]:
-    """The drawing of the schedule; [] without a pipeline."""
+    """The HTML of the schedule's drawing; [] without a pipeline."""
     if plan.table is None or time.timeline is None:
         return []
     n_actions = sum(map(len, plan.table))

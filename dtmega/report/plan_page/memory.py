@@ -19,17 +19,17 @@ from dtmega.report.plots import INK, style, written
 PANEL, GAP, EDGE = 300, 104, 90  # pixels
 NARROW_LEGEND = 160  # additional height of the legend in a narrow window, in pixels
 MAX_TICKS = 36  # maximum number of actions that are named below a panel
-FAR = 3  # a limit that is higher than this many times the highest peak is not drawn
+FAR = 3  # the line of the memory limit is left out if the limit exceeds this multiple of the highest peak
 HEADROOM = 1.06  # height of a panel, divided by the highest value in it
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 LIMIT, HELD = "the device's memory, minus the reserve", "held when the action ends"
 
 
 def figure(places: Sequence[Places], limit_bytes: int | None) -> str:
-    """Draw the memory during each action of the step, in the host's order.
+    """Draw the memory during each action of the step. The actions are in the order in which the host issues them.
 
     Args:
-        places: the roles.
+        places: groups of pipeline places, one for each role.
         limit_bytes: memory of one device without the reserve; None if it is not known.
 
     Returns:
@@ -63,7 +63,7 @@ def figure(places: Sequence[Places], limit_bytes: int | None) -> str:
 
 
 def names_of_spans(spans: Sequence[Span]) -> list[str]:
-    """A name for each span, all different: the action, or for the time between two actions "after" the first one."""
+    """A unique name for each span: the action, or "after ACTION" for the time between this action and the next."""
     names: list[str] = []
     seen: Counter[str] = Counter()
     last_action = ""
@@ -85,12 +85,12 @@ def _add_panel(
     """Draw the memory of one role.
 
     Args:
-        picture: the figure.
-        role: the role.
+        picture: plotly figure to draw in.
+        role: role whose memory is drawn.
         row: number of the panel, from 1.
         unit_bytes: bytes of one unit on the vertical axis.
         limit_bytes: height of the line that shows the device's memory; None for no line.
-        shown: names that the legend has already; the function adds the names that it shows.
+        shown: names that the legend already contains; the function adds the names that it draws.
     """
     spans = role.spans
     names = names_of_spans(spans)
@@ -124,18 +124,18 @@ def _add_line(
     dash: str = "",
     stackgroup: str | None = None,
 ) -> None:
-    """Add one area (with `stackgroup`) or line, whose value is constant during each action.
+    """Add an area (with `stackgroup`) or a line. The value is constant during each action.
 
     Args:
-        picture: the figure.
+        picture: plotly figure to draw in.
         names: name of each action, for the horizontal axis.
         values: value of each action.
         name: name in the legend.
         row: number of the panel, from 1.
-        shown: names that the legend has already; `name` is added.
+        shown: names that the legend already contains; the function adds `name`.
         colour: colour of the area or line.
         dash: plotly's name for the dashes of a line.
-        stackgroup: the areas with this name stand on each other; None for a line.
+        stackgroup: name that stacked areas share; None for a line.
     """
     picture.add_scatter(
         x=names,

@@ -1,4 +1,4 @@
-"""The owners of a plan's memory in a dozen classes, and the places of the pipeline that share a role."""
+"""Divide the owners of a plan's memory into a dozen classes, and group the pipeline's places that share a role."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def class_of(owner: str) -> str:
     for beginning, name in BEGINNINGS.items():
         if owner.startswith(beginning):
             return name
-    # A phase and torch's operator, such as "optimizer: mul".
+    # The owner of a temporary is named after a phase and an operator of torch, for example "optimizer: mul".
     return "temporaries of other phases" if ": " in owner else "other"
 
 
@@ -57,7 +57,7 @@ class Places(NamedTuple):
         numbers: numbers of the places, ascending.
         role: plan of a rank at the first of these places.
         pieces: pieces of the model at the first of these places, in words.
-        in_pipeline: False if there is no pipeline, so that there is one place.
+        in_pipeline: whether there is a pipeline; without a pipeline, there is only one place.
     """
 
     numbers: list[int]
@@ -92,7 +92,7 @@ def distinct_places(plan: Plan) -> list[Places]:
 
 
 def _in_words(pieces: list[str]) -> str:
-    """The pieces of one stage: "embed, layers.0" or "embed to layers.9 (11 pieces)"."""
+    """The pieces of one stage in words: "embed, layers.0" or "embed to layers.9 (11 pieces)"."""
     if len(pieces) <= MAX_PIECES:
         return ", ".join(pieces)
     return f"{pieces[0]} to {pieces[-1]} ({len(pieces)} pieces)"

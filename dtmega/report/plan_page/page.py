@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
     Attributes:
         memory_bytes: whole memory; None if it is not known.
-        reserve_bytes: the part that tensors cannot use.
+        reserve_bytes: part of the memory that tensors cannot use.
     """
 
     memory_bytes: int | None
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
 
     @property
     def usable_bytes(self) -> int | None:
-        """The part that tensors can use; None if the memory is not known."""
+        """The part of the memory that tensors can use; None if the memory is not known."""
         return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
 
@@ -87,12 +87,12 @@ def page(answer: Answer, plotly: str) -> str:
 
 
 def _layout(plan: Plan) -> dict[str, int]:
-    """The layout as `run.layout_in_words` reads it."""
+    """The plan's layout in the form that `run.layout_in_words` reads."""
     return {"processes": math.prod(plan.sizes.values()), **plan.sizes}
 
 
 def _head(answer: Answer, title: str) -> list[str]:
-    """The title, whether the job fits, and the most important numbers as cards."""
+    """The top of the page: the title, the verdict on whether the job fits, and the most important numbers as cards."""
     plan, time = answer.plan, answer.time
     peak_bytes = plan.fullest.peak.peak_bytes
     batch = plan.cfg.batch
@@ -139,7 +139,7 @@ def _verdict(answer: Answer) -> str:
 
 
 def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
-    """The section with the figure of the memory, and for each role a table of the owners at the peak."""
+    """The section about memory: the figure, and for each role a table of the owners at the peak."""
     plan = answer.plan
     notes = [MEMORY_NOTE]
     if plan.table is not None:
@@ -162,7 +162,7 @@ def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
 
 
 def _owners(role: Role) -> str:
-    """A table of the owners at a role's peak, and of what they hold between two steps; the small ones folded away."""
+    """The HTML of a table of the owners at a role's peak, largest first. Only the first SHOWN_OWNERS are unfolded."""
     peak = role.peak
     rows = []
     for owner, n_bytes in sorted(peak.at_peak.items(), key=lambda pair: pair[1], reverse=True):
@@ -176,7 +176,7 @@ def _owners(role: Role) -> str:
 
 
 def _totals(answer: Answer, places: Sequence[Places]) -> list[str]:
-    """The section with a table of each role's totals, and what the whole run costs."""
+    """The section with a table of each role's totals and, if known, a table of the whole run's cost."""
     rows = []
     for each in places:
         role = each.role

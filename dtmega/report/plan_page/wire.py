@@ -1,4 +1,4 @@
-"""Add up the messages of a step by axis, and show them: bytes, time, and the part of the time that is exposed."""
+"""Add up the messages of a step by axis, and show their bytes, their time, and the exposed part of the time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NOTE = (
 
 
 class AxisWire(NamedTuple):
-    """The messages of one rank and one step over one axis: means over the places of the pipeline.
+    """The messages that one rank sends over one axis in one step. The numbers are means over the pipeline's places.
 
     Attributes:
         axis: name of the process group, or "AXIS, between stages" for messages from rank to rank.
         messages: number of messages.
         n_bytes: bytes of these messages.
         seconds: duration of the messages; None if it is not known.
-        exposed_s: part of the duration in which kernels wait.
+        exposed_s: part of the duration during which kernels wait.
     """
 
     axis: str
@@ -41,7 +41,7 @@ class AxisWire(NamedTuple):
 
 
 def by_axis(plan: Plan, time: StepTime | None) -> list[AxisWire]:
-    """The messages by axis, the longest first."""
+    """The messages of each axis. The axis whose messages take longest comes first."""
     messages: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     for role in plan.roles.values():
@@ -63,12 +63,12 @@ def by_axis(plan: Plan, time: StepTime | None) -> list[AxisWire]:
 
 
 def in_words(axis: str) -> str:
-    """The name of an axis, for a reader."""
+    """A readable name for an axis."""
     return "kernels on another stream" if axis == OTHER else axis
 
 
 def section(plan: Plan, time: StepTime | None, places: Sequence[Places]) -> list[str]:
-    """The HTML of the section; [] if no rank sends anything."""
+    """The HTML of the section about messages; [] if no rank sends anything."""
     rows = by_axis(plan, time)
     if not rows:
         return []
@@ -93,7 +93,7 @@ def section(plan: Plan, time: StepTime | None, places: Sequence[Places]) -> list
 
 
 def _bar(row: AxisWire, longest_s: float) -> str:
-    """A bar for the time of an axis, whose exposed part has another colour; '' if nothing takes time."""
+    """The HTML of a bar that shows an axis's exposed and covered time in two colours; '' if nothing takes time."""
     if not longest_s:
         return ""
     covered_s = max((row.seconds or 0.0) - row.exposed_s, 0.0)
@@ -104,7 +104,7 @@ def _bar(row: AxisWire, longest_s: float) -> str:
 
 
 def _details(places: Places) -> str:
-    """A folded table with all messages of one role."""
+    """The HTML of a folded table with all messages of one role; '' if there are no messages."""
     rows = []
     for (axis, collective, n_bytes), times in sorted(totals(places.role).messages.items()):
         whole = times * n_bytes

@@ -12,7 +12,7 @@ from dtmega.planning.prices.step_time import StepTime
 
 
 def check_page(path: str | Path) -> None:
-    """Check that the page can be written, before a plan takes its time.
+    """Check that the page can be written. Call this function first, because making a plan takes long.
 
     Args:
         path: path of the page.
@@ -48,20 +48,20 @@ def write_plan_page(
     """Write one HTML file that shows a plan and loads no other files.
 
     Args:
-        plan: the plan.
+        plan: plan to show.
         time: predicted time of a step; None if no fabric was given.
         path: path of the page.
         command: command that made the plan; '' to leave it out.
         memory_bytes: memory of one device; None if it is not known.
-        reserve_bytes: the part of this memory that tensors cannot use.
-        fabric: name of the fabric behind `time`.
+        reserve_bytes: part of the device's memory that tensors cannot use.
+        fabric: name of the fabric for which `time` was predicted.
         budget: predicted cost of the whole run; None if no number of tokens was given.
 
     Raises:
         ValueError: the page cannot be written, or plotly is not installed.
     """
     check_page(path)
-    # Optional libraries, and the modules that need them, are imported only after the check above.
+    # Optional libraries, and the modules that need these libraries, are imported only after the check above.
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
 
     from dtmega.report.plan_page import page

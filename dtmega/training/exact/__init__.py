@@ -1,10 +1,10 @@
-"""The rules of [run] exact: what may run with it, and what may not change when a run resumes.
+"""The rules of [run] exact: the settings that it supports, and the settings that must not change when a run resumes.
 
-    record.py     the digests of each step, which the run writes down
-    recorded.py   the digests that a run has written down, compared with those of `dtmega replay`
+    record.py     writes the digests of each step
+    recorded.py   reads the digests of a run, and compares them with the digests of `dtmega replay`
 
-Every combination is refused unless a list below allows it: the lists hold what benchmarks/exact.py has proved to the
-bit. `fsdp/exact.py` adds the gradients, `ops/fixed_point.py` does the arithmetic.
+Every setting is refused unless a list below allows it. The lists contain the settings for which benchmarks/exact.py has
+proved that every bit is equal. `fsdp/exact.py` adds the gradients, and `ops/fixed_point.py` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ DEVICES = ("cpu",)
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 OBJECTIVES = ("auto", "conversations")
 MACHINE = ("torch's version", "the kind of processor")
-_told: list[Callable[[str], object]] = []  # by `another_machine_allowed`
+_told: list[Callable[[str], object]] = []  # functions that `another_machine_allowed` has registered
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
-    """Refuse what is not proved to keep every bit on all layouts.
+    """Refuse settings that are not proved to keep every bit on all layouts.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         sizes: resolved size of each mesh axis.
-        device: device that the rank computes on.
+        device: device on which the rank computes.
 
     Raises:
-        ValueError: the configuration asks for [run] exact together with something outside the lists.
+        ValueError: the configuration combines [run] exact with a setting outside the lists.
     """
     if not cfg.run.exact:
         return
-    # Each row: the value that is asked for, the values that are allowed, the key, and the reason.
+    # Each row: the configured value, the allowed values, the key, and the reason.
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
         (cfg.model.name, proved("eager"), "[model] name", "other families are not proved"),
         (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
@@ -76,7 +76,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
 
 
 def proved(way: str) -> tuple[Any, ...]:
-    """Names of the families that keep every bit in this way of running, one of the words of `Family.exact`."""
+    """The names of the model families that keep every bit when they run in a given way, a word from `Family.exact`."""
     return tuple(name for name, family in families.FAMILIES.items() if way in family.exact)
 
 
@@ -84,10 +84,10 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     """Make the integer sums of this rank's stages.
 
     Args:
-        world: the processes and the mesh.
-        whole: the whole model.
-        stages: this rank's stages, by number.
-        partial: names of the parameters whose gradients must be summed over tp, by stage.
+        world: processes and mesh of the run.
+        whole: whole model.
+        stages: number of each of this rank's stages -> the stage.
+        partial: number of a stage -> names of the parameters whose gradients must be summed over tp.
     """
     sizes = {whole.full_name(name): parameter.numel() for name, parameter in whole.named_parameters()}
     n_readers = len(whole.blocks()) if whole.read_by_layers else 1
@@ -96,7 +96,7 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
     n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
-    # The digests of the tp and cp ranks differ also where their gradients are equal.
+    # With this text, the digests of the tp and cp ranks differ even if their gradients are equal.
     share = f"tp {world.coordinate('tp')}, cp {world.coordinate('cp')}"
     found = ExactSums(sizes, n_parts, groups, world.device, share)
     for number, stage in stages.items():
@@ -107,12 +107,12 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
 
 
 def squared_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
-    """The square of the gradient's norm; infinity if the step has no gradient, because it failed.
+    """The square of the gradient's norm; infinity if the step failed and therefore has no gradient.
 
     Args:
-        sums: the sums of the step.
-        counted: this rank's part of the parameters, by name. Each element is on one rank of the group only.
-        group: the ranks that hold the model once.
+        sums: integer sums of the step.
+        counted: name of a parameter -> this rank's part. Each element is on only one rank of the group.
+        group: process group of the ranks that together hold the model once.
     """
     if not sums.succeeded:
         return math.inf
@@ -121,17 +121,17 @@ def squared_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: di
 
 
 def weights_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
-    """The norm of all weights; the arguments are those of `squared_norm`."""
+    """The norm of all weights. The arguments are the same as for `squared_norm`."""
     parts = {name: local(parameter.detach()) for name, parameter in counted.items()}
     return math.sqrt(fixed_point.squared_norm(parts, sums.sizes, group))
 
 
 def grid_overflow(step: int, names: Sequence[str]) -> str:
-    """The line about a step that is skipped because gradients exceeded their grid.
+    """A line for the user about a step that is skipped because gradients exceeded their grid.
 
     Args:
         step: number of the step.
-        names: names of the tensors.
+        names: names of the tensors whose gradients exceeded the grid.
     """
     others = f" and of {len(names) - 1} more tensors" if len(names) > 1 else ""
     return (
@@ -141,12 +141,12 @@ def grid_overflow(step: int, names: Sequence[str]) -> str:
 
 
 def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, compiled: bool) -> dict[str, Any]:
-    """The settings that decide the bits of one microbatch, and therefore may not change within a run.
+    """The settings that determine the bits of one microbatch, and therefore must not change within a run.
 
     Args:
-        cfg: the run's configuration, with all open values filled in.
+        cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
-        device: device that the rank computes on.
+        device: device on which the rank computes.
         compiled: whether blocks are compiled.
     """
     return {
@@ -166,14 +166,14 @@ def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, co
 
 
 def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
-    """Refuse to go on with other bits than those that the run began with.
+    """Refuse to continue a run with settings that would change its bits.
 
     Args:
         was: state that the checkpoint stores; None for a new run.
         now: settings of this start, from `fixed`.
 
     Raises:
-        ValueError: a value differs.
+        ValueError: a setting differs from the checkpoint.
     """
     if was is None:
         return
@@ -195,10 +195,10 @@ def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
 
 @contextmanager
 def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
-    """Inside the `with` block, allow another version of torch or kind of processor than the run began with.
+    """Inside the `with` block, allow a version of torch or a kind of processor that differs from the start of the run.
 
     Args:
-        tell: function that gets each such change in words.
+        tell: function that is called with a description of each change.
     """
     _told.append(tell)
     try:
@@ -208,7 +208,7 @@ def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def kind_of_processor(device: torch.device) -> str:
-    """The name of the GPU, or the name of the CPU with the instructions that torch uses on it."""
+    """The name of the GPU, or the name of the CPU and the instruction set that torch uses on this CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.machine()
@@ -229,18 +229,18 @@ def begin(
     compiled: bool,
     was: ExactState | None,
 ) -> None:
-    """Record what may not change in a new run, or go on with the grids of a resumed one. Without [run] exact: nothing.
+    """Record the fixed settings of a run, and restore the grids of a resumed run. Without [run] exact, do nothing.
 
     Args:
-        sums: the run's sums; None without [run] exact.
-        cfg: the run's configuration, with all open values filled in.
+        sums: integer sums of the run; None without [run] exact.
+        cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
-        device: device that the rank computes on.
+        device: device on which the rank computes.
         compiled: whether blocks are compiled.
         was: state that the checkpoint stores; None for a new run.
 
     Raises:
-        ValueError: the run began with other bits.
+        ValueError: a fixed setting differs from the checkpoint.
     """
     if sums is None:
         return
@@ -250,6 +250,6 @@ def begin(
 
 
 def prepare(cfg: config.Config) -> None:
-    """Give this process one thread: how many threads share a product changes its bits."""
+    """Limit this process to one thread, because the bits of a matrix product depend on the number of threads."""
     if cfg.run.exact:
         torch.set_num_threads(1)

@@ -1,11 +1,12 @@
-"""`digests.jsonl`: the bits of each step of a run with [run] exact, in a few numbers, for `dtmega replay`.
+"""`digests.jsonl`: digests of each step of a run with [run] exact, for `dtmega replay`.
 
     {"step": 1, "layout": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, ...}, "hosts": ["a", "b"]}     a start
     {"step": 1, "update": "77ae09c36b67f07a", "microbatches": ["9b2c6e02a76e0aa4", ...]}             a step
 
-A start's line stands before its first step, and has the host of each rank. A step has a digest (`fsdp/digests.py`) of
-the weights after it, and one of each microbatch's rounded gradients, in the order of the global batch. The digests are
-equal on all data layouts. A run that resumes removes the lines of the steps that it repeats, as in metrics.jsonl.
+The line of a start comes before the start's first step, and lists the host of each rank. The line of a step has a
+digest (`fsdp/digests.py`) of the weights after the step, and a digest of each microbatch's rounded gradients, in the
+order of the global batch. The digests are equal on all data layouts. A resumed run removes the lines of the steps that
+it repeats, as in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class StepDigests(NamedTuple):
 
     Attributes:
         update: digest of all weights after the step.
-        microbatches: digest of the rounded gradients of each microbatch, in the order of the global batch.
+        microbatches: digests of each microbatch's rounded gradients, in the order of the global batch.
     """
 
     update: int
@@ -46,9 +47,9 @@ def digests_of(sums: ExactSums, weights: Mapping[str, Tensor], world: World, n_m
     """Add up the digests of all ranks after a step, with one message.
 
     Args:
-        sums: the sums of the step.
-        weights: this rank's part of the weights, by name. Each element is on one rank of `shards` only.
-        world: the processes and the mesh.
+        sums: integer sums of the step.
+        weights: name of a weight -> this rank's part. Each element is on only one rank of the `shards` group.
+        world: processes and mesh of the run.
         n_microbatches: number of this rank's microbatches.
     """
     found = torch.zeros(1 + n_microbatches * world.data_size, dtype=torch.int64, device=world.device)
@@ -65,11 +66,11 @@ def digests_of(sums: ExactSums, weights: Mapping[str, Tensor], world: World, n_m
 
 
 class Record:
-    """The writer of digests.jsonl. Without [run] exact, and in an evaluation, no file is touched.
+    """The writer of digests.jsonl. Without [run] exact, or in an evaluation, the writer touches no file.
 
     Args:
-        cfg: the run's configuration.
-        world: the processes and the mesh. Rank 0 writes for all ranks.
+        cfg: configuration of the run.
+        world: processes and mesh of the run. Rank 0 writes for all ranks.
         at_step: number of steps done before this start.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The digests that a run with [run] exact has written down (`record.py`), and the first one that another run has not.
+"""Read the digests of a run with [run] exact (`record.py`), and find the first difference from a replay.
 
 recorded = read(run_dir)
 recorded.difference(step, found)     # "step 4, microbatch 6 of 8: ..., computed by rank 2 on node-2"
@@ -23,7 +23,7 @@ Hexadecimal = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 class Start(BaseModel):
-    """The line of a start.
+    """The line of a start in digests.jsonl.
 
     Attributes:
         step: first step after the start.
@@ -41,7 +41,7 @@ class Start(BaseModel):
 
         Args:
             microbatch: number of the microbatch in the global batch, from 0.
-            n_microbatches: number of microbatches of the global batch.
+            n_microbatches: number of microbatches in the global batch.
         """
         others = [axis for axis in mesh.AXES if axis not in mesh.DATA]
         of_data_ranks = mesh.rank_groups(self.layout, others)
@@ -49,11 +49,11 @@ class Start(BaseModel):
 
 
 class Step(BaseModel):
-    """The line of a step.
+    """The line of a step in digests.jsonl.
 
     Attributes:
         step: number of the step.
-        update, microbatches: attributes of `StepDigests`, in hexadecimal.
+        update, microbatches: digests from `StepDigests`, in hexadecimal.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -66,18 +66,18 @@ class Recorded(NamedTuple):
     """The digests of a run.
 
     Attributes:
-        steps: digests of each step, by number.
-        starts: the starts, oldest first.
+        steps: number of a step -> digests of the step.
+        starts: starts of the run, oldest first.
     """
 
     steps: dict[int, StepDigests]
     starts: list[Start]
 
     def difference(self, step: int, found: StepDigests) -> str:
-        """Compare a step that was computed again with the run's.
+        """Compare the digests of a replayed step with the recorded digests of the run.
 
         Returns:
-            The first difference in words; '' if all bits are equal.
+            A description of the first difference; '' if all bits are equal.
         """
         was = self.steps[step]
         n = len(was.microbatches)
@@ -107,13 +107,13 @@ class Recorded(NamedTuple):
 
 
 class Comparison(Record):
-    """The record of a replay, which writes nothing and compares each step with the run's.
+    """A `Record` for a replay: it writes nothing, and compares each step with the recorded run.
 
     Args:
         recorded: digests of the run; None on ranks that do not compare.
 
     Attributes:
-        difference: the first difference in words; '' while all bits are equal.
+        difference: description of the first difference; '' while all bits are equal.
     """
 
     def __init__(self, recorded: Recorded | None) -> None:
@@ -122,20 +122,20 @@ class Comparison(Record):
         self.difference = ""
 
     def write(self, step: int, found: StepDigests | None) -> None:
-        """Compare a step."""
+        """Compare a replayed step with the recorded step."""
         if self._recorded is None or found is None or step not in self._recorded.steps:
             return
         self._compared.append(step)
         self.difference = self.difference or self._recorded.difference(step, found)
 
     def sync(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a replay writes no file."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a replay opens no file."""
 
     def summary(self) -> str:
-        """A line about steps that are equal."""
+        """A line for the user about the steps that are equal."""
         if not self._compared:
             return "no step was compared"
         first, last = self._compared[0], self._compared[-1]
@@ -149,7 +149,7 @@ def read(run_dir: Path) -> Recorded:
     """Read a run's digests. Damaged lines are skipped.
 
     Raises:
-        ValueError: there is no digests.jsonl, or it has no line of a step.
+        ValueError: the run directory has no digests.jsonl, or the file has no line of a step.
     """
     path = run_dir / NAME
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -164,7 +164,7 @@ def read(run_dir: Path) -> Recorded:
 
 
 def _add(recorded: Recorded, content: Mapping[str, object]) -> None:
-    """Add a line, unless it is damaged."""
+    """Add the content of a line to the digests, unless the line is damaged."""
     try:
         if "hosts" in content:
             start = Start.model_validate(content)
@@ -179,6 +179,6 @@ def _add(recorded: Recorded, content: Mapping[str, object]) -> None:
 
 
 def _number(text: str) -> int:
-    """The int64 whose bits are written in hexadecimal."""
+    """Convert 64 bits in hexadecimal to the int64 with these bits."""
     bits = int(text, 16)
     return bits - 2**64 if bits >= 2**63 else bits

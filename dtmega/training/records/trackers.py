@@ -5,8 +5,8 @@
     trackers.close(finished=True, within_s=CLOSE_S)
 
 Each tracker has its own thread, which imports the library during the first steps, opens the run, and sends the queued
-rows. If a tracker fails or is slow, one line on stderr says so. Training never waits for a tracker, and goes on if a
-tracker fails.
+rows. If a tracker fails or is slow, one line on stderr reports it. Training never waits for a tracker, and continues if
+a tracker fails.
 
 `trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. With this
 file, a resumed run continues its own run at each tracker, and steps that are repeated after a resume are sent once.
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
     Attributes:
         step: step number.
-        values: the numbers, by key.
+        values: numbers by key.
         time_s: time at which the line was written, in seconds since 1970.
     """
 
@@ -68,7 +68,7 @@ class Tracker(Protocol):
     """An open run at one tracker. After a method has raised an exception, the tracker is no longer used.
 
     Attributes:
-        id: the tracker's id for the run. A resumed run uses the id to continue its run at the tracker.
+        id: identifier of the run at the tracker. A resumed run uses the id to continue its run at the tracker.
     """
 
     id: str
@@ -212,8 +212,8 @@ class Trackers:
     """All trackers of one run. Only the process that writes the reports uses this class.
 
     Args:
-        config: the run's configuration.
-        new: whether the run starts at step 0, so that each tracker opens a new run too.
+        config: configuration of the run.
+        new: whether the run starts at step 0, so that each tracker also opens a new run.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
