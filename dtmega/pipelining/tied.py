@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtmega.distributed import replica_check
+from dtmega.mesh import World
 from dtmega.ops.shards import local
+from dtmega.pipelining.split import Stages
 
 GATHERED = 2**22  # number of elements of each copy to gather at a time, to limit the memory for remote copies
 
@@ -146,3 +149,35 @@ def _add_up(tensors: Sequence[Tensor]) -> Tensor:
 def _device(parameter: Tensor) -> torch.device:
     """The device for collectives. A DTensor uses the mesh's device, since FSDP may offload the tensor's data."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def copies_of_stages(world: World, cut: Stages, whole: Any, stages: Mapping[int, Any]) -> list[Tied]:
+    """The parameters that this rank's stages share with other stages.
+
+    Every rank must call this function, because it makes process groups.
+
+    Args:
+        world: processes and mesh.
+        cut: division of the whole model into stages.
+        whole: whole model (`models.model.Model`), on the meta device.
+        stages: this rank's stages of the model, by stage index.
+    """
+    rank_of: dict[int, int] = {}
+    for rank, numbers in enumerate(cut.ranks):
+        rank_of |= dict.fromkeys(numbers, rank)
+    parameters = {}
+    for number, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            parameters[number, stage.full_name(name)] = parameter
+    tied = []
+    for first_name, numbers in shared(whole, whole.parts(), cut.pieces).items():
+        ranks = sorted({rank_of[number] for number in numbers})
+        group = world.between(ranks) if len(ranks) > 1 else None
+        name = whole.full_name(first_name)
+        places = []
+        for rank in ranks:
+            places.append([number for number in numbers if rank_of[number] == rank])
+        copies = {number: parameters[number, name] for number in numbers if number in stages}
+        if copies:
+            tied.append(Tied(name, copies, places, group))
+    return tied

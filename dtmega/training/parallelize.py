@@ -53,7 +53,7 @@ from dtmega.ops.shards import boxes, local
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
-from dtmega.pipelining.tied import Tied, shared
+from dtmega.pipelining.tied import Tied, copies_of_stages
 from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.plans.expert_parallel import divide
 from dtmega.training import exact
@@ -403,7 +403,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
     if cut is not None:
-        model.tied = _tied(world, cut, whole, stages)
+        model.tied = copies_of_stages(world, cut, whole, stages)
         boundaries = _boundaries(cfg, world, cut, whole)
         sums: dict[int, Any] = {}
         if model.exact is not None:
@@ -463,32 +463,6 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
             tensor.requires_grad_(trained and tensor.is_floating_point())
         boundaries.append(tensors)
     return boundaries
-
-
-def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) -> list[Tied]:
-    """The parameters that this rank's stages share with other stages.
-
-    Every rank must call this function, because it makes process groups.
-    """
-    rank_of: dict[int, int] = {}
-    for rank, numbers in enumerate(cut.ranks):
-        rank_of |= dict.fromkeys(numbers, rank)
-    parameters = {}
-    for number, stage in stages.items():
-        for name, parameter in stage.named_parameters():
-            parameters[number, stage.full_name(name)] = parameter
-    tied = []
-    for first_name, numbers in shared(whole, whole.parts(), cut.pieces).items():
-        ranks = sorted({rank_of[number] for number in numbers})
-        group = world.between(ranks) if len(ranks) > 1 else None
-        name = whole.full_name(first_name)
-        places = []
-        for rank in ranks:
-            places.append([number for number in numbers if rank_of[number] == rank])
-        copies = {number: parameters[number, name] for number in numbers if number in stages}
-        if copies:
-            tied.append(Tied(name, copies, places, group))
-    return tied
 
 
 def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
