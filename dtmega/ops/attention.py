@@ -55,7 +55,7 @@ def attention(
 
     Args:
         q: queries, [B, H, S, K].
-        k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
+        k, v: keys and values, [B, G, T, K] (or narrower values), where G divides H: the first H / G heads of q share the first head of
             k, and so on. With a cache, only the keys and values of the new tokens, [B, G, S, K].
         rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None for no dropout.
@@ -89,7 +89,7 @@ def attention(
             outs.append(_plain(chunk_q, chunk_k, chunk_v, rule, chunk, dropout, scale, softcap))
         return torch.cat(outs, dim=2)
     if q.device.type == "cpu":
-        return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
+        return _by_chunks(q, k, v, scale, rule)
     outs = []
     for chunk in rule.chunks():
         bias = _in_dtype(rule.bias(chunk), q)
@@ -150,6 +150,13 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
     """Convert the bias to fp64 if q is fp64, because torch's CPU kernel would return wrong numbers (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
+
+
+def _by_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, rule: AttentionRule) -> Tensor:
+    # torch's kernel wants values as wide as keys.
+    wide = v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    out: Any = _ByChunks.apply(q, k, wide, scale, *rule)
+    return out[..., : v.shape[-1]]
 
 
 class _ByChunks(torch.autograd.Function):
