@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): all heads' keys and values from one vector.
 
 For each token, `kv_down` computes a latent vector of R numbers and P rotated channels of a key. All heads share both.
-`kv_up` computes each head's values and its other K - P channels of keys from the latent. So a cache stores R + P numbers
-for each token and layer, instead of the keys and values of all heads. Queries may be computed from a latent vector too.
-Only the last P channels of queries and keys are rotated; scores are divided by sqrt(K).
+`kv_up` computes each head's values and its other K - P channels of keys from the latent vector. So a cache stores R + P
+numbers for each token and layer, instead of the keys and values of all heads. Queries may be computed from a latent
+vector, too. Only the last P channels of queries and keys are rotated; scores are divided by sqrt(K).
 
 The channels of a rotated pair are neighbours (0 and 1, 2 and 3, ...), as in DeepSeek's checkpoints.
 """
@@ -69,7 +69,9 @@ class LatentAttention(nn.Module):
         """The queries of all heads before the rotation, [B, S, H K]."""
         if self.q is not None:
             return self.q(x)
-        assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
+        assert self.q_down is not None
+        assert self.q_norm is not None
+        assert self.q_up is not None
         return self.q_up(self.q_norm(self.q_down(x)))
 
 

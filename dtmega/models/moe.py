@@ -1,9 +1,10 @@
 """Mixtures of experts: Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437).
 
-Attention is Llama's, or DeepSeek's latent attention (`latent_attention.py`). A layer has a router and E experts instead of one feed-forward. Each token uses the k experts with
-the largest scores, and its result is the weighted sum of theirs (`routing.py`, `experts.py`). Mixtral and Qwen3-MoE
-take the softmax of all experts' scores, and divide the k weights by their sum. DeepSeek-V3 takes sigmoids, adds a bias for the choice alone, chooses among the experts of a token's best groups, multiplies the weights
-by a factor, and has experts that every token uses; its first layers are dense.
+Attention is Llama's, or DeepSeek's latent attention (`latent_attention.py`). A layer has a router and E experts instead
+of one feed-forward. Each token uses the k experts with the largest scores, and its result is the weighted sum of theirs
+(`routing.py`, `experts.py`). Mixtral and Qwen3-MoE take the softmax of all experts' scores, and divide the k weights by
+their sum. DeepSeek-V3 takes sigmoids, adds a bias for the choice alone, chooses among the experts of a token's best
+groups, multiplies the weights by a factor, and has experts that every token uses; its first layers are dense.
 
 The design:
 - An expert's weights are rows of stacked parameters, gate and up [E, F, D] and down [E, D, F]. tp cuts F, as in any

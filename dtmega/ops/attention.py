@@ -55,8 +55,8 @@ def attention(
 
     Args:
         q: queries, [B, H, S, K].
-        k, v: keys and values, [B, G, T, K] (or narrower values), where G divides H: the first H / G heads of q share the first head of
-            k, and so on. With a cache, only the keys and values of the new tokens, [B, G, S, K].
+        k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
+            k, and so on. Values may be narrower. With a cache, only those of the new tokens, [B, G, S, K].
         rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None for no dropout.
         scale: factor of the scores; None for 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
@@ -153,7 +153,7 @@ def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, rule: AttentionRule) -> Tensor:
-    # torch's kernel wants values as wide as keys.
+    """Compute attention by `_ByChunks`, whose kernel wants values that are as wide as keys."""
     wide = v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     out: Any = _ByChunks.apply(q, k, wide, scale, *rule)
     return out[..., : v.shape[-1]]
@@ -231,18 +231,9 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, soft
 def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
     """Multiply x [B, H, C, n] by y [B, G, n, m], which gives [B, H, C, m]. Each head of y serves H / G heads of x."""
     # The heads of x that share a head of y are stacked into one tall matrix, so that y is not repeated.
-    n_groups = y.shape[1]
-    return _unstacked(torch.matmul(_stacked(x, n_groups), y), x.shape[1])
-
-
-def _stacked(x: Tensor, n_groups: int) -> Tensor:
-    """Stack the rows of the heads in each group: [B, H, C, ...] -> [B, groups, H / groups x C, ...]."""
-    return x.unflatten(1, (n_groups, -1)).flatten(2, 3)
-
-
-def _unstacked(x: Tensor, n_heads: int) -> Tensor:
-    """The inverse of `_stacked`: [B, groups, H / groups x C, ...] -> [B, H, C, ...]."""
-    return x.unflatten(2, (n_heads // x.shape[1], -1)).flatten(1, 2)
+    n_heads, n_groups = x.shape[1], y.shape[1]
+    stacked = x.unflatten(1, (n_groups, -1)).flatten(2, 3)  # [B, G, H / G x C, n]
+    return torch.matmul(stacked, y).unflatten(2, (n_heads // n_groups, -1)).flatten(1, 2)
 
 
 def _flex(
