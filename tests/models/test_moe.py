@@ -31,6 +31,7 @@ from dtmega.models import experts, routing
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.moe import Mixture, MoE
 from dtmega.ops import cost
+from dtmega.ops.key_value_cache import KeyValueCache
 from dtmega.training.checks import check
 from dtmega.training.recompute import recompute
 from tests.interop.hf.files.test_ours import Memory
@@ -366,6 +367,14 @@ def test_a_published_mixture_has_its_published_size_and_costs_what_its_active_pa
         ({"router_bias_rate": 0.1}, "without a bias: expected router_bias=true"),
         ({"capacity_factor": -1.0}, "greater than or equal to 0"),
         ({"capacity_factor": 1.0000001}, r"capacity_factor=1.0000001 has more digits .*: expected at most six after"),
+        ({"rotary_channels": 4, "v_channels": 8}, "rotary_channels, v_channels would not be read: expected kv_latent"),
+        (
+            {"kv_latent_size": 8, "rotary_channels": 4, "n_kv_heads": 2},
+            "expected n_kv_heads=8 and qk_norm=false, got 2",
+        ),
+        ({"kv_latent_size": 8, "rotary_channels": 3}, "rotary_channels=3: expected an even number above 0 and below"),
+        ({"kv_latent_size": 8}, "rotary_channels=0: expected an even number above 0 and below the 32 channels"),
+        ({"kv_latent_size": 8, "rotary_channels": 4, "v_channels": 40}, "more than the 32 channels of a head's keys"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str):
@@ -397,3 +406,38 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(kind: str):
     with torch.no_grad():
         logits = ours(torch.tensor([grown]))
     assert logits[0, 4:-1].argmax(-1).tolist() == grown[5:]
+
+
+def test_a_cache_of_latent_vectors_holds_what_all_heads_share_and_gives_the_logits_of_the_whole_sequence():
+    ours, _, _ = pair("DeepSeek-V3")
+    ours.eval()
+    tokens, places = batch()[0][:, :12], torch.arange(12).expand(len(batch()[0]), -1)
+    cache = KeyValueCache()
+    with torch.no_grad():
+        parts = [ours(tokens[:, s], places=places[:, s], cache=cache) for s in (slice(5), slice(5, 9), slice(9, 12))]
+        assert error(torch.cat(parts, 1), ours(tokens)) < 1e-5
+    widths = {(latents.shape[1:], rotated.shape[1:]) for latents, rotated in cache._layers}
+    assert widths == {((1, 12, 20), (1, 12, 6))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "scales rotary positions by .*yarn.*, expected rope_type"),
+        ({"rope_interleave": False}, "rope_interleave=False, expected True"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax', expected 'sigmoid'"),
+        ({"qk_rope_head_dim": "6"}, "qk_rope_head_dim='6', expected a number"),
+    ],
+)
+def test_what_latent_attention_does_not_compute_is_refused_in_a_directory(changed: dict[str, Any], message: str):
+    _, theirs, form = pair("DeepSeek-V3")
+    stored = theirs.config.to_dict() | {"rope_parameters": None} | changed
+    with pytest.raises(ValueError, match=message):
+        form.section(stored, "config.json")
+
+
+@pytest.mark.parametrize("keys", [{"kv_latent_size": 0, "rotary_channels": 0, "v_channels": 0}, {"shared_experts": 0}])
+def test_a_mixture_that_is_no_deepseek_v3_is_not_written_as_one(keys: dict[str, Any]):
+    ours, _, form = pair("DeepSeek-V3")
+    with pytest.raises(ValueError, match="DeepSeek-V3 has latent attention and shared experts: expected"):
+        form.to_config(ours.cfg.model_copy(update=keys))
