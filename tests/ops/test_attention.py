@@ -89,9 +89,9 @@ def test_values_may_be_narrower_than_keys(kernel: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(features, "HAS_FAST_BFLOAT16", True)
     dtype, bound = (torch.bfloat16, 2e-2) if kernel == "products" else (torch.float64, 1e-6)
     q, k, v = qkv(100, dtype, shared_by=2)
-    inputs = [q, k, v[..., :10].clone()]
+    inputs = q, k, v[..., :10].clone()
     if kernel != "flex":  # whose backward needs a GPU
-        inputs = [x.requires_grad_() for x in inputs]
+        inputs = q.requires_grad_(), k.requires_grad_(), inputs[2].requires_grad_()
     added = SLOPES[:, None, None] * distances(in_order(100), in_order(100))
     expected = textbook(*(x.double() for x in inputs), added, causal(100))
     rule = causal_alibi(100)
