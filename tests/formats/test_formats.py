@@ -319,7 +319,7 @@ def test_rows_of_padding_are_of_the_tensors_by_token_and_of_no_others(name: str)
 
 
 # What a class needs beside the values that all of its models have.
-MORE = {"deepseek_v3": {"kv_latent_size": 8, "rotary_channels": 2, "shared_experts": 1}}
+MORE = {"deepseek_v3": {"kv_latent_size": 8, "kv_channels": 6, "rotary_channels": 2, "shared_experts": 1}}
 FORMS_OF_OWN = [pytest.param(name, form, id=form.kind) for name, family in OWN.items() for form in family.formats["hf"]]
 
 

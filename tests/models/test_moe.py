@@ -427,6 +427,7 @@ def test_a_cache_of_latent_vectors_holds_what_all_heads_share_and_gives_the_logi
         ({"rope_interleave": False}, "rope_interleave=False, expected True"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax', expected 'sigmoid'"),
         ({"qk_rope_head_dim": "6"}, "qk_rope_head_dim='6', expected a number"),
+        ({"q_lora_rank": 2.5}, "q_lora_rank=2.5, expected a number"),
     ],
 )
 def test_what_latent_attention_does_not_compute_is_refused_in_a_directory(changed: dict[str, Any], message: str):

@@ -64,35 +64,25 @@ def _qwen3_entries(model: config.Model) -> dict[str, Any]:
 
 
 def _deepseek(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys for positions and latent attention, read from the config.json of a DeepSeek-V3.
+    """The [model] keys for positions, queries and keys, read from the config.json of a DeepSeek-V3.
 
     Raises:
         ValueError: a width is not a number.
     """
-    defaults = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    widths = {name: theirs.get(name, default) for name, default in defaults.items()}
-    widths["q_lora_rank"] = theirs.get("q_lora_rank", 1536) or 0
-    for name, width in widths.items():
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "q_lora_rank")
+    plain, rotated, latent = widths = [theirs.get(name) or 0 for name in names]
+    for name, width in zip(names, widths, strict=True):
         if type(width) is not int:
-            raise ValueError(f"config.json has {name}={width!r:.80}, expected a number ([model] kv_latent_size)")
-    return positions(theirs) | {
-        "kv_latent_size": widths["kv_lora_rank"],
-        "q_latent_size": widths["q_lora_rank"],
-        "rotary_channels": widths["qk_rope_head_dim"],
-        "kv_channels": widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"],
-        "v_channels": widths["v_head_dim"],
-    }
+            raise ValueError(f"config.json has {name}={width!r:.80}, expected a number ([model] kv_channels)")
+    return positions(theirs) | {"kv_channels": plain + rotated, "q_latent_size": latent}
 
 
 def _deepseek_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for positions and latent attention, for an export."""
+    """The config.json entries for positions, queries and keys, for an export."""
     assert isinstance(model, config.MoE)
     return config_entries(model) | {
-        "kv_lora_rank": model.kv_latent_size,
         "q_lora_rank": model.q_latent_size or None,
-        "qk_rope_head_dim": model.rotary_channels,
         "qk_nope_head_dim": model.head_dim - model.rotary_channels,
-        "v_head_dim": model.v_dim,
         "num_nextn_predict_layers": 0,
     }
 
@@ -208,6 +198,9 @@ DEEPSEEK = replace(
         Key("n_experts", ("num_local_experts", "n_routed_experts")),
         Key("expert_ffn_hidden_size", ("moe_intermediate_size",), resolved="expert_ffn"),
         Key("shared_experts", ("n_shared_experts",)),
+        Key("kv_latent_size", ("kv_lora_rank",)),
+        Key("rotary_channels", ("qk_rope_head_dim",)),
+        Key("v_channels", ("v_head_dim",), 128, resolved="v_dim"),
         Key("dense_layers", ("first_k_dense_replace",), 3),
         Key("expert_groups", ("n_group",)),
         Key("groups_per_token", ("topk_group",)),
