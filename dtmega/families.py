@@ -39,9 +39,10 @@ from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import core_forms as core
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, llama, lora, lora_proof, moe, t5, trainable
+from dtmega.models import bert, bloom, count, gpt, llama, lora, moe, t5, trainable
 from dtmega.models.family import Family, check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
+from dtmega.models.lora import proof as lora_proof
 from dtmega.models.model import Model
 from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
 from dtmega.ops.cost import Piece

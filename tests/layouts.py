@@ -121,7 +121,10 @@ AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
 TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *MUON, *GATED, *PREFIX, *QWEN}
-TRUTH_KEYS |= {"data.decoder_seq_len", "model.n_experts", "model.capacity_factor"}
+# Latent attention of a mixture, with values that are narrower than keys.
+LATENT = {"model.name": "moe", "model.n_kv_heads": 0, "model.kv_latent_size": 16, "model.q_latent_size": 20}
+LATENT |= {"model.kv_channels": 8, "model.rotary_channels": 4, "model.v_channels": 6}
+TRUTH_KEYS |= {"data.decoder_seq_len", "model.n_experts", "model.capacity_factor", *LATENT}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -316,6 +319,13 @@ LAYOUTS |= {
     "moe, fp16, pp 2": (2, MOE | FP16_OF_MOE | {"mesh.pp": 2}),
     "moe, fp16, dp_shard 2": (2, MOE | FP16_OF_MOE | {"mesh.dp_shard": 2}),
 }
+_of_latent = (
+    *("tp 2, no sequence parallel", "dp_shard 2", "dp_shard 2 x tp 2", "pp 2, 1F1B", "pp 2, ZBVZeroBubble"),
+    *("recompute full", "recompute selective", "compile", "compile, tp 2", "bf16, tp 2"),
+    *("cp 2, gather", "cp 2, heads", "cp 2 x tp 2, gather", "cp 2 x pp 2, ZBV, gather", "compile, cp 2, gather"),
+)
+LAYOUTS |= {f"moe, latent, {name}": (LAYOUTS[name][0], LATENT | LAYOUTS[name][1]) for name in _of_latent}
+LAYOUTS["moe, latent, ep, dp_shard 2"] = (2, LATENT | {"mesh.dp_shard": 2, "mesh.ep": 2})
 # Experts divided over ranks that have different tokens.
 OF_EP: dict[str, tuple[int, dict[str, Any]]] = {
     "dp_shard 2": (2, {"mesh.dp_shard": 2, "mesh.ep": 2}),

@@ -228,6 +228,11 @@ class Llama(NativeModel):
         """Number of key/value heads, with the default resolved."""
         return self.n_kv_heads or self.n_heads
 
+    @property
+    def rotary_dim(self) -> int:
+        """Number of channels of a query or key that are rotated."""
+        return self.head_dim
+
     def window_of(self, layer: int) -> int:
         """The window of layer number `layer`, counted from 0; 0 if the layer's attention has no window."""
         return self.window if not self.window_layers or layer in self.window_layers else 0
@@ -237,6 +242,19 @@ class MoE(Llama):
     """Mixtures of experts: Llama's attention, and in each layer a router with experts instead of one feed-forward."""
 
     name: Literal["moe"] = key("moe", "the family of models")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kv_latent_size: int = key(
+        0,
+        "latent attention (MLA), as in DeepSeek-V3: width of the vector that keys and values of all heads are computed "
+        "from; 0 = Llama's attention",
+        ge=0,
+    )
+    q_latent_size: int = key(
+        0, "latent attention: width of the vector that queries are computed from; 0 = from the hidden state", ge=0
+    )
+    rotary_channels: int = key(
+        0, "latent attention: P: of the K channels, the last P are rotated, and all heads share them in keys", ge=0
+    )
+    v_channels: int = key(0, "latent attention: width of one head's values, at most K; 0 = K - P", ge=0)
     n_experts: int = key(8, "E: routed experts in each layer", ge=1)
     experts_per_token: int = key(2, "k: routed experts that each token uses", ge=1)
     expert_ffn_hidden_size: int = key(0, "width inside one expert; 0 = the same as ffn_hidden_size", ge=0)
@@ -302,6 +320,43 @@ class MoE(Llama):
                 f"after the point ([model] capacity_factor)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_latent(self) -> MoE:
+        if not self.kv_latent_size:
+            latent_keys = ("q_latent_size", "rotary_channels", "v_channels")
+            if unread := [name for name in latent_keys if getattr(self, name)]:
+                raise ValueError(
+                    f"[model] {', '.join(unread)} would not be read: expected kv_latent_size > 0, got 0 "
+                    f"([model] kv_latent_size)"
+                )
+            return self
+        if self.kv_heads != self.n_heads or self.qk_norm:
+            raise ValueError(
+                f"latent attention computes keys for each head, and has no norms of heads: expected "
+                f"n_kv_heads={self.n_heads} and qk_norm=false, got {self.kv_heads} and qk_norm={self.qk_norm} "
+                f"([model] n_kv_heads, [model] qk_norm, [model] kv_latent_size)"
+            )
+        if self.rotary_channels % 2 or not 0 < self.rotary_channels < self.head_dim:
+            raise ValueError(
+                f"rotary_channels={self.rotary_channels}: expected an even number above 0 and below the "
+                f"{self.head_dim} channels of a head ([model] rotary_channels, [model] kv_channels)"
+            )
+        if self.v_dim > self.head_dim:
+            raise ValueError(
+                f"v_channels={self.v_channels} is more than the {self.head_dim} channels of a head's keys: expected at "
+                f"most as many ([model] v_channels, [model] kv_channels)"
+            )
+        return self
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rotary_channels or self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Width of one head's values, with the default resolved."""
+        return self.v_channels or self.head_dim - self.rotary_channels
 
     @property
     def expert_ffn(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from dtmega.formats.format import Format
 from dtmega.formats.rules import Directions, directions
 from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
-Build = Callable[[config.Model], nn.Module]
+Build = Callable[[config.Model], Any]  # returns a `models.model.Model`
 SAME = "they are one parameter of this model"
 # Sizes up to this limit are not compared with the stored tensors, because a model on the meta device takes no memory.
 PLAUSIBLE_SIZE = 2**20
@@ -29,7 +29,7 @@ class TensorNames(NamedTuple):
     Attributes:
         translation: recipes for assembling each side's tensors from the other side's. A tied parameter has an entry
             under each of its names.
-        parameters: all names of each parameter; the parameter is saved under the first name.
+        parameters: all names of each parameter or stored buffer; it is saved under the first name.
     """
 
     translation: Directions
@@ -55,12 +55,14 @@ def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames
         build: function that builds the whole model; called on the meta device, with an unpadded vocabulary.
     """
     with torch.device("meta"):
-        parameters = aliases(build(model.model_copy(update={"pad_vocab_to_multiple": 1})))
+        whole = build(model.model_copy(update={"pad_vocab_to_multiple": 1}))
+    tensors: list[tuple[Tensor, list[str]]] = [*aliases(whole)]
+    tensors += [(buffer, [name]) for name, buffer in whole.stored_buffers()]
     shapes: dict[str, tuple[int, ...]] = {}
-    for parameter, known_as in parameters:
-        shapes |= dict.fromkeys(known_as, tuple(parameter.shape))
+    for tensor, known_as in tensors:
+        shapes |= dict.fromkeys(known_as, tuple(tensor.shape))
     translation = directions((*form.rules, *form.rules_of(model)), shapes, form.heads(model))
-    return TensorNames(translation, [known_as for _, known_as in parameters])
+    return TensorNames(translation, [known_as for _, known_as in tensors])
 
 
 class Deduplicated:

@@ -127,7 +127,7 @@ class Llama(Model):
     runs_layers = True
     has_cache = True
     block: ClassVar[type[nn.Module]] = Block
-    frequencies: Tensor  # [K / 2] fp32
+    frequencies: Tensor  # [K / 2] fp32; K is the number of rotated channels
 
     def __init__(self, cfg: config.Llama) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Llama(Model):
         self.norm: nn.RMSNorm | None = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.head: LMHead | None = LMHead(cfg)
         self.tie()
-        self.register_buffer("frequencies", torch.empty(cfg.head_dim // 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(cfg.rotary_dim // 2), persistent=False)
 
     def forward(
         self,
@@ -213,7 +213,7 @@ def rotary_frequencies(cfg: config.Llama) -> Tensor:
     `rope_high_freq_factor` turns does not change. Frequencies between these two bounds are interpolated
     (github.com/meta-llama/llama-models, models/llama3/model.py `apply_scaling`).
     """
-    frequencies = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
+    frequencies = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.rotary_dim, 2, dtype=torch.float32) / cfg.rotary_dim)
     turns = cfg.rope_original_length * frequencies / (2 * math.pi)
     width = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
     # 1 for a frequency that does not change, 0 for a frequency that is divided by the full factor.

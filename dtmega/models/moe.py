@@ -1,10 +1,10 @@
-"""Mixtures of experts: Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3's feed-forward.
+"""Mixtures of experts: Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437).
 
-Attention is Llama's. A layer has a router and E experts instead of one feed-forward. Each token uses the k experts with
-the largest scores, and its result is the weighted sum of theirs (`routing.py`, `experts.py`). Mixtral and Qwen3-MoE
-take the softmax of all experts' scores, and divide the k weights by their sum. DeepSeek-V3 (arXiv:2412.19437) takes
-sigmoids, adds a bias for the choice alone, chooses among the experts of a token's best groups, multiplies the weights
-by a factor, and has experts that every token uses; its first layers are dense. Its latent attention is not here.
+Attention is Llama's, or DeepSeek's latent attention (`latent_attention.py`). A layer has a router and E experts instead
+of one feed-forward. Each token uses the k experts with the largest scores, and its result is the weighted sum of theirs
+(`routing.py`, `experts.py`). Mixtral and Qwen3-MoE take the softmax of all experts' scores, and divide the k weights by
+their sum. DeepSeek-V3 takes sigmoids, adds a bias for the choice alone, chooses among the experts of a token's best
+groups, multiplies the weights by a factor, and has experts that every token uses; its first layers are dense.
 
 The design:
 - An expert's weights are rows of stacked parameters, gate and up [E, F, D] and down [E, D, F]. tp cuts F, as in any
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.models.experts import Experts
+from dtmega.models.latent_attention import LatentAttention
 from dtmega.models.layers import finish
 from dtmega.models.llama import MLP, Attention, Llama, Rotation, Rules
 from dtmega.models.routing import Report, Router, Texts, report, texts_of
@@ -79,7 +80,7 @@ class Block(nn.Module):
         super().__init__()
         is_dense = layer < cfg.dense_layers
         self.attn_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.attn = Attention(cfg, layer)
+        self.attn = LatentAttention(cfg, layer) if cfg.kv_latent_size else Attention(cfg, layer)
         self.mlp_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MLP(cfg.hidden_size, cfg.ffn) if is_dense else None
         self.mixture = None if is_dense else Mixture(cfg)
@@ -205,6 +206,10 @@ class MoE(Llama):
             # Compare with the mean load, without a division that would round.
             lacks = torch.sign(load.sum() - len(load) * load)
             router.bias += self.cfg.router_bias_rate * lacks.float()
+
+    def attention_flops(self, piece: str) -> int:
+        # Values may be narrower than queries and keys.
+        return 3 * self.cfg.n_heads * (self.cfg.head_dim + self.cfg.v_dim) if piece.startswith("layers.") else 0
 
     def init_std(self, name: str) -> float | None:
         # These weights write to the residual stream, as `mlp.down` does.

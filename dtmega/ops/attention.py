@@ -56,7 +56,7 @@ def attention(
     Args:
         q: queries, [B, H, S, K].
         k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
-            k, and so on. With a cache, only the keys and values of the new tokens, [B, G, S, K].
+            k, and so on. Values may be narrower. With a cache, only those of the new tokens, [B, G, S, K].
         rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None for no dropout.
         scale: factor of the scores; None for 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
@@ -89,7 +89,7 @@ def attention(
             outs.append(_plain(chunk_q, chunk_k, chunk_v, rule, chunk, dropout, scale, softcap))
         return torch.cat(outs, dim=2)
     if q.device.type == "cpu":
-        return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
+        return _by_chunks(q, k, v, scale, rule)
     outs = []
     for chunk in rule.chunks():
         bias = _in_dtype(rule.bias(chunk), q)
@@ -150,6 +150,13 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
     """Convert the bias to fp64 if q is fp64, because torch's CPU kernel would return wrong numbers (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
+
+
+def _by_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, rule: AttentionRule) -> Tensor:
+    """Compute attention by `_ByChunks`, whose kernel wants values that are as wide as keys."""
+    wide = v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    out: Any = _ByChunks.apply(q, k, wide, scale, *rule)
+    return out[..., : v.shape[-1]]
 
 
 class _ByChunks(torch.autograd.Function):
@@ -224,18 +231,9 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, soft
 def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
     """Multiply x [B, H, C, n] by y [B, G, n, m], which gives [B, H, C, m]. Each head of y serves H / G heads of x."""
     # The heads of x that share a head of y are stacked into one tall matrix, so that y is not repeated.
-    n_groups = y.shape[1]
-    return _unstacked(torch.matmul(_stacked(x, n_groups), y), x.shape[1])
-
-
-def _stacked(x: Tensor, n_groups: int) -> Tensor:
-    """Stack the rows of the heads in each group: [B, H, C, ...] -> [B, groups, H / groups x C, ...]."""
-    return x.unflatten(1, (n_groups, -1)).flatten(2, 3)
-
-
-def _unstacked(x: Tensor, n_heads: int) -> Tensor:
-    """The inverse of `_stacked`: [B, groups, H / groups x C, ...] -> [B, H, C, ...]."""
-    return x.unflatten(2, (n_heads // x.shape[1], -1)).flatten(1, 2)
+    n_heads, n_groups = x.shape[1], y.shape[1]
+    stacked = x.unflatten(1, (n_groups, -1)).flatten(2, 3)  # [B, G, H / G x C, n]
+    return torch.matmul(stacked, y).unflatten(2, (n_heads // n_groups, -1)).flatten(1, 2)
 
 
 def _flex(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtmega import config
 from dtmega.plans.experts import ExpertRows, TokenRouter
 from dtmega.plans.llama import plan as llama_plan
-from dtmega.plans.styles import Column, Enter, Plan, Row
+from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 
 
 def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
@@ -14,12 +14,33 @@ def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
     A mixture's input is gathered once, for the router, the experts and the shared experts.
     """
     sp, width = sequence_parallel, {"expert_ffn_hidden_size": model.expert_ffn}
+    rest = dict(llama_plan(model, sp))
+    if model.kv_latent_size:
+        del rest["layers.*.attn.k"], rest["layers.*.attn.v"]
+        rest |= _latent(model, sp)
     return {
-        **llama_plan(model, sp),
+        **rest,
         "layers.*.mixture": Enter(sp),
         "layers.*.mixture.router": TokenRouter(sp),
         "layers.*.mixture.experts": ExpertRows(sp, **width),
         "layers.*.mixture.shared.gate": Column(sp, **width),
         "layers.*.mixture.shared.up": Column(sp, **width),
         "layers.*.mixture.shared.down": Row(sp, **width),
+    }
+
+
+def _latent(model: config.MoE, sp: bool) -> Plan:
+    """The plan for the other projections of latent attention.
+
+    Every rank computes whole latent vectors, and from these its own heads. So the gradients of what computes the latent
+    vectors are summed over tp, as those of one head of keys that all ranks share.
+    """
+    heads, attn = {"n_heads": model.n_heads}, "layers.*.attn"
+    return {
+        f"{attn}.q_down": KVColumn(1, sp),
+        f"{attn}.q_norm": Norm(sp, of_heads=True),
+        f"{attn}.q_up": Column(sp, **heads),
+        f"{attn}.kv_down": KVColumn(1, sp),
+        f"{attn}.kv_norm": Norm(sp, of_heads=True),
+        f"{attn}.kv_up": Column(sp, **heads),
     }

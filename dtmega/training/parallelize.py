@@ -40,9 +40,9 @@ from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
-from dtmega.models import lora_proof
 from dtmega.models.initial import init_weights
 from dtmega.models.lora import attach, draw_adapters, is_adapter, targets, transposed_layers
+from dtmega.models.lora import proof as lora_proof
 from dtmega.models.model import Model
 from dtmega.models.routing import Loads
 from dtmega.ops import host, optim, ranges, softmax

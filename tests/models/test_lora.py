@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from dtmega import config, families, mesh
-from dtmega.models import lora, lora_proof
+from dtmega.models import lora
 from dtmega.models.llama import MLP
 from dtmega.models.lora import linears
+from dtmega.models.lora import proof as lora_proof
 from dtmega.models.trainable import elements
 from dtmega.ops.cpu import linear
 from dtmega.training import parallelize

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -30,6 +31,7 @@ from dtmega.models import experts, routing
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.moe import Mixture, MoE
 from dtmega.ops import cost
+from dtmega.ops.key_value_cache import KeyValueCache
 from dtmega.training.checks import check
 from dtmega.training.recompute import recompute
 from tests.interop.hf.files.test_ours import Memory
@@ -58,10 +60,27 @@ def mixtral() -> tuple[Any, Any, dict[str, Any]]:
     return names.MIXTRAL, MixtralForCausalLM(theirs), ours
 
 
+def deepseek(q_lora_rank: int | None) -> tuple[Any, Any, dict[str, Any]]:
+    theirs = DeepseekV3Config(
+        **THEIRS | {"num_key_value_heads": 6},
+        **{"intermediate_size": 64, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2},
+        **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
+        **{"kv_lora_rank": 20, "q_lora_rank": q_lora_rank},
+        **{"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12},
+    )
+    ours = {"n_experts": 8, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 64, "shared_experts": 2}
+    ours |= {"expert_groups": 4, "groups_per_token": 2, "routed_scale": 2.5, "dense_layers": 1}
+    ours |= {"router_scores": "sigmoid", "router_bias": True, "n_kv_heads": 0}
+    ours |= {"kv_latent_size": 20, "q_latent_size": q_lora_rank or 0, "rotary_channels": 6}
+    return names.DEEPSEEK, DeepseekV3ForCausalLM(theirs), ours | {"kv_channels": 16, "v_channels": 12}
+
+
 KINDS = {
     "Mixtral": mixtral,
     "Qwen3-MoE": lambda: qwen3(norm_topk_prob=True),
     "Qwen3-MoE with a dense layer, weights as they are": lambda: qwen3(mlp_only_layers=[0]),
+    "DeepSeek-V3": lambda: deepseek(28),
+    "DeepSeek-V3 with queries from the hidden state": lambda: deepseek(None),
 }
 
 
@@ -74,10 +93,12 @@ def small(cfg: config.MoE) -> MoE:
 def pair(kind: str) -> tuple[MoE, Any, Any]:
     """The same weights in both, and the format of the second."""
     form, theirs, keys = KINDS[kind]()
-    ours = small(config.MoE(**OURS, **keys, max_position_embeddings=256))
+    ours = small(config.MoE(**OURS | keys, max_position_embeddings=256))
     with torch.no_grad():
-        for name, weight in as_module(ours, form, {n: p.detach() for n, p in ours.named_parameters()}).items():
-            theirs.get_parameter(name).copy_(weight)
+        for _, bias in ours.stored_buffers():
+            bias.normal_(std=0.3)
+        tensors = {name: tensor.detach() for name, tensor in ours.stored_tensors()}
+        theirs.load_state_dict(as_module(ours, form, tensors))
     return ours, theirs, form
 
 
@@ -108,8 +129,8 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(kind: str):
     assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
     loss.backward()
     truth.backward()
-    found = as_module(ours, form, gradients(ours))
-    expected = gradients(theirs)
+    found = as_module(ours, form, gradients(ours) | dict(ours.stored_buffers()))
+    expected = gradients(theirs) | {name: t for name, t in theirs.state_dict().items() if name.endswith("bias")}
     assert found.keys() == expected.keys()
     assert {name: e for name, grad in expected.items() if not (e := error(found[name], grad)) < 1e-5} == {}
 
@@ -315,7 +336,12 @@ def test_the_extreme_loads_are_of_the_layers_with_experts_in_the_last_step_each_
     assert loads.numbers() == {}
 
 
-PUBLISHED = [("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)]
+PUBLISHED = [
+    ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
+    ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+    ("deepseek-v3", 671_026_404_352, 671_026_404_352 - (256 - 8) * 58 * 3 * 7168 * 2048),
+]
+NORMS_OF_HEADS = {"mixtral-8x7b": 0, "qwen3-30b-a3b": 2 * 128, "deepseek-v3": 1536 + 512}  # in each layer
 
 
 @pytest.mark.parametrize(("name", "parameters", "active"), PUBLISHED)
@@ -327,7 +353,7 @@ def test_a_published_mixture_has_its_published_size_and_costs_what_its_active_pa
     assert cost.n_parameters(pieces) == parameters
     model = cfg.model
     embedding = model.vocab_size * model.hidden_size
-    norms = model.hidden_size * (2 * model.n_layers + 1) + 2 * 128 * model.n_layers * (name == "qwen3-30b-a3b")
+    norms = model.hidden_size * (2 * model.n_layers + 1) + NORMS_OF_HEADS[name] * model.n_layers
     assert sum(piece.matmul_flops for piece in pieces) == 6 * (active - embedding - norms)
 
 
@@ -341,6 +367,14 @@ def test_a_published_mixture_has_its_published_size_and_costs_what_its_active_pa
         ({"router_bias_rate": 0.1}, "without a bias: expected router_bias=true"),
         ({"capacity_factor": -1.0}, "greater than or equal to 0"),
         ({"capacity_factor": 1.0000001}, r"capacity_factor=1.0000001 has more digits .*: expected at most six after"),
+        ({"rotary_channels": 4, "v_channels": 8}, "rotary_channels, v_channels would not be read: expected kv_latent"),
+        (
+            {"kv_latent_size": 8, "rotary_channels": 4, "n_kv_heads": 2},
+            "expected n_kv_heads=8 and qk_norm=false",
+        ),
+        ({"kv_latent_size": 8, "rotary_channels": 3}, "rotary_channels=3: expected an even number above 0 and below"),
+        ({"kv_latent_size": 8}, "rotary_channels=0: expected an even number above 0 and below the 32 channels"),
+        ({"kv_latent_size": 8, "rotary_channels": 4, "v_channels": 40}, "more than the 32 channels of a head's keys"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str):
@@ -363,11 +397,48 @@ def test_what_a_mixture_cannot_be_trained_with_is_refused(keys: dict[str, Any], 
         check(cfg, dict.fromkeys(axes, 1), torch.device("cpu"))
 
 
-def test_a_cache_gives_the_logits_of_the_whole_sequence():
-    ours, _, _ = pair("Mixtral")
+@pytest.mark.parametrize("kind", ["Mixtral", "DeepSeek-V3"])
+def test_a_cache_gives_the_logits_of_the_whole_sequence(kind: str):
+    ours, _, _ = pair(kind)
     ours.eval()
     prompt = batch()[0][0, :5].tolist()
     grown = [*prompt, *generate(ours, prompt, 12, Sampling(V, frozenset(), temperature=0.0))]
     with torch.no_grad():
         logits = ours(torch.tensor([grown]))
     assert logits[0, 4:-1].argmax(-1).tolist() == grown[5:]
+
+
+def test_a_cache_of_latent_vectors_holds_what_all_heads_share_and_gives_the_logits_of_the_whole_sequence():
+    ours, _, _ = pair("DeepSeek-V3")
+    ours.eval()
+    tokens, places = batch()[0][:, :12], torch.arange(12).expand(len(batch()[0]), -1)
+    cache = KeyValueCache()
+    with torch.no_grad():
+        parts = [ours(tokens[:, s], places=places[:, s], cache=cache) for s in (slice(5), slice(5, 9), slice(9, 12))]
+        assert error(torch.cat(parts, 1), ours(tokens)) < 1e-5
+    widths = {(latents.shape[1:], rotated.shape[1:]) for latents, rotated in cache._layers}
+    assert widths == {((1, 12, 20), (1, 12, 6))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "scales rotary positions by .*yarn.*, expected rope_type"),
+        ({"rope_interleave": False}, "rope_interleave=False, expected True"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax', expected 'sigmoid'"),
+        ({"qk_rope_head_dim": "6"}, "qk_rope_head_dim='6', expected a number"),
+        ({"q_lora_rank": 2.5}, "q_lora_rank=2.5, expected a number"),
+    ],
+)
+def test_what_latent_attention_does_not_compute_is_refused_in_a_directory(changed: dict[str, Any], message: str):
+    _, theirs, form = pair("DeepSeek-V3")
+    stored = theirs.config.to_dict() | {"rope_parameters": None} | changed
+    with pytest.raises(ValueError, match=message):
+        form.section(stored, "config.json")
+
+
+@pytest.mark.parametrize("keys", [{"kv_latent_size": 0, "rotary_channels": 0, "v_channels": 0}, {"shared_experts": 0}])
+def test_a_mixture_that_is_no_deepseek_v3_is_not_written_as_one(keys: dict[str, Any]):
+    ours, _, form = pair("DeepSeek-V3")
+    with pytest.raises(ValueError, match="DeepSeek-V3 has latent attention and shared experts: expected"):
+        form.to_config(ours.cfg.model_copy(update=keys))

@@ -12,6 +12,7 @@ from dtmega.ops import attention as A
 from dtmega.ops import attention_rule as R
 from dtmega.ops.attention_rule import AttentionRule, alibi_slopes, attention_rule
 from dtmega.ops.block_mask import block_mask
+from dtmega.ops.cpu import features
 from tests.ops.test_attention_rule import Largest
 
 H = 6
@@ -80,6 +81,31 @@ def test_a_soft_cap_bounds_scores_before_the_bias_is_added(flex: bool):
     if flex:
         rule = rule._replace(strip=None, block_mask=block_mask(rule))
     torch.testing.assert_close(A.attention(q, k, v, rule, softcap=0.5), expected, rtol=1e-10, atol=1e-10)
+
+
+@FLEX_IN_EAGER
+@pytest.mark.parametrize("kernel", ["chunks", "products", "flex", "formula"])
+def test_values_may_be_narrower_than_keys(kernel: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(features, "HAS_FAST_BFLOAT16", True)
+    dtype, bound = (torch.bfloat16, 2e-2) if kernel == "products" else (torch.float64, 1e-6)
+    q, k, v = qkv(100, dtype, shared_by=2)
+    inputs = q, k, v[..., :10].clone()
+    if kernel != "flex":  # whose backward needs a GPU
+        inputs = q.requires_grad_(), k.requires_grad_(), inputs[2].requires_grad_()
+    added = SLOPES[:, None, None] * distances(in_order(100), in_order(100))
+    expected = textbook(*(x.double() for x in inputs), added, causal(100))
+    rule = causal_alibi(100)
+    if kernel == "flex":
+        rule = rule._replace(strip=None, block_mask=block_mask(rule))
+    found = [A.attention(*inputs, rule, softcap=1e6 if kernel == "formula" else None)]
+    truth = [expected]
+    if kernel != "flex":
+        weights = torch.randn_like(expected)
+        found += torch.autograd.grad((found[0] * weights).sum(), inputs)
+        truth += torch.autograd.grad((expected * weights).sum(), inputs)
+    for ours, theirs in zip(found, truth, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.double() - theirs.double()).norm() / theirs.double().norm() < bound
 
 
 @pytest.mark.parametrize("s", [1, 7, 64, 100, 256, 301])

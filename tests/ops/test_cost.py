@@ -19,6 +19,7 @@ from dtmega.ops import cost
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
 from tests.interop.hf.test_model import ALIKE, DISTINCT
+from tests.models.test_moe import pair
 
 BLOOM_176B = Bloom(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
 SEQ_LEN = 12
@@ -97,6 +98,12 @@ def test_pieces_with_frozen_weights_have_the_flops_that_pytorch_counts(freeze: l
     for name, parameter in theirs.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in freeze))
     check_flops(found, theirs)
+
+
+def test_latent_attention_costs_the_flops_that_pytorch_counts():
+    ours, theirs, _ = pair("DeepSeek-V3")
+    theirs.set_experts_implementation("eager")  # PyTorch counts no grouped products
+    check_flops(families.pieces(ours.cfg), theirs)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -33,6 +33,10 @@ REFUSED = {
         {"model": {"name": "t5"}, "mesh": {"tp": 2, "pp": 2}},
         "[model] name for [mesh] tp > 1 with pp > 1 in ('bloom', 'gpt', 'llama', 'moe', 'bert', 'hf'), got 't5'",
     ),
+    "latent attention": (
+        {"model": {"name": "moe", "kv_latent_size": 16, "rotary_channels": 4}},
+        "[model] kv_latent_size in (0), got 16: latent attention is not proved",
+    ),
     "experts over ranks": (
         {"model": {"name": "moe"}, "mesh": {"ep": 2}},
         "[mesh] ep in (1), got 2: an expert would add tokens of several ranks in floating point",

@@ -69,6 +69,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     if getattr(cfg.model, "qk_norm", False) or getattr(cfg.model, "window", 0):
         why = "not proved with norms of heads or with windows"
         rows.append((cfg.compile.enable, (False, "auto"), "[compile] enable", why))
+    latent = getattr(cfg.model, "kv_latent_size", 0)
+    rows.append((latent, (0,), "[model] kv_latent_size", "latent attention is not proved"))
     for asked, allowed, key, why in rows:
         if asked not in allowed:
             expected = ", ".join(map(repr, allowed))

@@ -1,7 +1,7 @@
-"""Names of the mixtures' weights and config keys in transformers' MixtralForCausalLM and Qwen3MoeForCausalLM.
+"""Names of the mixtures' weights and config keys in transformers' classes for Mixtral, Qwen3-MoE and DeepSeek-V3.
 
-Their directories store the experts one by one, and a rank reads only the rows that it holds. The losses and the bias
-that balance a router are keys of training, not of these formats; a model whose router has a bias has no such format.
+Their directories store the experts one by one, and a rank reads only the rows that it holds. The losses that balance a
+router are keys of training, not of these formats. Only DeepSeek-V3 has a bias of the router.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dtmega.interop.hf.names.llama import (
 )
 
 # A softmax over all experts, and nothing else of what only DeepSeek-V3 has.
-PLAIN_ROUTER = {
+PLAIN = {
     **{"router_scores": "softmax", "router_bias": False, "routed_scale": 1.0},
-    **{"expert_groups": 1, "groups_per_token": 1, "shared_experts": 0},
+    **{"expert_groups": 1, "groups_per_token": 1, "shared_experts": 0, "kv_latent_size": 0},
 }
 OF_EXPERTS = (Key("experts_per_token", ("num_experts_per_tok",)),)
 
@@ -63,6 +63,45 @@ def _qwen3_entries(model: config.Model) -> dict[str, Any]:
     }
 
 
+def _deepseek(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] keys for positions, queries and keys, read from the config.json of a DeepSeek-V3.
+
+    Raises:
+        ValueError: a width is not a number.
+    """
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "q_lora_rank")
+    plain, rotated, latent = widths = [theirs.get(name) or 0 for name in names]
+    for name, width in zip(names, widths, strict=True):
+        if type(width) is not int:
+            raise ValueError(f"config.json has {name}={width!r:.80}, expected a number ([model] kv_channels)")
+    return positions(theirs) | {"kv_channels": plain + rotated, "q_latent_size": latent}
+
+
+def _deepseek_entries(model: config.Model) -> dict[str, Any]:
+    """The config.json entries for positions, queries and keys, for an export."""
+    assert isinstance(model, config.MoE)
+    return config_entries(model) | {
+        "q_lora_rank": model.q_latent_size or None,
+        "qk_nope_head_dim": model.head_dim - model.rotary_channels,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _refuse_others(model: config.Model) -> None:
+    """Raise an error for a mixture that transformers' DeepSeek-V3 cannot be.
+
+    Raises:
+        ValueError: the model has no latent attention or no shared experts.
+    """
+    assert isinstance(model, config.MoE)
+    if not (model.kv_latent_size and model.shared_experts):
+        raise ValueError(
+            f"Hugging Face's DeepSeek-V3 has latent attention and shared experts: expected kv_latent_size and "
+            f"shared_experts above 0, got {model.kv_latent_size} and {model.shared_experts} "
+            f"([model] kv_latent_size, [model] shared_experts)"
+        )
+
+
 def _experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """The rules of a router and its experts, by their names within a layer."""
     theirs = "model.layers.{}."
@@ -86,7 +125,7 @@ MIXTRAL = replace(
             "block_sparse_moe.experts.{}.w2",
         ),
     ),
-    implied={**PLAIN_ROUTER, "qk_norm": False, "window_layers": [], "dense_layers": 0, "normalize_weights": True},
+    implied={**PLAIN, "qk_norm": False, "window_layers": [], "dense_layers": 0, "normalize_weights": True},
     fixed={
         **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
         **{"hidden_act": "silu", "router_jitter_noise": 0.0},
@@ -110,7 +149,7 @@ QWEN3 = replace(
         *QK_NORMS,
         *_experts("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     ),
-    implied={**PLAIN_ROUTER, "qk_norm": True, "window_layers": []},
+    implied={**PLAIN, "qk_norm": True, "window_layers": []},
     fixed={
         **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
         **{"hidden_act": "silu", "attention_bias": False},
@@ -125,5 +164,52 @@ QWEN3 = replace(
     to_section=_qwen3,
     from_section=_qwen3_entries,
 )
+ATTENTION = "layers.{}.attn."
+THEIR_LAYER = "model.layers.{}."
+# Format for transformers' DeepseekV3ForCausalLM.
+DEEPSEEK = replace(
+    LLAMA,
+    rules=(
+        *RULES,
+        Rule(f"{ATTENTION}q_down.", f"{THEIR_LAYER}self_attn.q_a_proj."),
+        Rule(f"{ATTENTION}q_norm.", f"{THEIR_LAYER}self_attn.q_a_layernorm."),
+        Rule(f"{ATTENTION}q_up.", f"{THEIR_LAYER}self_attn.q_b_proj."),
+        Rule(f"{ATTENTION}kv_down.", f"{THEIR_LAYER}self_attn.kv_a_proj_with_mqa."),
+        Rule(f"{ATTENTION}kv_norm.", f"{THEIR_LAYER}self_attn.kv_a_layernorm."),
+        Rule(f"{ATTENTION}kv_up.", f"{THEIR_LAYER}self_attn.kv_b_proj."),
+        *_experts("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        Rule("layers.{}.mixture.router.bias", f"{THEIR_LAYER}mlp.gate.e_score_correction_bias"),
+        Rule("layers.{}.mixture.shared.gate.", f"{THEIR_LAYER}mlp.shared_experts.gate_proj."),
+        Rule("layers.{}.mixture.shared.up.", f"{THEIR_LAYER}mlp.shared_experts.up_proj."),
+        Rule("layers.{}.mixture.shared.down.", f"{THEIR_LAYER}mlp.shared_experts.down_proj."),
+    ),
+    implied={
+        **{"router_scores": "sigmoid", "router_bias": True},
+        **{"qk_norm": False, "window": 0, "window_layers": []},
+    },
+    fixed={
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        **{"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+        **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    },
+    keys=(
+        *keys_of_class(without=("kv_channels",), n_kv_heads=None, max_position_embeddings=4096),
+        *OF_EXPERTS,
+        Key("n_experts", ("num_local_experts", "n_routed_experts")),
+        Key("expert_ffn_hidden_size", ("moe_intermediate_size",), resolved="expert_ffn"),
+        Key("shared_experts", ("n_shared_experts",)),
+        Key("kv_latent_size", ("kv_lora_rank",)),
+        Key("rotary_channels", ("qk_rope_head_dim",)),
+        Key("v_channels", ("v_head_dim",), 128, resolved="v_dim"),
+        Key("dense_layers", ("first_k_dense_replace",), 3),
+        Key("expert_groups", ("n_group",)),
+        Key("groups_per_token", ("topk_group",)),
+        Key("routed_scale", ("routed_scaling_factor",), 2.5),
+        Key("normalize_weights", ("norm_topk_prob",), True),
+    ),
+    refuse=_refuse_others,
+    to_section=_deepseek,
+    from_section=_deepseek_entries,
+)
 # All of transformers' formats for mixtures.
-HF = (MIXTRAL, QWEN3)
+HF = (MIXTRAL, QWEN3, DEEPSEEK)

@@ -49,6 +49,8 @@ def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
         "ffn_hidden_size": 2 * hidden,
         "expert_ffn_hidden_size": hidden if getattr(model, "expert_ffn_hidden_size", 0) else 0,
         "dense_layers": min(1, getattr(model, "dense_layers", 0)),  # so that at least one layer has experts
+        "rotary_channels": 2 if getattr(model, "rotary_channels", 0) else 0,
+        "v_channels": 0,
         "kv_channels": HEAD_DIM if getattr(model, "kv_channels", 0) else 0,
         "vocab_size": 64,
         "pad_vocab_to_multiple": 1,
