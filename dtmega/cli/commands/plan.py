@@ -35,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--world", type=integer(1), metavar="N", help="number of ranks (default: the product of the mesh's sizes)"
     )
+    job.add_argument(
+        "--imbalance",
+        type=number(0, 1e6),
+        default=1.0,
+        metavar="X",
+        help="with --mesh.ep: largest load of a rank's experts, as a multiple of the mean (default: 1, even)",
+    )
     job.add_argument("--tokens", type=number(0, 1e20), metavar="N", help="tokens to price (default: those of [train])")
     machine = parser.add_argument_group("the machine")
     machine.add_argument(
@@ -89,7 +96,7 @@ def command(args: argparse.Namespace) -> int:
     asked = config.load(["--config", args.config, *args.keys])
     if args.search:
         return search_layouts(asked, machine, args)
-    return plan_one(lay_out(asked, args.world, machine), args)
+    return plan_one(lay_out(asked, args.world, machine, args.imbalance), args)
 
 
 def measure_machine(args: argparse.Namespace) -> int:
