@@ -63,7 +63,11 @@ def stand_in(plan: Plan) -> Callable[..., Plan]:
     """`plan_job` for a job that is planned already; another job is an error."""
 
     def answered(
-        cfg: config.Config, sizes: dict[str, int], device: Any, on_role: Callable[[int, int], object], imbalance: float = 1.0
+        cfg: config.Config,
+        sizes: dict[str, int],
+        device: Any,
+        on_role: Callable[[int, int], object],
+        imbalance: float = 1.0,
     ) -> Plan:
         assert (cfg, sizes, device, imbalance) == (plan.cfg, plan.sizes, plan.device, plan.imbalance)
         on_role(0, 1)

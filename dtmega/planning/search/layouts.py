@@ -64,7 +64,8 @@ class Layouts:
 
     Values that make no difference are not varied: sequence parallelism without tp, the form of cp without cp, the
     schedule without a pipeline, and what is freed or summed when nothing is sharded. Of two values that do the same,
-    one is taken: under `auto`, gathered weights are freed wherever they can be.
+    one is taken: under `auto`, gathered weights are freed wherever they can be. ep takes the sizes that divide both
+    dp_shard x cp and the number of experts.
 
     Args:
         cfg: the configuration, completed by `families.resolve`.
@@ -74,7 +75,8 @@ class Layouts:
         device: device that each rank computes on.
 
     Raises:
-        ValueError: a fixed key is none that is varied, or the fixed sizes of the mesh do not divide the ranks.
+        ValueError: a fixed key is none that is varied, the fixed sizes of the mesh do not divide the ranks, or a fixed
+            ep divides no dp_shard x cp.
     """
 
     def __init__(self, cfg: config.Config, fixed: Collection[str], world: int, device: torch.device) -> None:
@@ -91,7 +93,12 @@ class Layouts:
         free = {axis: -1 for axis in mesh.AXES if axis not in self.fixed}
         # One free axis takes what is left, so that `resolve` says what is wrong with the others.
         ones = dict.fromkeys(free, 1) | dict(list(free.items())[:1])
-        mesh.resolve(cfg.mesh.model_copy(update=ones), world)
+        mesh.resolve(cfg.mesh.model_copy(update=ones | {"ep": 1}), world)
+        with torch.device("meta"):
+            stacks = [next(module.parameters()).shape[0] for module in families.build(cfg).experts()]
+        self.n_experts = math.gcd(*stacks)  # 0 without experts
+        if next(self._meshes(), None) is None:
+            raise ValueError(f"ep={self.fixed['ep']} divides dp_shard x cp in no layout of {world} ranks ([mesh] ep)")
         self.pieces = families.pieces(cfg.model)
         self._family = families.of(cfg.model)
         self._n_layers = sum(piece.is_layer for piece in self.pieces)
@@ -144,7 +151,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """All sizes of the axes whose product is the number of ranks."""
+        """All sizes of the axes whose product is the number of ranks, each with all sizes of ep."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 
@@ -159,7 +166,12 @@ class Layouts:
                         yield size, *others
 
         for found in cut(self.world, choices):
-            yield dict(zip(mesh.AXES, found, strict=True))
+            sizes = dict(zip(mesh.AXES, found, strict=True))
+            n_sharded = sizes["dp_shard"] * sizes["cp"]
+            common = math.gcd(n_sharded, self.n_experts) if self.n_experts else 1
+            for ep in self._choose("ep", [n for n in divisors if common % n == 0]):
+                if n_sharded % ep == 0:
+                    yield {**sizes, "ep": ep}
 
     def _micro_batch_sizes(self) -> list[int]:
         """The sizes that divide each batch of the run."""
@@ -221,8 +233,12 @@ class Layouts:
         pp = layout.pp if self.cfg.pipeline.csv else min(2, layout.pp)
         if not (splits or self._family.directory or self.cfg.pipeline.csv):
             pp = 1  # a built-in model's check asks for the pipeline only to know whether backward is split
+        if layout.ep > 1:
+            key = "experts", layout.ep, layout.mode
+            if refusal := self._refused(key, lambda: checks.check_experts(with_layout(self.cfg, layout))):
+                return refusal
         for tp, cp in ((layout.tp, 1), (1, layout.cp), (layout.tp, layout.cp)):
-            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather")
+            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather", ep=1)
             key = "model", tp, cp, pp, layout.sequence_parallel, splits, units
             refusal = self._refused(key, lambda part=part: self._check_model(part))
             if refusal:
@@ -250,7 +266,7 @@ class Layouts:
 
     def _refused_exact(self, layout: Layout) -> str:
         """The refusal of [run] exact; '' if there is none."""
-        key = "exact", layout.tp, layout.pp
+        key = "exact", layout.tp, layout.pp, layout.ep
         return self._refused(key, lambda: exact.check(with_layout(self.cfg, layout), layout.sizes, self.device))
 
     def _refused(self, key: tuple[Any, ...], check: Callable[[], None]) -> str:

@@ -11,9 +11,8 @@ from dtmega import config, families, mesh
 from dtmega.pipelining.schedule import broken_rule
 from dtmega.pipelining.table import SCHEDULES, make_table, simulate
 from dtmega.planning.extrapolation import in_flight
-from dtmega.planning.plan import plan_job
+from dtmega.planning.plan import plan_job, time_step
 from dtmega.planning.prices import fabric, formulas
-from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import MARGIN, Estimator
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.places import Places, in_flight_of
@@ -97,6 +96,7 @@ COUNTED = [
     "--config gpt2.toml --model.n_layers 2 --mesh.tp 2 --mesh.dp_replicate 2 --mesh.sequence_parallel false",
     "--config bloom-560m.toml --model.n_layers 4 --mesh.pp 2 --mesh.tp 2 --recompute.mode full --batch.rampup []",
     "--config llama-3.2-1b.toml --model.n_layers 4 --mesh.cp 2 --mesh.dp_shard 2 --recompute.mode selective",
+    "--config qwen3-30b-a3b.toml --model.n_layers 2 --mesh.dp_shard 4 --mesh.ep 4",
 ]
 
 
@@ -114,8 +114,7 @@ def test_counts_stay_within_the_margin_of_the_estimate(arguments: str):
     layout = PLAIN._replace(**(values | sizes))
     estimate = Estimator(cfg, families.pieces(cfg.model), A100).estimate(layout)
     plan = plan_job(cfg, sizes, gpu)
-    works = {place: role.works for place, role in plan.roles.items()}
-    seconds = step_time(works, plan.table, A100, sizes, plan.n_microbatches).seconds
+    seconds = time_step(plan, A100).seconds
     print(
         f"{estimate.peak_bytes / plan.fullest.peak.peak_bytes:.3f} of bytes, {estimate.seconds / seconds:.3f} of time"
     )
