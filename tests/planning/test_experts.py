@@ -13,9 +13,11 @@ from torch import Tensor
 
 from dtmega import config, mesh
 from dtmega.models.routing import Router
+from dtmega.planning.answers.answer import traffic
 from dtmega.planning.answers.job import check_imbalance
 from dtmega.planning.counting.role import Role, plan_role
-from dtmega.planning.plan import Plan, totals
+from dtmega.planning.plan import Plan, time_step, totals
+from dtmega.planning.prices.fabric import load
 from dtmega.planning.prices.rank_time import groups_of
 from tests import ranks
 from tests.planning import real_step
@@ -63,8 +65,7 @@ def measured(values: dict[str, Any], experts: list[list[int]]) -> real_step.Meas
 
 
 def planned(values: dict[str, Any], imbalance: float) -> Role:
-    """The plan of this rank with its own load. In the layouts above, the first rank of an ep group has an even number.
-    """
+    """The plan of this rank with its own load. In these layouts the first rank of an ep group has an even number."""
     is_first = dist.get_rank() % 2 == 0
     return real_step.planned(values, CPU, imbalance=imbalance if is_first else 2 - imbalance)
 
@@ -80,19 +81,35 @@ def test_a_plan_of_experts_holds_sends_and_peaks_as_a_rank_with_this_load(name: 
     assert_alike(reals, roles, keys)
 
 
-def test_a_planned_rank_computes_and_receives_as_many_rows_as_the_imbalance_says():
-    """Two microbatches of one layer with experts: 1.5 times the mean of 2 x 24 tokens with 2 experts each."""
-    cfg, sizes = real_step.settled(real_step.nested(SMALL | MOE | {"model.n_layers": 1}), 2)
-    role = plan_role(cfg, sizes, 1, GPU, 2, imbalance=1.5)
+@pytest.fixture(scope="module")
+def uneven() -> Plan:
+    """A layer of experts over 2 of 4 data ranks, planned for a rank with 1.5 times the mean load: two microbatches."""
+    keys = SMALL | MOE | {"model.n_layers": 1, "mesh.dp_shard": 4, "batch.global_batch_size": 16}
+    cfg, sizes = real_step.settled(real_step.nested(keys), 4)
+    role = plan_role(cfg, sizes, 0, GPU, 2, imbalance=1.5)
+    return Plan(cfg, sizes, GPU, 2, None, [], {0: role}, 2, 1.5)
+
+
+def test_a_planned_rank_computes_and_receives_as_many_rows_as_the_imbalance_says(uneven: Plan):
+    """A microbatch has 2 x 24 tokens with 2 experts each."""
+    role = uneven.roles[0]
     rows = round(1.5 * 2 * 24 * 2)
-    width, ffn = cfg.model.hidden_size, 32
+    width, ffn = 48, 32
     sent = {n_bytes: n for (_, kind, n_bytes), n in totals(role).messages.items() if kind == "all-to-all"}
-    assert sent == {rows * width * 4: 2 * 4, cfg.model.n_experts * 8: 2}
+    assert sent == {rows * width * 4: 2 * 4, MOE["model.n_experts"] * 8: 2}
     flops = {name: n for name, n in totals(role).flops.items() if "grouped" in name}
     assert flops == {
         "dtmega.grouped_product": 2 * 2 * 3 * 2 * rows * width * ffn,
         "dtmega.grouped_gradient": 2 * 3 * 2 * rows * width * ffn,
     }
+
+
+def test_messages_of_experts_are_priced_over_their_own_groups(uneven: Plan):
+    fabric = load("h100-ib")
+    rows = traffic(uneven.roles[0], fabric, uneven.sizes, 2)
+    found = {(row.axis, row.collective, row.n_ranks) for row in rows}
+    assert {("ep", "all-to-all", 2), ("efsdp", "all-gather", 2), ("efsdp", "reduce-scatter", 2)} <= found
+    assert {"ep", "efsdp"} <= set(time_step(uneven, fabric).communication_by_axis)
 
 
 def test_a_plan_says_which_loads_it_assumes_and_that_the_data_decides_them():
