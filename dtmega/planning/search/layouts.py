@@ -237,9 +237,10 @@ class Layouts:
             key = "experts", layout.ep, layout.mode
             if refusal := self._refused(key, lambda: checks.check_experts(with_layout(self.cfg, layout))):
                 return refusal
+        ep = layout.ep if self._family.directory else 1  # only models of transformers look at it themselves
         for tp, cp in ((layout.tp, 1), (1, layout.cp), (layout.tp, layout.cp)):
-            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather", ep=1)
-            key = "model", tp, cp, pp, layout.sequence_parallel, splits, units
+            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather", ep=ep)
+            key = "model", tp, cp, pp, ep, layout.sequence_parallel, splits, units
             refusal = self._refused(key, lambda part=part: self._check_model(part))
             if refusal:
                 return refusal
