@@ -12,9 +12,8 @@ import shlex
 import torch
 
 from dtmega import config, families, mesh
-from dtmega.planning.plan import plan_job
+from dtmega.planning.plan import plan_job, time_step
 from dtmega.planning.prices import fabric
-from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import Estimator
 from dtmega.planning.search.layout import SECTIONS, Layout, describe
 from dtmega.training import checks, parallelize
@@ -23,6 +22,7 @@ WORLD = 8
 BLOOM = "--config bloom-7b1.toml --model.n_layers 4 --batch.global_batch_size 32 --batch.rampup []"
 TWO = f"{BLOOM} --mesh.tp 2 --batch.micro_batch_size 2"
 LLAMA = "--config llama-2-7b.toml --batch.micro_batch_size 1 --batch.global_batch_size 32"
+QWEN = "--config qwen3-30b-a3b.toml --model.n_layers 3 --batch.micro_batch_size 1 --batch.global_batch_size 16"
 ROWS = (
     TWO,
     f"{TWO} --recompute.mode full",
@@ -40,6 +40,10 @@ ROWS = (
     "--recompute.mode full",
     "--config t5-large.toml --model.n_layers 4 --model.n_decoder_layers 4 --mesh.tp 2 --batch.micro_batch_size 4 "
     "--batch.global_batch_size 64",
+    "--config mixtral-8x7b.toml --model.n_layers 2 --mesh.ep 4 --mesh.tp 2 --batch.micro_batch_size 1 "
+    "--batch.global_batch_size 16 --compile.enable false",
+    f"{QWEN} --mesh.ep 8",
+    f"{QWEN} --mesh.ep 4 --recompute.mode full",
 )
 
 
@@ -62,8 +66,7 @@ def row(arguments: str) -> str:
     layout = layout_of(cfg, sizes)
     estimate = Estimator(cfg, families.pieces(cfg.model), a100).estimate(layout)
     plan = plan_job(cfg, sizes, gpu)
-    works = {place: role.works for place, role in plan.roles.items()}
-    seconds = step_time(works, plan.table, a100, sizes, plan.n_microbatches).seconds
+    seconds = time_step(plan, a100).seconds
     memory, time = estimate.peak_bytes / plan.fullest.peak.peak_bytes, estimate.seconds / seconds
     name = shlex.split(arguments)[1].removesuffix(".toml")
     return f"| {name} | {cfg.model.n_layers} | {WORLD} | {describe(layout)} | {memory:.2f} | {time:.2f} |"

@@ -239,6 +239,34 @@ def attention_over_ranks(
     ]
 
 
+def experts_over_ranks(
+    n_forwards: int, n_backwards: int, sent: Sequence[int], received: Sequence[int], row_bytes: int, n_experts: int
+) -> list[Traffic]:
+    """The traffic over ep of so many passes through a layer's experts.
+
+    A row for each token and expert goes to the rank of the expert, and its result comes back; the gradients go the same
+    ways (GShard, arXiv:2006.16668, section 3.2). Before, the ranks tell each other how many rows each expert gets.
+
+    Args:
+        sent, received: number of rows to and from each rank of the group, this rank included.
+        row_bytes: bytes of one row, D numbers.
+        n_experts: number of all experts.
+    """
+    rows = max(sum(sent), sum(received))
+    return [
+        Traffic("rows and results", "ep", "all-to-all", 2 * (n_forwards + n_backwards), rows * row_bytes),
+        Traffic("numbers of rows", "ep", "all-to-all", n_forwards, n_experts * 8),
+    ]
+
+
+def leaving_bytes(
+    n_forwards: int, n_backwards: int, sent: Sequence[int], received: Sequence[int], row_bytes: int, own: int
+) -> int:
+    """The bytes of rows that leave rank `own` of the ep group: those it sends, and the results of those it received."""
+    rows = sum(sent) - sent[own] + sum(received) - received[own]
+    return (n_forwards + n_backwards) * rows * row_bytes
+
+
 def sent_bytes(traffic: Sequence[Traffic], n: int) -> int:
     """The bytes that each of n ranks sends in all-gathers and all-to-alls."""
     return sum(one.ops * one.payload_bytes for one in traffic) * (n - 1) // n

@@ -24,7 +24,7 @@ def pieces(whole: Model) -> list[Piece]:
     for name, per in whole.works_per.items():
         works_per |= dict.fromkeys(whole.get_submodule(name).modules(), per)
     for name, modules in whole.parts().items():
-        elements = shared = 0
+        elements = shared = of_experts = 0
         flops_of_products = Counter[str]()
         for module in modules:
             for parameter in module.parameters(recurse=False):
@@ -33,6 +33,8 @@ def pieces(whole: Model) -> list[Piece]:
                 else:
                     elements += parameter.numel()
                 seen.add(id(parameter))
+                if _is_stacked(parameter, whole.experts_per_token):
+                    of_experts += parameter.numel()
                 per = works_per.get(module, "token")
                 # 2 FLOPs per element for the output, 2 for the input's gradient, and 2 for the weight's gradient.
                 per_element = 2 + 2 * has_backward + 2 * parameter.requires_grad
@@ -50,6 +52,8 @@ def pieces(whole: Model) -> list[Piece]:
             "decoder_attention_flops": of_decoder * passes // 3,
             "cross_attention_flops": across * passes // 3,
             "window": whole.attention_window(name),
+            "expert_elements": of_experts,
+            "experts_per_token": (whole.experts_per_token or 0) if of_experts else 0,
         }
         begins_decoder = name == whole.decoder_begins
         costed.append(Piece(name, elements, shared=shared, **flops, begins_decoder=begins_decoder))
@@ -63,6 +67,11 @@ def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int 
         return 0
     if isinstance(module, LMHead):
         return module.vocab_size * weight.shape[1]  # rows beyond V are padding
-    if weight.ndim == 3 and experts_per_token is not None:
-        return weight.numel() // weight.shape[0] * experts_per_token  # [experts, rows, columns]
+    if experts_per_token is not None and _is_stacked(weight, experts_per_token):
+        return weight.numel() // weight.shape[0] * experts_per_token
     return weight.numel()
+
+
+def _is_stacked(weight: nn.Parameter, experts_per_token: int | None) -> bool:
+    """True for the weights of all experts of a mixture, [experts, rows, columns]."""
+    return weight.ndim == 3 and experts_per_token is not None

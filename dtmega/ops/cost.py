@@ -56,6 +56,8 @@ class Piece(NamedTuple):
         cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
         begins_decoder: whether this is the first piece of a decoder that follows an encoder.
         window: largest number of keys that a query sees; 0 for no limit.
+        expert_elements: number of elements in the stacked weights of a mixture's experts, a part of `elements`.
+        experts_per_token: number of these experts that a token uses; 0: the piece is no mixture.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Piece(NamedTuple):
     cross_attention_flops: int = 0
     begins_decoder: bool = False
     window: int = 0
+    expert_elements: int = 0
+    experts_per_token: int = 0
 
     @property
     def is_layer(self) -> bool:

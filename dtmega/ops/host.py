@@ -20,7 +20,7 @@ class Host:
         return tensor.cpu()
 
     def read_sizes(self, sizes: Tensor, total: int) -> Tensor:
-        """The values of sizes, as a tensor on the host."""
+        """The numbers of rows that this rank sends and receives, as a tensor on the host."""
         return sizes.cpu()
 
     def must_skip(self, check: str) -> bool:
@@ -45,11 +45,13 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def read_sizes(sizes: Tensor, total: int) -> Tensor:
-    """The values of sizes that depend on the data, as a tensor on the host.
+    """The numbers of rows that this rank sends to n ranks, and that it receives from them, as a tensor on the host.
+
+    The data decides them. A plan assumes that the ranks have even loads, or that this rank has the largest load.
 
     Args:
-        sizes: sizes of parts, [..., n].
-        total: sum of the n sizes if all ranks have the same load. A plan assumes this sum, and divides it evenly.
+        sizes: the numbers of rows, [2, n].
+        total: total number of rows that this rank sends.
     """
     return _hosts[-1].read_sizes(sizes, total)
 

@@ -45,6 +45,7 @@ class Plan(NamedTuple):
         roles: pipeline place -> plan of a rank at this place, with all microbatches. Places of one role share a plan.
         run_microbatches: number of microbatches in the longest step that was run; if it is less than
             `n_microbatches`, the rest is extrapolated.
+        imbalance: load of the experts of each planned rank, as a multiple of the mean of its ep group.
     """
 
     cfg: config.Config
@@ -55,6 +56,21 @@ class Plan(NamedTuple):
     stages: list[list[str]]
     roles: dict[int, Role]
     run_microbatches: int
+    imbalance: float = 1.0
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the plan assumes of the data, as sentences."""
+        ep = self.cfg.mesh.ep
+        if ep == 1:
+            return []
+        loads = "even loads: each of the ranks that share the experts"
+        if self.imbalance > 1:
+            loads = f"a load of {self.imbalance:g} times the mean: the fullest of the ranks that share the experts"
+        return [
+            f"assumed: {loads} (ep {ep}) receives {self.imbalance / ep:.1%} of their tokens' rows; how many it "
+            f"receives in a run depends on the data (--imbalance)"
+        ]
 
     @property
     def fullest(self) -> Role:
@@ -76,6 +92,7 @@ def plan_job(
     device: torch.device,
     on_role: Callable[[int, int], object] = lambda done, all_roles: None,
     run_role: RunRole | None = None,
+    imbalance: float = 1.0,
 ) -> Plan:
     """Plan all roles of a job.
 
@@ -85,6 +102,7 @@ def plan_job(
         device: device that is pretended on every rank.
         on_role: function that is called before each role, with the number of planned roles and the number of all roles.
         run_role: function that runs `plan_role`; None for `in_own_process`.
+        imbalance: load of the experts of each planned rank, as a multiple of the mean of its ep group.
     """
     run_role = run_role or in_own_process
     sizes = dict(sizes)
@@ -110,10 +128,10 @@ def plan_job(
         on_role(len(planned), len(set(kinds)))
         alike = [place for place, other in enumerate(kinds) if other == kind]
         fullest = max(alike, key=held.__getitem__)
-        role = run_role(cfg, sizes, fullest * ranks_per_place, device, runs.longer, runs.shorter)
+        role = run_role(cfg, sizes, fullest * ranks_per_place, device, runs.longer, runs.shorter, imbalance)
         planned[kind] = extrapolated(role, n, runs.pairs[fullest])
     roles = {place: planned[kind] for place, kind in enumerate(kinds)}
-    return Plan(cfg, sizes, device, n, table, stages, roles, runs.longer)
+    return Plan(cfg, sizes, device, n, table, stages, roles, runs.longer, imbalance)
 
 
 def time_step(plan: Plan, fabric: Fabric) -> StepTime:
@@ -124,7 +142,8 @@ def time_step(plan: Plan, fabric: Fabric) -> StepTime:
     """
     works = {place: role.works for place, role in plan.roles.items()}
     later = sent_after(plan.cfg.pipeline, plan.sizes["pp"], plan.n_microbatches) if plan.table else {}
-    return step_time(works, plan.table, fabric, plan.sizes, plan.n_microbatches, later)
+    ep = plan.cfg.mesh.ep
+    return step_time(works, plan.table, fabric, plan.sizes, plan.n_microbatches, later, ep=ep)
 
 
 def in_own_process(*arguments: Any) -> Role:

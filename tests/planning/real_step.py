@@ -91,7 +91,8 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.name() in KINDS or ("c10d" in func.namespace and "wait" not in func.name()):
+        sends = "c10d" in func.namespace and not any(word in func.name() for word in ("wait", "wrap"))
+        if func.name() in KINDS or sends:
             named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
             group = named.get("process_group", named.get("group_name"))
             if isinstance(group, str):
@@ -128,7 +129,7 @@ def measured(values: dict[str, Any]) -> Measured:
     warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         cfg, sizes = settled(values, dist.get_world_size())
-        world = mesh.start(torch.device("cpu"), sizes)
+        world = mesh.start(torch.device("cpu"), sizes, ep=cfg.mesh.ep)
         model = parallelize.parallelize(cfg, world)
         model.draw(cfg.run.seed)
         optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
@@ -203,13 +204,14 @@ def living_storages() -> dict[int, int]:
     return found
 
 
-def planned(values: dict[str, Any], device: torch.device, shorter: bool = False) -> Role:
+def planned(values: dict[str, Any], device: torch.device, shorter: bool = False, imbalance: float = 1.0) -> Role:
     """The plan of this rank, without the group of real ranks. A process can plan one rank only.
 
     Args:
         values: the configuration.
         device: the pretended device.
         shorter: True to run fewer microbatches and to extrapolate, as `plan_job` does.
+        imbalance: load of this rank's experts, as a multiple of the mean of its ep group.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
@@ -217,7 +219,7 @@ def planned(values: dict[str, Any], device: torch.device, shorter: bool = False)
     cfg, sizes = settled(values, world_size)
     n = n_microbatches(cfg, sizes)
     if not shorter:
-        return plan_role(cfg, sizes, rank, device, n)
+        return plan_role(cfg, sizes, rank, device, n, imbalance=imbalance)
     runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
     assert runs.longer < n
     role = plan_role(cfg, sizes, rank, device, runs.longer, runs.shorter)

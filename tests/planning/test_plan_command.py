@@ -62,8 +62,14 @@ def run(patch: pytest.MonkeyPatch, folder: Path, plan: Plan, *options: str) -> P
 def stand_in(plan: Plan) -> Callable[..., Plan]:
     """`plan_job` for a job that is planned already; another job is an error."""
 
-    def answered(cfg: config.Config, sizes: dict[str, int], device: Any, on_role: Callable[[int, int], object]) -> Plan:
-        assert (cfg, sizes, device) == (plan.cfg, plan.sizes, plan.device)
+    def answered(
+        cfg: config.Config,
+        sizes: dict[str, int],
+        device: Any,
+        on_role: Callable[[int, int], object],
+        imbalance: float = 1.0,
+    ) -> Plan:
+        assert (cfg, sizes, device, imbalance) == (plan.cfg, plan.sizes, plan.device, plan.imbalance)
         on_role(0, 1)
         return plan
 
@@ -168,7 +174,7 @@ def test_json_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path, 
 
 
 def test_ctrl_c_leaves_in_one_line(monkeypatch, capsys):
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(answer, "plan_job", interrupted)

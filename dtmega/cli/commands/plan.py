@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--world", type=integer(1), metavar="N", help="number of ranks (default: the product of the mesh's sizes)"
     )
+    job.add_argument(
+        "--imbalance",
+        type=number(0, 1e6),
+        metavar="X",
+        help="with --mesh.ep: largest load of a rank's experts, as a multiple of the mean (default: 1, even)",
+    )
     job.add_argument("--tokens", type=number(0, 1e20), metavar="N", help="tokens to price (default: those of [train])")
     machine = parser.add_argument_group("the machine")
     machine.add_argument(
@@ -89,7 +95,7 @@ def command(args: argparse.Namespace) -> int:
     asked = config.load(["--config", args.config, *args.keys])
     if args.search:
         return search_layouts(asked, machine, args)
-    return plan_one(lay_out(asked, args.world, machine), args)
+    return plan_one(lay_out(asked, args.world, machine, args.imbalance or 1.0), args)
 
 
 def measure_machine(args: argparse.Namespace) -> int:
@@ -104,7 +110,7 @@ def measure_machine(args: argparse.Namespace) -> int:
     from dtmega import config, mesh
     from dtmega.planning.prices import calibrate
 
-    taken = ("config", "world", "tokens", "fabric", "memory", "reserve", "json", "page", "search", "write")
+    taken = ("config", "world", "imbalance", "tokens", "fabric", "memory", "reserve", "json", "page", "search", "write")
     given = [f"--{name}" for name in taken if getattr(args, name)] + list(args.keys)
     if given:
         raise ValueError(f"--calibrate measures this machine and plans nothing: expected no {given[0]}")
@@ -176,6 +182,7 @@ def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) ->
         args.top,
         machine.device,
         lambda progress: console.say(f"dtmega plan: {progress}"),
+        args.imbalance or 1.0,
     )
     print(search.text(found))
     if args.json:
@@ -222,6 +229,8 @@ def _write_page(args: argparse.Namespace, answer: Answer) -> None:
     words = ["dtmega", "plan", "--config", args.config, *args.keys]
     if args.world is not None:
         words += ["--world", str(args.world)]
+    if args.imbalance is not None:
+        words += ["--imbalance", str(args.imbalance)]
     write_plan_page(
         answer.plan,
         answer.step,

@@ -129,7 +129,8 @@ def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda d
         tokens: number of tokens to price; None for the number in the configuration's [train] section.
         on_role: function that is called before each role.
     """
-    return price(plan_job(job.cfg, job.sizes, job.machine.device, on_role), job, tokens)
+    plan = plan_job(job.cfg, job.sizes, job.machine.device, on_role, imbalance=job.imbalance)
+    return price(plan, job, tokens)
 
 
 def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
@@ -152,9 +153,8 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
         per_place = job.world // job.sizes["pp"]
         ranks = [(place * per_place, (place + 1) * per_place - 1) for place in numbers]
         comparisons = compare_role(job, plan, numbers[0], pieces, elements)
-        roles.append(
-            RoleAnswer(role, numbers, ranks, traffic(role, fabric, job.sizes), totals(role).flops, comparisons)
-        )
+        messages = traffic(role, fabric, job.sizes, cfg.mesh.ep)
+        roles.append(RoleAnswer(role, numbers, ranks, messages, totals(role).flops, comparisons))
     return Answer(
         job=job,
         plan=plan,
@@ -168,9 +168,9 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
     )
 
 
-def traffic(role: Role, fabric: Fabric, sizes: dict[str, int]) -> list[Traffic]:
+def traffic(role: Role, fabric: Fabric, sizes: dict[str, int], ep: int) -> list[Traffic]:
     """Add up the messages of one rank's step by axis and kind, including the messages of repeated microbatches."""
-    times = time_rank(role.works, fabric, role.rank, groups_of(sizes, role.rank))
+    times = time_rank(role.works, fabric, role.rank, groups_of(sizes, role.rank, ep))
     n_run = role.n_microbatches - role.repeated
     rows: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     for timed in times.streams.messages:
@@ -201,6 +201,8 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "microbatches": plan.n_microbatches,
         "run_microbatches": plan.run_microbatches,
         "extrapolated": plan.run_microbatches < plan.n_microbatches,
+        "imbalance": plan.imbalance,
+        "assumptions": plan.assumptions,
         "fits": answer.fits,
         "frozen_parameters": answer.elements.frozen,
         "checkpoint_bytes": answer.checkpoint_bytes,

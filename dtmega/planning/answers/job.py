@@ -76,11 +76,13 @@ class Job(NamedTuple):
         cfg: configuration, with all open values filled in for this layout.
         sizes: size of each axis of the mesh.
         machine: hardware of every rank.
+        imbalance: largest load of a rank's experts, as a multiple of the mean of its ep group.
     """
 
     cfg: Config
     sizes: dict[str, int]
     machine: Machine
+    imbalance: float = 1.0
 
     @property
     def world(self) -> int:
@@ -138,17 +140,18 @@ def world_of(cfg: Config) -> int:
     return math.prod(sizes.values())
 
 
-def lay_out(asked: Config, world: int | None, machine: Machine) -> Job:
+def lay_out(asked: Config, world: int | None, machine: Machine, imbalance: float = 1.0) -> Job:
     """Fill in the open values of a configuration for this layout, and refuse a job that cannot run.
 
     Args:
         asked: configuration as the user wrote it (`config.load`).
         world: number of ranks; None for the product of the mesh sizes.
         machine: hardware of every rank. The memory of the device decides the meaning of [fsdp] accumulate = "auto".
+        imbalance: largest load of a rank's experts, as a multiple of the mean of its ep group.
 
     Raises:
-        ValueError: training would refuse this configuration on this layout, the number of ranks is not known, or the
-            fabric lacks the speed of matrix products in the configured dtype.
+        ValueError: training would refuse this configuration on this layout, the number of ranks is not known, the
+            fabric lacks the speed of matrix products in the configured dtype, or no rank can have such a load.
     """
     asked = families.resolve(asked)
     sizes = mesh.resolve(asked.mesh, world or world_of(asked))
@@ -156,7 +159,26 @@ def lay_out(asked: Config, world: int | None, machine: Machine) -> Job:
     check(cfg, sizes, machine.device)
     check_sizes(cfg.batch, sizes["dp_replicate"] * sizes["dp_shard"])
     cfg = with_accumulation(cfg, sizes, machine.gpu_bytes)
-    return priced(Job(with_dtype(cfg, machine.device), sizes, machine))
+    check_imbalance(imbalance, cfg.mesh.ep)
+    return priced(Job(with_dtype(cfg, machine.device), sizes, machine, imbalance))
+
+
+def check_imbalance(imbalance: float, ep: int) -> None:
+    """Refuse a load of experts that no rank can have.
+
+    Raises:
+        ValueError: the largest load is below the mean, or above the tokens of all ranks in the group.
+    """
+    if ep == 1 and imbalance != 1:
+        raise ValueError(
+            f"--imbalance {imbalance:g} has no effect with ep=1: each rank computes the experts of its own tokens, so "
+            f"the load is always even; expected no --imbalance, or ep > 1 ([mesh] ep)"
+        )
+    if not 1 <= imbalance <= ep:
+        raise ValueError(
+            f"--imbalance {imbalance:g} is the largest load of {ep} ranks as a multiple of their mean: expected 1 "
+            f"(even) to ep={ep} (one rank has all tokens) ([mesh] ep)"
+        )
 
 
 def with_dtype(cfg: Config, device: torch.device) -> Config:

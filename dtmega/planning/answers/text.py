@@ -24,6 +24,7 @@ def write(answer: Answer) -> str:
     lines = headline(answer.job, answer.parameters, answer.plan.n_microbatches)
     lines += [
         extrapolation(answer.plan),
+        *answer.plan.assumptions,
         *skipped_checks(answer.plan),
         "",
         *fit(answer.plan, answer.job.machine.memory),
@@ -49,12 +50,13 @@ def headline(job: Job, parameters: int, n_microbatches: int) -> list[str]:
     cfg = job.cfg
     trained = families.elements(cfg).notes
     axes = " x ".join(f"{axis} {size}" for axis, size in job.sizes.items() if size > 1) or "one rank"
+    experts = f", ep {cfg.mesh.ep}" if cfg.mesh.ep > 1 else ""
     schedule = f", schedule {cfg.pipeline.csv or cfg.pipeline.schedule}" if job.sizes["pp"] > 1 else ""
     lines = [CPU_ONLY] if job.machine.device.type == "cpu" else []
     return [
         *lines,
         f"{cfg.model.name}: {parameters:,} parameters, {cfg.precision.params} on {job.world:,} x "
-        f"{job.machine.device.type} ({axes}{schedule})",
+        f"{job.machine.device.type} ({axes}{experts}{schedule})",
         *trained,
         f"a step: {cfg.batch.global_batch_size:,} sequences of {cfg.data.seq_len:,} tokens = "
         f"{counted(job.data_size, 'data rank')} x {counted(n_microbatches, 'microbatch')} x "
@@ -235,7 +237,7 @@ def action(name: str, plan: Plan) -> str:
 
 def dry_run(job: Job, plan: Plan, parameters: int, first_lines: Sequence[str]) -> str:
     """The answer of `train --dry-run`, which contains no predicted times or costs."""
-    lines = [*first_lines, *headline(job, parameters, plan.n_microbatches), extrapolation(plan)]
+    lines = [*first_lines, *headline(job, parameters, plan.n_microbatches), extrapolation(plan), *plan.assumptions]
     return "\n".join([*lines, *fit(plan, job.machine.memory)])
 
 

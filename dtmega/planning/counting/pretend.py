@@ -141,11 +141,13 @@ class PlannedHost(host.Host):
     Args:
         pretended: pretended device.
         true_share: assumed share of true elements in a mask whose true elements the program selects.
+        imbalance: number of rows that the rank receives, for each row that it sends.
     """
 
-    def __init__(self, pretended: Pretended, true_share: float) -> None:
+    def __init__(self, pretended: Pretended, true_share: float, imbalance: float) -> None:
         self._pretended = pretended
         self._true_share = true_share
+        self._imbalance = imbalance
 
     def must_skip(self, check: str) -> bool:
         if check not in self._pretended.skipped:
@@ -157,6 +159,14 @@ class PlannedHost(host.Host):
             return tensor.cpu()
         with self._pretended.holding_everything(False):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    def read_sizes(self, sizes: Tensor, total: int) -> Tensor:
+        if not isinstance(sizes, FakeTensor):
+            return sizes.cpu()
+        n_ranks = sizes.shape[1]
+        rows = [_evenly(total, n_ranks), _evenly(round(total * self._imbalance), n_ranks)]
+        with self._pretended.holding_everything(False):
+            return torch.tensor(rows, dtype=sizes.dtype, device="cpu")
 
     def each(self, parts: Sequence[slice]) -> Iterator[slice]:
         lengths = Counter(part.stop - part.start for part in parts)
@@ -172,6 +182,11 @@ class PlannedHost(host.Host):
         return torch.zeros(round(len(mask) * self._true_share), dtype=torch.int64, device=mask.device)
 
 
+def _evenly(total: int, n_parts: int) -> list[int]:
+    """Whole numbers that add up to the total, and differ by at most 1."""
+    return [(total + part) // n_parts for part in range(n_parts)]
+
+
 @contextlib.contextmanager
 def pretending(
     device: torch.device,
@@ -180,6 +195,7 @@ def pretending(
     observer: Observer,
     *,
     true_share: float = 1.0,
+    imbalance: float = 1.0,
 ) -> Iterator[Pretended]:
     """Inside the `with` block, pretend to be one rank of a job on a device that need not exist.
 
@@ -188,7 +204,7 @@ def pretending(
         rank: number of the rank.
         world_size: number of ranks in the job.
         observer: observer that is informed of all operators.
-        true_share: see `PlannedHost`.
+        true_share, imbalance: see `PlannedHost`.
     """
     pretended = Pretended(device, observer)
     resize = torch.UntypedStorage.resize_
@@ -210,7 +226,7 @@ def pretending(
                 stack.enter_context(patch.object(torch.cuda, name, answer))
             stack.enter_context(_meta_in_autograd(pretended))
             stack.enter_context(_gradients_of_composites())
-        stack.enter_context(host.answering(PlannedHost(pretended, true_share)))
+        stack.enter_context(host.answering(PlannedHost(pretended, true_share, imbalance)))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(_Watching(pretended))

@@ -93,6 +93,7 @@ def plan_role(
     device: torch.device,
     n_microbatches: int,
     n_shorter: int | None = None,
+    imbalance: float = 1.0,
 ) -> Role:
     """Run two steps of one rank, and plan the rank from the second step. The first step also sets up FSDP, streams and
     pipelines.
@@ -104,15 +105,17 @@ def plan_role(
         device: pretended device.
         n_microbatches: number of microbatches in the second step.
         n_shorter: number of microbatches in the first step; None for `n_microbatches`.
+        imbalance: load of this rank's experts, as a multiple of the mean of its ep group.
     """
     numbers = (n_microbatches if n_shorter is None else n_shorter, n_microbatches)
     ends: list[tuple[dict[str, int], list[Span]]] = []
     recorder = Recorder(device)
     rows = families.objective(cfg).blank(cfg.data, cfg.batch.micro_batch_size)
     share = float((rows["labels"] != IGNORED).float().mean())
+    n_ranks = math.prod(sizes.values())
     with (
         _keeping_circles(),
-        pretending(device, rank, math.prod(sizes.values()), recorder, true_share=share) as pretended,
+        pretending(device, rank, n_ranks, recorder, true_share=share, imbalance=imbalance) as pretended,
         compiled.counted(recorder),
         kernels.without_values(experts_over=sizes["tp"] if cfg.model.directory else 1),
         masks.of_rows(cfg),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dtmega.mesh import AXES, DERIVED, ON_DEMAND, rank_groups
+from dtmega.mesh import AXES, DERIVED, ON_DEMAND, expert_groups, rank_groups
 from dtmega.pipelining.table import ACTION, Action, parse
 from dtmega.planning.prices import pricing, streams
 from dtmega.planning.prices.fabric import Fabric
@@ -41,18 +41,25 @@ class RankTimes(NamedTuple):
     streams: StreamTimes
 
 
-def groups_of(sizes: Mapping[str, int], rank: int) -> pricing.Groups:
+def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Groups:
     """Make a function that returns the ranks in one rank's process groups by name, as in `mesh.World.groups`.
 
     The function also accepts "world", and groups of some pipeline places such as "pp 0+2".
+
+    Args:
+        sizes: size of each axis of the mesh.
+        rank: number of the rank.
+        ep: number of ranks that a layer's experts are divided over.
     """
+    of_experts = expert_groups(dict(sizes), ep)
     known: dict[str, Sequence[int]] = {}
 
     def ranks_of(name: str) -> Sequence[int]:
         if name not in known:
             axis, _, places = name.partition(" ")
             axes = {"world": AXES, **DERIVED, **ON_DEMAND}.get(axis, (axis,))
-            (mine,) = (ranks for ranks in rank_groups(dict(sizes), axes) if rank in ranks)
+            lists = of_experts[axis] if axis in of_experts else rank_groups(dict(sizes), axes)
+            (mine,) = (ranks for ranks in lists if rank in ranks)
             known[name] = [mine[int(place)] for place in places.split("+")] if places else mine
         return known[name]
 

@@ -64,6 +64,8 @@ def step_time(
     sizes: Mapping[str, int],
     n_microbatches: int | None = None,
     later: Mapping[Action, Action] = NOTHING_LATER,
+    *,
+    ep: int = 1,
 ) -> StepTime:
     """Predict the time of one step.
 
@@ -77,6 +79,7 @@ def step_time(
         sizes: size of each axis of the mesh.
         n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
         later: actions whose output is sent only after another action, from `pipelining.table.sent_after`.
+        ep: number of ranks that a layer's experts are divided over.
 
     Raises:
         ValueError: a role lacks a kind of action that its row of the table contains, or the fabric lacks a dtype.
@@ -88,7 +91,7 @@ def step_time(
         first = place_of.setdefault(id(works), place)
         if first == place:
             rank = pipeline[place]
-            times[place] = time_rank(works, fabric, rank, groups_of(sizes, rank))
+            times[place] = time_rank(works, fabric, rank, groups_of(sizes, rank, ep))
         else:
             times[place] = times[first]
     if table is None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dtmega import config
-from dtmega.mesh import AXES, DERIVED, rank_groups
+from dtmega.mesh import AXES, group_lists
 from dtmega.planning.prices import pricing
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.search.layout import Layout
-from dtmega.planning.search.memory import NOT_IN_STATES, WHOLE, cut_of, n_scores, tokens_of
+from dtmega.planning.search.memory import NOT_IN_STATES, OF_EXPERTS, WHOLE, cut_of, n_scores, tokens_of
 from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
@@ -107,6 +107,13 @@ class TimeEstimator:
                 per_layer = (1 + again) * self._collective_s("all-gather", whole, *group)
                 per_layer += self._collective_s("all-to-all", whole, *group)
             seconds += place.layers * per_layer
+        if layout.ep > 1:
+            # The rows of the tokens go to their experts, and the results come back; so do the gradients. Before, the
+            # ranks tell each other numbers.
+            group = "ep", _sizes(layout)
+            rows_s = self._collective_s("all-to-all", round(state_bytes * place.experts_per_token), *group)
+            numbers_s = self._collective_s("all-to-all", 0, *group)
+            seconds += place.mixtures * ((4 + 2 * again) * rows_s + (1 + again) * numbers_s)
         return max(seconds, self._exchanged_s(place, layout))
 
     def _moved_bytes(self, place: Place, layout: Layout) -> float:
@@ -114,16 +121,17 @@ class TimeEstimator:
         tokens, hidden, tp = tokens_of(self.cfg, layout), self.cfg.model.hidden_size, layout.tp
         again = 0.0 if layout.mode == "none" else 1.0
         numbers = WHOLE * hidden * place.layers / cut_of(layout) + place.sides / tp
+        numbers += OF_EXPERTS * hidden * place.experts_per_token * place.mixtures
         moved = (FORWARD_PASSES * (1 + again) + BACKWARD_PASSES) * tokens * self._bytes * numbers
         scores = n_scores(self.cfg, tokens) * place.layers / tp
         moved += (SCORE_FORWARD * (1 + again) + SCORE_BACKWARD) * scores
         moved += LOSS_BYTES * tokens * place.labelled * place.head_elements / hidden / tp
-        moved += GRADIENT_BYTES * place.elements / tp
+        moved += GRADIENT_BYTES * place.whole_elements(layout.ep) / tp
         moved += TABLE_BYTES * (place.embedding_elements + place.head_elements) / tp
         if place.is_tied:
             moved += TIED_BYTES * place.embedding_elements / tp
         if self._gathers_again(layout):
-            moved += 2 * GATHER_COPIES * self._bytes * (place.elements - place.outside) / tp
+            moved += 2 * GATHER_COPIES * self._bytes * (place.whole_elements(layout.ep) - place.outside) / tp
         return moved
 
     def _gathers_again(self, layout: Layout) -> bool:
@@ -134,14 +142,25 @@ class TimeEstimator:
         """The time of FSDP's messages for one microbatch, which run while the microbatch computes."""
         if layout.n_shards == 1:
             return 0.0
-        group = "fsdp", _sizes(layout)
-        n = place.elements / layout.tp
         seconds = 0.0
         if self._gathers_again(layout):
-            seconds += 2 * self._collective_s("all-gather", round(self._bytes * n), *group)
+            seconds += 2 * self._sharded_s("all-gather", self._bytes, place, layout)
         if layout.accumulate == "sharded":
-            seconds += self._collective_s("reduce-scatter", round(self._reduce_bytes * n), *group)
+            seconds += self._sharded_s("reduce-scatter", self._reduce_bytes, place, layout)
         return seconds
+
+    def _sharded_s(self, collective: str, element_bytes: int, place: Place, layout: Layout) -> float:
+        """The time in which FSDP gathers all weights of a place once, or sums their gradients.
+
+        Fewer ranks share the experts of a rank than share other weights.
+        """
+        key = _sizes(layout)
+        of_experts = place.expert_elements / layout.tp
+        others = place.elements / layout.tp - of_experts
+        if layout.ep == 1:
+            return self._collective_s(collective, round(element_bytes * (others + of_experts)), "fsdp", key)
+        experts_s = self._collective_s(collective, round(element_bytes * of_experts / layout.ep), "efsdp", key)
+        return experts_s + self._collective_s(collective, round(element_bytes * others), "fsdp", key)
 
     def _time_update(self, place: Place, layout: Layout, n_microbatches: int) -> float:
         """The time of the work that happens once per step: the optimizer, and messages that no computation covers."""
@@ -151,13 +170,14 @@ class TimeEstimator:
             n_bytes = round(self._reduce_bytes * n / shards)
             seconds += self._collective_s("all-reduce", n_bytes, "dp_replicate", key)
         if shards > 1 and layout.accumulate != "sharded" and (layout.pp > 1 or n_microbatches > 1):
-            whole_s = self._collective_s("reduce-scatter", round(self._reduce_bytes * n), "fsdp", key)
+            whole_s = self._sharded_s("reduce-scatter", self._reduce_bytes, place, layout)
             # Without a pipeline, the last microbatch's backward covers the sums of all layers except the first.
             covered = 1.0 if layout.pp > 1 else (place.outside + place.largest) / max(1, place.elements)
-            copies_s = SUM_COPIES * self._reduce_bytes * n / self.fabric.gpu.memory_bytes_per_s
+            summed = place.whole_elements(layout.ep) / layout.tp
+            copies_s = SUM_COPIES * self._reduce_bytes * summed / self.fabric.gpu.memory_bytes_per_s
             seconds += whole_s * covered + copies_s
         if shards > 1 and layout.pp > 1:
-            seconds += self._collective_s("all-gather", round(self._bytes * n), "fsdp", key)
+            seconds += self._sharded_s("all-gather", self._bytes, place, layout)
         return seconds
 
     def _time_collective(self, collective: str, n_bytes: int, axis: str, sizes: tuple[int, ...]) -> float:
@@ -169,11 +189,12 @@ class TimeEstimator:
 
 
 def _sizes(layout: Layout) -> tuple[int, ...]:
-    """The sizes of the mesh axes."""
-    return layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
+    """The sizes of the mesh axes, and of ep."""
+    return layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep
 
 
 @functools.cache
 def _first_group(axis: str, sizes: tuple[int, ...]) -> list[int]:
     """The ranks in the group of rank 0 along an axis."""
-    return rank_groups(dict(zip(AXES, sizes, strict=True)), DERIVED.get(axis, (axis,)))[0]
+    *axes, ep = sizes
+    return group_lists(dict(zip(AXES, axes, strict=True)), ep)[axis][0]

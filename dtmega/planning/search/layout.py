@@ -21,6 +21,7 @@ SECTIONS = {
     "virtual_stages": "pipeline",
     "mode": "recompute",
     "reshard_after_forward": "fsdp",
+    "ep": "mesh",
 }
 KEYS = tuple(f"{section}.{key}" for key, section in SECTIONS.items())
 
@@ -41,6 +42,7 @@ class Layout(NamedTuple):
     virtual_stages: int
     mode: str
     reshard_after_forward: str | bool
+    ep: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -81,6 +83,8 @@ def describe(layout: Layout) -> str:
     """A layout on one line, without default values: `pp 12 x dp_shard 8, 1F1B, micro-batch 2, recompute full`."""
     axes = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
     words = [" x ".join(axes) or "one rank"]
+    if layout.ep > 1:
+        words.append(f"ep {layout.ep}")
     if layout.pp > 1:
         virtual = f" x {layout.virtual_stages}" if layout.virtual_stages else ""
         words.append(layout.schedule + virtual)

@@ -64,7 +64,8 @@ class Layouts:
 
     Keys that have no effect are not varied: sequence_parallel without tp, cp_form without cp, the schedule without a
     pipeline, and reshard_after_forward and accumulate if nothing is sharded. If two values have the same effect, only
-    one is used: `auto` already frees gathered weights wherever possible.
+    one is used: `auto` already frees gathered weights wherever possible. ep takes the sizes that divide both
+    dp_shard x cp and the number of experts.
 
     Args:
         cfg: configuration, completed by `families.resolve`.
@@ -74,8 +75,8 @@ class Layouts:
         device: device on which each rank computes.
 
     Raises:
-        ValueError: a fixed key is not among the varied keys, or the fixed sizes of the mesh do not divide the number of
-            ranks.
+        ValueError: a fixed key is not among the varied keys, the fixed sizes of the mesh do not divide the number of
+            ranks, or a fixed ep divides no dp_shard x cp.
     """
 
     def __init__(self, cfg: config.Config, fixed: Collection[str], world: int, device: torch.device) -> None:
@@ -92,7 +93,12 @@ class Layouts:
         free = {axis: -1 for axis in mesh.AXES if axis not in self.fixed}
         # One free axis takes the remaining ranks, so that `resolve` reports any error in the fixed sizes.
         ones = dict.fromkeys(free, 1) | dict(list(free.items())[:1])
-        mesh.resolve(cfg.mesh.model_copy(update=ones), world)
+        mesh.resolve(cfg.mesh.model_copy(update=ones | {"ep": 1}), world)
+        with torch.device("meta"):
+            stacks = [next(module.parameters()).shape[0] for module in families.build(cfg).experts()]
+        self.n_experts = math.gcd(*stacks)  # 0 without experts
+        if next(self._meshes(), None) is None:
+            raise ValueError(f"ep={self.fixed['ep']} divides dp_shard x cp in no layout of {world} ranks ([mesh] ep)")
         self.pieces = families.pieces(cfg.model)
         self._family = families.of(cfg.model)
         self._n_layers = sum(piece.is_layer for piece in self.pieces)
@@ -145,7 +151,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """Yield all combinations of axis sizes whose product is the number of ranks."""
+        """Yield all combinations of axis sizes whose product is the number of ranks, each with all sizes of ep."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 
@@ -160,7 +166,12 @@ class Layouts:
                         yield size, *others
 
         for found in cut(self.world, choices):
-            yield dict(zip(mesh.AXES, found, strict=True))
+            sizes = dict(zip(mesh.AXES, found, strict=True))
+            n_sharded = sizes["dp_shard"] * sizes["cp"]
+            common = math.gcd(n_sharded, self.n_experts) if self.n_experts else 1
+            for ep in self._choose("ep", [n for n in divisors if common % n == 0]):
+                if n_sharded % ep == 0:
+                    yield {**sizes, "ep": ep}
 
     def _micro_batch_sizes(self) -> list[int]:
         """The microbatch sizes that divide every global batch of the run."""
@@ -225,9 +236,14 @@ class Layouts:
         pp = layout.pp if self.cfg.pipeline.csv else min(2, layout.pp)
         if not (splits or self._family.directory or self.cfg.pipeline.csv):
             pp = 1  # the check of a built-in model uses the pipeline only to find out whether backward is split
+        if layout.ep > 1:
+            key = "experts", layout.ep, layout.mode
+            if refusal := self._refused(key, lambda: checks.check_experts(with_layout(self.cfg, layout))):
+                return refusal
+        ep = layout.ep if self._family.directory else 1  # only the check of transformers models depends on ep
         for tp, cp in ((layout.tp, 1), (1, layout.cp), (layout.tp, layout.cp)):
-            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather")
-            key = "model", tp, cp, pp, layout.sequence_parallel, splits, units
+            part = layout._replace(tp=tp, cp=cp, pp=pp, cp_form="gather", ep=ep)
+            key = "model", tp, cp, pp, ep, layout.sequence_parallel, splits, units
             refusal = self._refused(key, lambda part=part: self._check_model(part))
             if refusal:
                 return refusal
@@ -254,7 +270,7 @@ class Layouts:
 
     def _refused_exact(self, layout: Layout) -> str:
         """The message with which [run] exact refuses the layout; '' if the layout is accepted."""
-        key = "exact", layout.tp, layout.pp
+        key = "exact", layout.tp, layout.pp, layout.ep
         return self._refused(key, lambda: exact.check(with_layout(self.cfg, layout), layout.sizes, self.device))
 
     def _refused(self, key: tuple[Any, ...], check: Callable[[], None]) -> str:

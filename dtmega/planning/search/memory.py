@@ -22,6 +22,9 @@ from dtmega.planning.search.places import Place, Places
 MASTER_BYTES = 4  # bytes of a parameter, of a gradient after the sum over ranks, or of a moment
 # Number of vectors of width D that the operators between products keep for each token. tp alone does not divide them.
 WHOLE = 4
+# Number of vectors of width D that a mixture keeps for each token and expert: the expert's input and result. tp does not
+# divide them.
+OF_EXPERTS = 2
 # Memory for the results of one layer's backward, as a share of the layer's activations that tp divides, without scores.
 BACKWARD = 0.7
 # Share of a layer's activations, among those that tp divides, that selective recomputation keeps.
@@ -116,14 +119,15 @@ class MemoryEstimator:
         if not wraps(self.cfg, layout.sizes, splits):
             copies = self._bytes * n if keeps_masters(self.cfg, layout.sizes) else 0.0
             return masters + copies + gradients, masters + gradients
-        units = (place.outside + 2 * place.largest) / layout.tp
+        units = (place.outside + 2 * place.whole_largest(layout.ep)) / layout.tp
+        computed = place.whole_elements(layout.ep) / layout.tp
         cfg = with_layout(self.cfg, layout)
-        gathered = units if reshards(cfg, layout.pp, shards) else n
+        gathered = units if reshards(cfg, layout.pp, shards) else computed
         sharded = layout.accumulate == "sharded" and shards > 1
         if sharded or (layout.pp == 1 and n_microbatches == 1):
             whole = self._reduce_bytes * units * self._trained + gradients
         else:
-            whole = self._reduce_bytes * n_trained
+            whole = self._reduce_bytes * computed * self._trained
         return masters + self._bytes * gathered + whole, masters + gradients
 
     def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:
@@ -134,10 +138,11 @@ class MemoryEstimator:
         sides = width * place.sides / layers / tp
         scores = n_scores(self.cfg, tokens) / tp
         divided = sides + SCORE_BYTES * scores
-        whole = width * WHOLE * hidden / cut
+        of_experts = OF_EXPERTS * width * hidden * place.experts_per_token * place.mixtures / layers
+        whole = width * WHOLE * hidden / cut + of_experts
         layer = whole + divided
         # The gradients of all weights of a layer are in memory before they are added to their sums.
-        gradients = self._bytes * place.largest / tp
+        gradients = self._bytes * place.whole_largest(layout.ep) / tp
         working = max(BACKWARD * sides, gradients) + SCORE_BACKWARD_BYTES * scores
         if layout.mode == "full":
             kept = width * hidden / cut

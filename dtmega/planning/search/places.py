@@ -34,6 +34,10 @@ class Place(NamedTuple):
         product_flops, attention_flops: FLOPs of forward and backward, per token of the sequence.
         in_layers: share of `product_flops` in layers.
         ends: number of ends of the pipeline at this place.
+        expert_elements, largest_experts: numbers of elements in the weights of experts, and of those in the largest
+            layer.
+        mixtures: number of layers with experts.
+        experts_per_token: number of experts that a token uses in such a layer.
     """
 
     number: int
@@ -50,6 +54,18 @@ class Place(NamedTuple):
     attention_flops: float
     in_layers: float
     ends: int
+    expert_elements: int
+    largest_experts: int
+    mixtures: int
+    experts_per_token: int
+
+    def whole_elements(self, ep: int) -> float:
+        """Number of elements in the weights that a rank gathers and computes with, before tp divides them."""
+        return self.elements - self.expert_elements * (1 - 1 / ep)
+
+    def whole_largest(self, ep: int) -> float:
+        """`whole_elements` of the largest layer."""
+        return self.largest - self.largest_experts * (1 - 1 / ep)
 
 
 class Places:
@@ -102,7 +118,8 @@ class Places:
                 layer_flops += every - attention
                 # A weight costs 6 FLOPs per token, and one side of each weight matrix is D.
                 sides += (piece.matmul_flops + decoder_share * piece.decoder_flops) / 6 / self.cfg.model.hidden_size
-        largest = max((piece.elements for piece in layers), default=0)
+        largest = max(layers, key=lambda piece: piece.elements, default=None)
+        mixtures = [piece for piece in layers if piece.experts_per_token]
         outside = elements - sum(piece.elements for piece in layers)
         head = self.pieces[-1]
         head_elements = head.elements + head.shared if has_last else 0
@@ -112,10 +129,12 @@ class Places:
         in_layers = layer_flops / product_flops if product_flops else 0.0
         ends = has_first + has_last
         return Place(
-            *(number, elements, largest, outside, head_elements, labelled),
+            *(number, elements, largest.elements if largest else 0, outside, head_elements, labelled),
             *(self.pieces[0].elements if has_first else 0, has_first and has_last and head.shared > 0),
             *(len(layers), sides),
             *(product_flops, attention_flops, in_layers, ends),
+            *(sum(piece.expert_elements for piece in mixtures), largest.expert_elements if largest else 0),
+            *(len(mixtures), max((piece.experts_per_token for piece in mixtures), default=0)),
         )
 
     def virtual(self, layout: Layout) -> int:

@@ -77,17 +77,18 @@ class Planners(Generic[Name, Value]):
         sizes: Mapping[str, int],
         device: torch.device,
         finish: Callable[[Plan], Value],
+        imbalance: float = 1.0,
     ) -> None:
         """Begin to plan a job.
 
         Args:
             name: name of the result.
-            cfg, sizes, device: arguments of `plan_job`.
+            cfg, sizes, device, imbalance: arguments of `plan_job`.
             finish: function that computes the result from the plan.
         """
 
         def work() -> Value:
-            return finish(plan_job(cfg, sizes, device, run_role=self._run_role))
+            return finish(plan_job(cfg, sizes, device, run_role=self._run_role, imbalance=imbalance))
 
         self._running[self._threads.submit(work)] = name
 

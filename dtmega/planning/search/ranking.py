@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import config
-from dtmega.planning.answers.job import with_dtype
+from dtmega.planning.answers.job import check_imbalance, with_dtype
 from dtmega.planning.plan import Plan, time_step
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.step_time import StepTime
@@ -117,6 +117,7 @@ class Found(NamedTuple):
         memory_bytes, reserve_bytes: memory of a device, and the part of the memory that tensors cannot use.
         seconds: duration of the search.
         interrupted: whether the user ended the search early.
+        imbalance: largest load of a rank's experts in the plans with ep, as a multiple of the mean of its ep group.
     """
 
     ranked: list[Result]
@@ -130,6 +131,7 @@ class Found(NamedTuple):
     reserve_bytes: int
     seconds: float
     interrupted: bool
+    imbalance: float = 1.0
 
     @property
     def best(self) -> Result | None:
@@ -151,6 +153,7 @@ def search(
     top: int = 10,
     device: torch.device | None = None,
     on_progress: Callable[[Progress], object] = _ignore,
+    imbalance: float = 1.0,
 ) -> Found:
     """Search for the fastest layout that fits.
 
@@ -167,22 +170,25 @@ def search(
         top: number of layouts to plan.
         device: device that is pretended on every rank; None for a GPU.
         on_progress: function that is called repeatedly while the search runs.
+        imbalance: largest load of a rank's experts in the plans with ep, as a multiple of the mean of its ep group; at
+            most the size of the group. Estimates assume even loads.
 
     Raises:
         ValueError: a fixed key is not among the varied keys, the fixed sizes of the mesh do not divide the number of
-            ranks, or the fabric has no speed for the dtype.
+            ranks, the fabric has no speed for the dtype, or no layout can have such a load of experts.
     """
     started_s = time.monotonic()
     device = device or torch.device("cuda", 0)
     cfg = with_dtype(cfg, device)
     layouts = Layouts(cfg, fixed_keys, world, device)
+    check_imbalance(imbalance, layouts.fixed.get("ep", max(1, layouts.n_experts)))
     shortlist = Shortlist(memory_bytes - reserve_bytes, top)
     planned = Planned([], [])
     interrupted = False
     try:
         estimator = Estimator(cfg, layouts.pieces, fabric)
         shortlist.take(layouts, estimator, lambda n: on_progress(Progress("estimating layouts", n, 0, None, None)))
-        _plan_best(cfg, shortlist, fabric, device, planned, on_progress)
+        _plan_best(cfg, shortlist, fabric, device, planned, on_progress, imbalance)
     except KeyboardInterrupt:
         interrupted = True
     done = {result.layout: result.estimate.seconds for result in planned.results}
@@ -205,6 +211,7 @@ def search(
         reserve_bytes=reserve_bytes,
         seconds=time.monotonic() - started_s,
         interrupted=interrupted,
+        imbalance=imbalance,
     )
 
 
@@ -219,6 +226,7 @@ def _plan_best(
     device: torch.device,
     planned: Planned,
     on_progress: Callable[[Progress], object],
+    imbalance: float,
 ) -> None:
     """Plan the first `top` layouts. If none of these layouts fits, plan more layouts until one fits.
 
@@ -236,7 +244,8 @@ def _plan_best(
             while planners.n_running < AT_ONCE and n_begun < n_all:
                 entry = chosen[n_begun]
                 end = functools.partial(finish, layout=entry.layout, estimate=entry.estimate)
-                planners.begin(entry, with_layout(cfg, entry.layout), entry.layout.sizes, device, end)
+                job = with_layout(cfg, entry.layout), entry.layout.sizes, device
+                planners.begin(entry, *job, end, min(imbalance, entry.layout.ep))
                 n_begun += 1
             if not planners.n_running:
                 return

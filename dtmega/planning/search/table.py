@@ -30,6 +30,9 @@ def text(found: Found) -> str:
             f"{'tokens/s':>12} {'step s':>8} {'slower':>7} {'bubble':>7} {'exposed':>8} {'peak GiB':>9}  layout",
         ]
         lines += [_row(result, found) for result in found.ranked]
+    if any(result.layout.ep > 1 for result in found.ranked):
+        loads = "even loads" if found.imbalance == 1 else f"a largest load of {found.imbalance:g} times the mean"
+        lines += ["", f"assumed with ep: {loads}; the loads of a run depend on the data (--imbalance)"]
     if found.ranked and found.best is None:
         lines += ["", "none of the planned layouts fits"]
     if found.estimated:
@@ -99,6 +102,7 @@ def as_dict(found: Found) -> dict[str, Any]:
         "fallen": [reason._asdict() for reason in found.fallen],
         "seconds": found.seconds,
         "interrupted": found.interrupted,
+        "imbalance": found.imbalance,
     }
 
 

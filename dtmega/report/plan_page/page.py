@@ -149,6 +149,7 @@ def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
             f"{plan.run_microbatches:,} of {plan.n_microbatches:,} microbatches were run. The others do like one in "
             "the middle: their actions are not drawn, and the bytes are those of all microbatches."
         )
+    notes += plan.assumptions
     usable = answer.limits.usable_bytes
     if usable is not None and usable > memory.FAR * plan.fullest.peak.peak_bytes:
         notes.append(f"The device's memory minus the reserve, {binary(usable)}, is far above the picture.")
@@ -226,5 +227,6 @@ def _origin(answer: Answer) -> list[str]:
         out.append(f'<pre class="sample">{text(answer.command)}</pre>')
     config = answer.plan.cfg.model_dump()
     out += keys_in_toml("every key", config)
-    layout = " · ".join(f"{axis} {size}" for axis, size in answer.plan.sizes.items())
+    sizes = {**answer.plan.sizes, "ep": answer.plan.cfg.mesh.ep}
+    layout = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
     return [*out, f'<p class="note">{breakable(layout)}</p>', "</section>"]

@@ -11,9 +11,8 @@ from dtmega import config, families, mesh
 from dtmega.pipelining.schedule import broken_rule
 from dtmega.pipelining.table import SCHEDULES, make_table, simulate
 from dtmega.planning.extrapolation import in_flight
-from dtmega.planning.plan import plan_job
+from dtmega.planning.plan import plan_job, time_step
 from dtmega.planning.prices import fabric, formulas
-from dtmega.planning.prices.step_time import step_time
 from dtmega.planning.search.estimate import MARGIN, Estimator
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.places import Places, in_flight_of
@@ -84,6 +83,36 @@ def test_states_are_those_of_zero():
     assert states == pytest.approx(formulas.zero_bytes(n, 8, 1) + 2 * n, rel=1e-3)
 
 
+SEQ_LEN = 4096
+
+
+def mixture(global_batch_size: int, of: fabric.Fabric) -> Estimator:
+    """An estimator of 4 layers of a mixture in bfloat16. A token uses 8 of 128 experts, 2048 x 768 and 3 matrices."""
+    words = f"--config qwen3-30b-a3b.toml --model.n_layers 4 --data.seq_len {SEQ_LEN} --batch.global_batch_size"
+    words += f" {global_batch_size} --precision.params bfloat16"
+    cfg = families.resolve(config.load(words.split()))
+    return Estimator(cfg, families.pieces(cfg.model), of)
+
+
+def test_a_rank_gathers_its_own_experts_only():
+    """Weights in 16 bits and whole gradients in 32 are there for a rank's experts; masters and moments are shards."""
+    estimator = mixture(16, A100)
+    all_experts, few = (PLAIN._replace(dp_shard=8, reshard_after_forward=False, ep=ep) for ep in (1, 4))
+    saved = estimator.estimate(all_experts).states_bytes - estimator.estimate(few).states_bytes
+    assert saved == pytest.approx((2 + 4) * (4 * 128 * 3 * 768 * 2048) * 3 / 4, rel=1e-6)
+
+
+def test_experts_send_what_leaves_a_rank_four_times_and_six_times_if_recomputed():
+    """The time of one more microbatch where links are so slow that nothing else counts: 3 of 4 rows leave a rank."""
+    slow = A100.model_copy(update={"node": A100.node.model_copy(update={"bytes_per_s": 1.0})})
+    estimators = mixture(16, slow), mixture(20, slow)
+    for mode, times in (("none", 4), ("full", 6)):
+        layout = PLAIN._replace(dp_shard=4, ep=4, mode=mode, reshard_after_forward=False)
+        four, five = (estimator.estimate(layout).seconds for estimator in estimators)
+        row_bytes = 2048 * 2
+        assert five - four == pytest.approx(4 * times * SEQ_LEN * 8 * row_bytes * 3 / 4, rel=1e-4)
+
+
 def test_blooms_own_layout_takes_what_was_counted():
     """41.88 GiB on the first of 12 pipeline ranks, counted by `plan_job` on 2026-11-26."""
     cfg = bloom()
@@ -97,6 +126,7 @@ COUNTED = [
     "--config gpt2.toml --model.n_layers 2 --mesh.tp 2 --mesh.dp_replicate 2 --mesh.sequence_parallel false",
     "--config bloom-560m.toml --model.n_layers 4 --mesh.pp 2 --mesh.tp 2 --recompute.mode full --batch.rampup []",
     "--config llama-3.2-1b.toml --model.n_layers 4 --mesh.cp 2 --mesh.dp_shard 2 --recompute.mode selective",
+    "--config qwen3-30b-a3b.toml --model.n_layers 2 --mesh.dp_shard 4 --mesh.ep 4",
 ]
 
 
@@ -114,8 +144,7 @@ def test_counts_stay_within_the_margin_of_the_estimate(arguments: str):
     layout = PLAIN._replace(**(values | sizes))
     estimate = Estimator(cfg, families.pieces(cfg.model), A100).estimate(layout)
     plan = plan_job(cfg, sizes, gpu)
-    works = {place: role.works for place, role in plan.roles.items()}
-    seconds = step_time(works, plan.table, A100, sizes, plan.n_microbatches).seconds
+    seconds = time_step(plan, A100).seconds
     print(
         f"{estimate.peak_bytes / plan.fullest.peak.peak_bytes:.3f} of bytes, {estimate.seconds / seconds:.3f} of time"
     )

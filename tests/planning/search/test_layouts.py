@@ -120,6 +120,32 @@ def test_exactly_what_training_accepts_is_listed(world: int, n: int):
         assert accepted(cfg, layout, world), layout
 
 
+MOE = {**SMALL["model"], "name": "moe", "n_experts": 4, "expert_ffn_hidden_size": 12}
+
+
+def test_experts_are_divided_wherever_training_divides_them():
+    cfg = config_of(model=MOE, compile={"enable": False})
+    legal = listed(cfg, 4)
+    assert {layout.ep for layout in legal} == {1, 2, 4}
+    chance = random.Random(4)
+    for layout in combinations(4, 40):
+        with_ep = layout._replace(ep=chance.choice((1, 2, 3, 4)))
+        assert accepted(cfg, with_ep, 4) == (plain(with_ep, cfg) in legal), with_ep
+    for layout in chance.sample(sorted(legal, key=str), 20):
+        assert accepted(cfg, layout, 4), layout
+
+
+def test_a_given_ep_is_kept_and_one_that_divides_no_layout_is_refused():
+    fixed = listed(config_of(model=MOE, mesh={"ep": 2}), 2, "mesh.ep")
+    assert fixed == {layout for layout in listed(config_of(model=MOE), 2) if layout.ep == 2} != set()
+    with pytest.raises(ValueError, match=r"ep=3 divides dp_shard x cp in no layout of 4 ranks \(\[mesh\] ep\)"):
+        Layouts(config_of(model=MOE, mesh={"ep": 3}), ["mesh.ep"], 4, CPU)
+
+
+def test_a_model_without_experts_has_no_layout_with_ep():
+    assert {layout.ep for layout in listed(config_of(), 2)} == {1}
+
+
 @cache
 def all_of(world: int) -> tuple[int, int, int]:
     """Numbers of all layouts, of legal ones, and of those that fell."""

@@ -64,6 +64,7 @@ class Counting:
     gives_up: bool = False  # as the planner does where one rank does not fit
     planned: list[Entry] = dataclasses.field(default_factory=list)
     waiting: list[Entry] = dataclasses.field(default_factory=list)
+    imbalances: dict[Layout, float] = dataclasses.field(default_factory=dict)
 
     def __enter__(self) -> Counting:
         return self
@@ -75,11 +76,14 @@ class Counting:
     def n_running(self) -> int:
         return len(self.waiting)
 
-    def begin(self, entry: Entry, cfg: config.Config, sizes: dict[str, int], *_: Any) -> None:
+    def begin(
+        self, entry: Entry, cfg: config.Config, sizes: dict[str, int], _device: Any, _finish: Any, imbalance: float
+    ) -> None:
         assert len(self.waiting) < self.at_once
         checks.check(cfg, mesh.resolve(cfg.mesh, WORLD), GPU)
         assert sizes == entry.layout.sizes
         self.waiting.append(entry)
+        self.imbalances[entry.layout] = imbalance
 
     def done(self) -> list[tuple[Entry, Result | ValueError]]:
         if len(self.planned) >= self.interrupt_after:
@@ -173,6 +177,16 @@ def test_of_layouts_that_differ_in_their_schedule_alone_the_smallest_is_planned(
     for layout in (entry.layout for entry in counting.planned):
         # 1F1B needs a microbatch for each of the 4 stages, and then keeps fewer than GPipe.
         assert layout.schedule != "GPipe" or layout.micro_batch_size > 4
+
+
+def test_only_layouts_with_ep_have_an_imbalance_and_none_has_more_than_all_tokens_of_its_group(monkeypatch):
+    model = {"name": "moe", "n_experts": 4, "n_kv_heads": 2, "expert_ffn_hidden_size": 64}
+    cfg = small(model=model)
+    counting = Counting(as_estimated, 2**40)
+    found = run(monkeypatch, cfg, counting, "mesh.pp", "mesh.tp", "recompute.mode", top=100, imbalance=3.0)
+    assert {(layout.ep, imbalance) for layout, imbalance in counting.imbalances.items()} == {(1, 1), (2, 2), (4, 3)}
+    words = "assumed with ep: a largest load of 3 times the mean; the loads of a run depend on the data"
+    assert words in table.text(found)
 
 
 def test_an_interrupted_search_gives_what_is_known(monkeypatch):
