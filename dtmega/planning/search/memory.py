@@ -22,8 +22,8 @@ from dtmega.planning.search.places import Place, Places
 MASTER_BYTES = 4  # bytes of a parameter, of a gradient after the sum over ranks, or of a moment
 # Number of vectors of width D that the operators between products keep for each token. tp alone does not divide them.
 WHOLE = 4
-# Number of vectors of width D that a mixture keeps for each token and expert: the expert's input and result. tp does not
-# divide them.
+# Number of vectors of width D that a mixture keeps for each token and expert: the expert's input and result. tp does
+# not divide them.
 OF_EXPERTS = 2
 # Memory for the results of one layer's backward, as a share of the layer's activations that tp divides, without scores.
 BACKWARD = 0.7
