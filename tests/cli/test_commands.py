@@ -293,14 +293,14 @@ def test_inspect_hands_on_its_options_and_the_exit_code(monkeypatch, options: li
 def test_verify_plan_hands_on_its_options_and_the_exit_code(monkeypatch, no_sequence_parallel: bool, generic: bool):
     asked: list[Any] = []
 
-    def verify(directory: Path, tp: int, *, sequence_parallel: bool, generic: bool) -> int:
-        asked.append((directory, tp, sequence_parallel, generic))
+    def verify(directory: Path, axis: str, tp: int, *, sequence_parallel: bool, generic: bool) -> int:
+        asked.append((directory, axis, tp, sequence_parallel, generic))
         return 1
 
     monkeypatch.setattr("dtmega.interop.hf.tp.command.verify_directory", verify)
     flags = ["--no-sequence-parallel"] * no_sequence_parallel + ["--generic"] * generic
     assert command(["verify-plan", "d", "--tp", "3", *flags]) == 1
-    assert asked == [(Path("d"), 3, not no_sequence_parallel, generic)]
+    assert asked == [(Path("d"), "tp", 3, not no_sequence_parallel, generic)]
 
 
 @pytest.mark.parametrize("text", ["0", "1e-6", "0.8", "1e6"])

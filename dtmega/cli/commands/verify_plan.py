@@ -1,6 +1,7 @@
-"""`dtmega verify-plan`: checks the tensor-parallel plan of a Hugging Face model.
+"""`dtmega verify-plan`: checks the tensor-parallel plan, or the divided experts, of a Hugging Face model.
 
 dtmega verify-plan DIR --tp 2
+dtmega verify-plan DIR --ep 2
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from dtmega.cli.commands.arguments import integer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", help="model directory with a config.json; weights are not needed")
-    parser.add_argument(
+    axes = parser.add_mutually_exclusive_group()
+    axes.add_argument(
         "--tp",
         type=integer(1),
         default=2,
         help="tensor-parallel ranks; started by this command unless torchrun has started them (default 2)",
+    )
+    axes.add_argument(
+        "--ep", type=integer(2), default=0, help="instead of tp: ranks that a mixture's experts are divided over"
     )
     parser.add_argument(
         "--no-sequence-parallel", action="store_true", help="tensor parallelism without sequence parallelism"
@@ -28,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     from dtmega.interop.hf.tp.command import verify_directory
 
+    if args.ep:
+        return verify_directory(Path(args.directory), "ep", args.ep)
     return verify_directory(
-        Path(args.directory), args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
+        Path(args.directory), "tp", args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
     )

@@ -1,4 +1,4 @@
-"""The user interface for verifying a plan: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2`."""
+"""The user interface for verifying a plan: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2` (or --ep)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtmega.distributed.rendezvous import meet, rank_and_size
 from dtmega.files.console import counted
+from dtmega.interop.hf.expert_parallel import experts_of, send_to_experts
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.tp.parallel import parallelize_hf, plan_for
 from dtmega.interop.hf.tp.verify import Verification, verify
+from dtmega.plans.expert_parallel import divide
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -57,35 +59,64 @@ def verify_plan(
     return verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
 
 
-def verify_directory(directory: Path, tp: int, **options: bool) -> int:
+def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
+    """Compare a small clone whose experts are divided over `mesh` with an uncut clone, each rank with its own batch.
+
+    Every rank of the mesh must call this function.
+
+    Args:
+        model: `transformers` model, real or on meta; only the model's class and config are used.
+        mesh: 1-D mesh of the ranks that each layer's experts are divided over.
+
+    Raises:
+        ValueError: the model has no experts that can be divided, or no small clone can be made.
+    """
+
+    def divided(clone: Any, mesh: DeviceMesh) -> Any:
+        for experts in experts_of(clone):
+            send_to_experts(experts, mesh.size())
+            divide(experts, mesh)
+        return clone
+
+    if not experts_of(model):
+        raise ValueError(
+            f"'{model.config.model_type}' has no experts that transformers can compute on other ranks, expected a "
+            f"mixture (--ep)"
+        )
+    return verify(model, mesh, divided, own_batches=True)
+
+
+def verify_directory(directory: Path, axis: str, n: int, **options: bool) -> int:
     """Print the plan for a directory's model, and the deviations between a small cut clone and an uncut clone.
 
     Under torchrun, the ranks are the processes that torchrun started. Otherwise this function starts the processes.
 
     Args:
         directory: directory with the model's config.json.
-        tp: number of ranks.
-        options: options of `parallelize_hf`.
+        axis: "tp" or "ep", the axis that is verified.
+        n: number of ranks along the axis.
+        options: options of `parallelize_hf`, for tp only.
 
     Returns:
         The exit code: 0 if all deviations are within the tolerance, and 1 if a deviation is too large.
 
     Raises:
-        ValueError: the model has no plan, or torchrun did not start `tp` processes.
+        ValueError: the model has no plan, or torchrun did not start `n` processes.
     """
-    plan = plan_for(on_meta(directory), tp, **options)
+    model = on_meta(directory)
+    plan = plan_for(model, n, **options) if axis == "tp" else f"ep {n}: {len(experts_of(model))} layers of experts"
     if "WORLD_SIZE" in os.environ:
         rank, size = rank_and_size()
-        if size != tp:
-            raise ValueError(f"torchrun started {counted(size, 'process')}, expected --tp {tp}")
+        if size != n:
+            raise ValueError(f"torchrun started {counted(size, 'process')}, expected --{axis} {n}")
         store = meet(rank, size, TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        verification = _verification(directory, tp, options)
+        verification = _verification(directory, axis, n, options)
         prints = rank == 0
         _leave()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(_rank, (folder, directory, tp, options), nprocs=tp)  # pyright: ignore[reportPrivateImportUsage]
+            multiprocessing.spawn(_rank, (folder, directory, axis, n, options), nprocs=n)  # pyright: ignore[reportPrivateImportUsage]
             # The file is safe to unpickle: our own rank 0 wrote it, in a folder that only this user can write to.
             verification = torch.load(Path(folder, "result"), weights_only=False)
             prints = True
@@ -96,12 +127,12 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
     return 0 if verification.ok else 1
 
 
-def _rank(rank: int, folder: str, directory: Path, tp: int, options: dict[str, bool]) -> None:
+def _rank(rank: int, folder: str, directory: Path, axis: str, n: int, options: dict[str, bool]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), tp)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=TIMEOUT)
+    store = dist.FileStore(str(Path(folder, "store")), n)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=TIMEOUT)
     try:
-        result = _verification(directory, tp, options)
+        result = _verification(directory, axis, n, options)
     except ValueError as error:
         # All ranks get the same error. The parent process raises the error once; if each rank raised the error here,
         # each rank would print a traceback.
@@ -118,8 +149,10 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def _verification(directory: Path, tp: int, options: dict[str, bool]) -> Verification:
-    mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+def _verification(directory: Path, axis: str, n: int, options: dict[str, bool]) -> Verification:
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(axis,))
+    if axis == "ep":
+        return verify_experts(on_meta(directory), mesh)
     return verify_plan(on_meta(directory), mesh, **options)
 
 

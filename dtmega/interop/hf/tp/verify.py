@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dtmega.interop.hf.tp import tiny
 from dtmega.ops.shards import full_tensor
@@ -56,7 +57,9 @@ class Verification:
         return "\n".join([*rows, *self.raised, count])
 
 
-def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh], Any]) -> Verification:
+def verify(
+    model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh], Any], own_batches: bool = False
+) -> Verification:
     """Compare a small clone of the model, cut over `mesh`, with an uncut clone. All ranks must call this function.
 
     Args:
@@ -64,6 +67,8 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
             used.
         mesh: mesh over which the clone is cut.
         parallelize: function that cuts the clone.
+        own_batches: whether each rank has a batch of its own, as with ep. Then the gradients of cut tensors are sums
+            over the batches of all ranks.
 
     Raises:
         ValueError: `parallelize` refuses the clone, no clone can be made, or the clone would prove nothing because it
@@ -78,6 +83,8 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
             f"the plan of '{model.config.model_type}' cannot be proven, since no small clone can be made: "
             f"{type(error).__name__}: {error}"
         ) from None
+    seed = 3 + (mesh.get_local_rank() if own_batches else 0)
+    summed_over = mesh.get_group() if own_batches else None
     errors: dict[tuple[str, str], float] = {}
     raised: list[str] = []
     for case, length, padded in (("plain", 4 * tp, False), ("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
@@ -86,10 +93,10 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
             raise ValueError(
                 f"the plan of '{model.config.model_type}' cannot be proven: its small clone has no {', '.join(missing)}"
             )
-        inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded).items()}
+        inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded, seed=seed).items()}
         ours = parallelize(ours, mesh)
         try:
-            case_errors = deviations(ours, truth, inputs)
+            case_errors = deviations(ours, truth, inputs, summed_over)
         except Exception as error:  # a plan is wrong if the cut model raises any error
             raised.append(f"{case}: the cut model raised {type(error).__name__}: {error}")
             names = (name for name, _ in truth.named_parameters(remove_duplicate=False))
@@ -105,13 +112,17 @@ def _classes(model: nn.Module) -> set[str]:
     return {type(module).__name__ for module in with_parameters}
 
 
-def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
+def deviations(
+    ours: Any, truth: Any, inputs: dict[str, Tensor], summed_over: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """Run forward and backward in both models, and compare loss, logits and every gradient.
 
     Args:
         ours: the cut model.
         truth: the uncut model.
         inputs: batch for both models.
+        summed_over: ranks with batches of their own, over which the gradients of cut tensors are sums; None: all ranks
+            have the same batch.
 
     Returns:
         The relative deviation of each tensor, by name.
@@ -123,6 +134,10 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
         results.append({"loss": loss.detach(), "logits": logits, **grads})
+    if summed_over is not None:
+        for name, parameter in ours.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                dist.all_reduce(results[0][name], group=summed_over)
     total = torch.stack([p.grad.norm() for p in truth.parameters() if p.grad is not None]).norm().item()
     return {name: deviation(results[1].get(name), x, total) for name, x in results[0].items()}
 
