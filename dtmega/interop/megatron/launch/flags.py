@@ -323,7 +323,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def by_name() -> dict[str, Flag]:
-    """Map each flag name to a row of the table. Other names of the same flag map to the same row."""
+    """Map each flag name to the flag's row in the table. All names of a flag map to the same row."""
     return {name: flag for group in FLAGS.values() for flag in group for name in flag.names}
 
 

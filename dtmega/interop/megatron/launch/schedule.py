@@ -92,7 +92,7 @@ def set_schedule(draft: Draft) -> None:
 
 
 def _kept(draft: Draft, lengths: list[str]) -> list[str]:
-    """The units of the given lengths, without any length that exceeds another given length."""
+    """The units of the given run lengths, except each unit whose length exceeds another given length."""
     return [unit for unit in lengths if f"--train-{unit}" not in draft.notes]
 
 
@@ -124,7 +124,7 @@ def _set_warmup(draft: Draft, unit: str) -> None:
 
 
 def _set_curve(draft: Draft, unit: str) -> None:
-    """Set the learning-rate curve, and for WSD the final decay."""
+    """Set the learning-rate curve and, for WSD, the length of the final decay."""
     style = (draft.value("lr-decay-style") or "").lower()
     if style not in SCHEDULES:
         draft.lack("optim.schedule", f"one of {', '.join(SCHEDULES.values())}", "--lr-decay-style")

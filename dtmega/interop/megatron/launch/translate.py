@@ -46,7 +46,7 @@ def translate(
 
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
-        given: variables of the script's environment, by name.
+        given: values of the script's environment variables, keyed by name.
         allowed: flags and keys that may be missing from the configuration.
         original: fork and version that the command is for: megatron-lm (until November 2023), megatron-deepspeed or
             megatron-core; '' to infer fork and version from the flags.
@@ -73,12 +73,12 @@ def translate_known_model(
 
     Args:
         found: the command.
-        known: values by "section.key". The [model] section gets only these values; elsewhere these values replace the
-            values from the flags.
+        known: values keyed by "section.key". The [model] section gets only these values; elsewhere these values replace
+            the values from the flags.
         title: first line of the text, a comment.
 
     Returns:
-        The text of the configuration, and its values by section.
+        The text of the configuration, and its values as section -> key -> value.
     """
     draft = _filled_draft(found, "")
     for keys in (draft.keys, draft.lacking):
