@@ -162,7 +162,7 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
     Args:
         shapes: shape of each weight, keyed by the weight's name in the checkpoint.
-        keys: name of the stored tensor with each weight's values, keyed by the weight's name.
+        keys: names of the stored tensors that hold the weights' values, keyed by the weight's name.
     """
     assemblies: dict[str, Assembly] = {}
     for name, shape in shapes.items():
@@ -174,11 +174,11 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Assemblies for a stored weight, keyed by tensor name: one per layer for a stack, otherwise a single one.
+    """The assemblies for a stored weight, keyed by tensor name. A stack has one assembly per layer.
 
     Args:
         name: name of the weight; the name shows whether the weight is a stack.
-        key: name of the stored tensor with the values, which is the weight itself, its fp32 master or a moment.
+        key: name of the stored tensor that holds the values (the weight itself, its fp32 master or a moment).
         shape: shape of the weight.
     """
     match = LAYER.fullmatch(name)

@@ -1,7 +1,7 @@
 """The folder of a Megatron-DeepSpeed checkpoint: one file for each layer and tensor-parallel rank.
 
     global_step1000/layer_XX-model_TT-model_states.pt     weights of layer XX on tensor-parallel rank TT
-    global_step1000/mp_rank_XX_model_states.pt            arguments and counts; XX is stage * TP + rank
+    global_step1000/mp_rank_XX_model_states.pt            arguments and counts; here XX is stage * TP + TT
     global_step1000/bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt      see zero.py
 
 Layers are numbered across the whole model, so pipeline stages do not matter here. Layer 01 is the embedding, layers 03

@@ -1,11 +1,11 @@
-"""Open a checkpoint from any Megatron fork, as whole tensors under the fork's names and the run's state.
+"""Open a checkpoint from any Megatron fork: the run's state, and whole tensors under the fork's names.
 
     Megatron-LM            iter_......./mp_rank_*/, or release/        ranks.py, adam.py
     megatron-core          iter_......./metadata.json, common.pt       core.py
     Megatron-DeepSpeed     global_step*/layer_*-model_*                deepspeed.py, zero.py
 
-The path to open is one of these folders, or its parent folder, which contains a tracker, a file named
-`latest_checkpointed_iteration.txt` or `latest`. Nothing in a file is executed, and a tensor is read only when it is
+The path to open is one of these folders, or its parent folder, which contains a tracker file
+(`latest_checkpointed_iteration.txt` or `latest`). Nothing in a file is executed, and a tensor is read only when it is
 needed.
 """
 
@@ -36,7 +36,7 @@ class Contents(NamedTuple):
         path: the checkpoint's folder.
         args: the run's arguments as plain values; empty if the files have no arguments.
         weights: tensors of the whole model, under the names that `program` uses.
-        moments: exp_avg and exp_avg_sq, each with the names of the weights; empty if the moments are incomplete.
+        moments: sources for exp_avg and exp_avg_sq, both with the weights' names; empty if the moments are incomplete.
         progress: the run's progress; meaningful only if there are moments.
         updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
@@ -109,7 +109,7 @@ def find_folder(path: Path) -> Path:
     If `path` has a tracker, the tracker names the folder. Without a tracker, `path` must contain a single checkpoint.
 
     Raises:
-        ValueError: there is no checkpoint, or there are several checkpoints and no tracker.
+        ValueError: `path` contains no checkpoint, or several checkpoints but no tracker.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not the folder of a checkpoint")

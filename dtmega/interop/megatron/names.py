@@ -1,4 +1,4 @@
-"""Tables of Megatron-LM's tensor names, one per family. Each row also says how tensor parallelism cuts the tensor.
+"""Tables of Megatron-LM's tensor names, one per family. Each row also states how tensor parallelism cuts the tensor.
 
 The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
 of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
@@ -195,7 +195,7 @@ _ROWS = _tensors(_ALL_ROWS)
 
 _OLDER_NAMES = (
     (re.compile(r"^language_model\."), ""),
-    # Names up to tag v2.0 of January 2021.
+    # Names in files up to Megatron-LM's tag v2.0 of January 2021.
     (re.compile(r"^transformer\."), "encoder."),
     (re.compile(r"(\.layers\.\d+)\.attention\."), r"\1.self_attention."),
     # Names in even older files.

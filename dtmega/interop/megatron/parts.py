@@ -87,12 +87,12 @@ class _Derived:
 
 @dataclass(frozen=True)
 class ReorderedQKV(_Derived):
-    """A fused QKV from a file older than version 2.0, with its rows sorted into today's order, [H, (q, k, v), K].
+    """A fused QKV from checkpoint version 0 or 1, with its rows sorted into today's order, [H, (q, k, v), K].
 
     Attributes:
-        qkv_outermost: flag for the stored row order: True for [(q, k, v), H, K], as in files without a version; False
-            for [H, K, (q, k, v)], as in version 1.0.
-        n_parts: number of fused projections: 3 for q, k and v; 2 for k and v.
+        qkv_outermost: flag for the row order in the file; True for [(q, k, v), H, K], as in files without a version;
+            False for [H, K, (q, k, v)], as in version 1.0.
+        n_parts: number of fused projections, 3 for q, k and v or 2 for k and v.
         n_heads: number of heads on this rank.
     """
 
@@ -267,7 +267,7 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
         f"copies of {counted(len(drifts), 'tensor')} differ between tensor-parallel ranks, most of all '{worst.name}': "
         f"by {worst.size:.1e} of its largest value"
     )
-    # `nan <= MAX_DRIFT` is False, so this condition also treats a NaN as too large a drift.
+    # `nan <= MAX_DRIFT` is False, so this condition also holds for a NaN.
     if not worst.size <= MAX_DRIFT and not average:
         raise ValueError(f"{line}, expected at most {MAX_DRIFT:.0e}; --average-copies takes their mean")
     used = "their mean is" if average else "those of rank 0 are"

@@ -260,7 +260,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
 
 
 def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
-    """The number of layers of a stack in a chunk.
+    """The number of a stack's layers in a chunk.
 
     Raises:
         ValueError: the layers are not numbered from 0 without gaps.

@@ -34,7 +34,7 @@ def config_of_args(
 
     Returns:
         The text of a TOML file, in which a comment replaces each unknown key; and the sections that the checkpoint
-        should record (empty if the configuration is not valid as it stands).
+        should record (empty if the configuration is invalid).
     """
     section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
     keys = {f"model.{key}": value for key, value in section.items()}

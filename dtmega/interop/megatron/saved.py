@@ -1,4 +1,4 @@
-"""Read a file written by `torch.save` as data: decode the pickle without running it, and read tensors when needed.
+"""Read files written by `torch.save`: decode the pickle as data, without running it, and read tensors when needed.
 
     file = SavedFile(path)
     file.value                          numbers, strings, lists and dicts; a `PickledObject` for any other object

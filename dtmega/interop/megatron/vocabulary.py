@@ -71,7 +71,7 @@ def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tupl
 
 
 def _multiple(args: dict[str, Any], size: int, rows: int) -> int:
-    """A `pad_vocab_to_multiple` that pads `size` ids to `rows` rows; preferably the run's own value."""
+    """A value of `pad_vocab_to_multiple` that pads `size` ids to `rows` rows; the run's own value is preferred."""
     divisor = args.get("make_vocab_size_divisible_by")
     ranks = args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
     if type(divisor) is int and type(ranks) is int and divisor > 0 and ranks > 0:

@@ -72,7 +72,7 @@ def write(
 
     Args:
         folder: path of the checkpoint, a new or empty folder.
-        source: tensors of the whole model, named as in core_forms.py; each occurs once, without vocabulary padding.
+        source: tensors of the whole model, named as in core_forms.py, without duplicates and vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tokenizer: the model's tokenizer spec. Megatron's loader checks the kind of tokenizer if the loading run has a
             vocabulary.
@@ -174,7 +174,7 @@ def _item(
 
     Args:
         shape: shape of the whole tensor.
-        offsets: index at which the chunk begins, in each dim of the tensor.
+        offsets: start index of the chunk in each dim of the whole tensor.
         sizes: shape of the chunk.
     """
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))

@@ -100,7 +100,7 @@ class Expander:
         return None if text is None else self.arithmetic_of(text)
 
     def arithmetic_of(self, text: str) -> int | None:
-        """Evaluate an arithmetic expression with every `$` already expanded; None if the value is not known."""
+        """Evaluate an arithmetic expression in which every `$` is expanded already; None if the value is not known."""
         try:
             return arithmetic.evaluate(text, self._read_number, self._write_number)
         except (arithmetic.NotKnown, RecursionError):
@@ -261,7 +261,7 @@ class Expander:
             fields.add_split(item)
 
     def _quoted_alternative(self, node: Node) -> Word | None:
-        """The alternative in `${NAME:-"text"}` if quotes around it keep it one word; None if it is not fully quoted."""
+        """The quoted text in `${NAME:-"text"}`, which stays one word; None if the alternative is not a quoted text."""
         inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
         if node.type == "expansion" and len(inner) == 1 and inner[0].type == "string":
             return self.string(inner[0])

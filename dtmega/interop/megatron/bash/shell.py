@@ -51,7 +51,7 @@ class Launch(NamedTuple):
 
 
 class Shell:
-    """Base class for the shell that follows a script; subclasses add the kinds of statements.
+    """Base class for the shell that follows a script; subclasses implement the statements.
 
     Attributes:
         wanted: function that returns True for the words of a command to collect.
@@ -170,7 +170,7 @@ class Shell:
         if not missing:
             line = expander.line(node)
             return tuple(Text(piece.text, line) for piece in pieces)
-        # One unknown part makes the whole output unknown. The output is then a piece with the substitution as written.
+        # One unknown part makes the whole output unknown: a single piece that holds the substitution as written.
         path = missing[0].path if len(pieces) == 1 else ""
         first = missing[0]
         return (Unknown(expander.text(node), expander.line(node), first.name, first.condition, path),)

@@ -1,4 +1,4 @@
-"""Words of a shell command, as sequences of pieces; a piece is known text, or text that needs a running shell.
+"""Words of a shell command, as sequences of pieces. A piece is known text, or text that only a real run could produce.
 
 Each piece holds its line number in the script, so that a message about a flag can name the line.
 """
@@ -15,7 +15,7 @@ class Text(NamedTuple):
     """A piece of known text.
 
     Attributes:
-        text: the text.
+        text: text of the piece.
         line: line number in the script.
     """
 

@@ -42,7 +42,7 @@ class Command(NamedTuple):
         values: words that follow each flag, keyed by the flag's first name in the table. Unknown parts of a word are
             kept as written in the script.
         stray: words that belong to no flag.
-        lines: line number of each flag or stray word in the script.
+        lines: line numbers in the script, keyed by flag or stray word.
         unknown: first unknown piece of each flag's words and of each stray word, keyed by the flag or the word; flags
             and words without unknown pieces are left out.
         names: name of each flag as written in the command, keyed by the flag's first name in the table.
@@ -120,7 +120,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """The contents of the JSON files that the command names and that lie in the script's folder, keyed by path."""
+    """The contents of all JSON files that the command names and the script's folder contains, keyed by path."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)

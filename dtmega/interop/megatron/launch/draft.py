@@ -52,7 +52,7 @@ class Draft:
     Attributes:
         command: the command to translate.
         original: Megatron fork that the command is for; '' to infer the fork from the flags.
-        flags: Megatron's flags by name.
+        flags: table rows of Megatron's flags, keyed by flag name.
         family: family of the model.
         keys: values set so far, keyed by "section.key".
         lacking: description of each value that the user has to fill in, keyed by "section.key".
@@ -86,7 +86,7 @@ class Draft:
         return None if value is None else as_number(value)
 
     def fields_of(self, section: str) -> Mapping[str, Any]:
-        """The fields of a section, by key. The [model] section has the fields of the draft's family."""
+        """A section's fields, keyed by name. The [model] section has the fields of the draft's family."""
         kinds = SectionClasses.of(config.Config.model_fields[section])
         return kinds.classes[self.family if kinds.discriminator else ""].model_fields
 

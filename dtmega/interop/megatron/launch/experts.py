@@ -56,8 +56,8 @@ def layers_with_experts(pattern: str, n_layers: int) -> list[int]:
     """Convert the value of --moe-layer-freq to a list with one entry per layer: 1 with experts, 0 without experts.
 
     Args:
-        pattern: value of the flag: a number N if every N-th layer has experts, beginning with the first layer; or a
-            Python list, which may use + and *, such as ([0]*3+[1]*58).
+        pattern: value of the flag, either a number N if every N-th layer has experts, beginning with the first layer,
+            or a Python list that may use + and *, such as ([0]*3+[1]*58).
         n_layers: number of layers.
 
     Raises:

@@ -42,7 +42,7 @@ def row(names: str, n_values: int, keys: str = "", why: str = "", default: str |
         names: names of the flags, separated by blanks. A bar separates several names of the same flag.
         n_values: number of values that each flag takes.
         keys: keys of the configuration, separated by blanks.
-        why: remark for the reader.
+        why: remark for readers of the table.
         default: Megatron's default.
         **marks: further attributes of the row.
     """

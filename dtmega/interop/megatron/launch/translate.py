@@ -23,9 +23,9 @@ class Translation(NamedTuple):
         left_out: lines for the user, one for each flag that was not carried over.
         notes: further remarks for the user, about files that were not read.
         missing: lines for the user, one for each key whose value the flags do not give.
-        open: lines about everything that the user has to decide before a run accepts the configuration: each key in
-            `missing`, and each flag in `left_out` that changes what a run computes. `toml` has the same lines in
-            `[run] untranslated`.
+        open: lines about everything that the user has to decide before a run accepts the configuration, i.e. each key
+            in `missing` and each flag in `left_out` that changes what a run computes. The configuration has the same
+            lines in `[run] untranslated`.
     """
 
     toml: str
