@@ -186,7 +186,7 @@ def _number(file: SavedFile, pickled: PickledObject) -> float:
 
 
 def scale_of(file: SavedFile, pickled: Any) -> ScaleState | None:
-    """The state of Megatron's DynamicGradScaler; None if the file has no state, or a value in the state is unusable."""
+    """The state of Megatron's DynamicGradScaler; None if the file has no such state, or if a value is unusable."""
     if pickled is None:
         return None
     scaler = entries(pickled, "the state of the loss scale")

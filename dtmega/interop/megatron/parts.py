@@ -223,7 +223,7 @@ class Drift(NamedTuple):
 
     Attributes:
         name: name of the tensor.
-        size: largest difference from rank 0's copy, as a fraction of the largest absolute value of any copy.
+        size: largest difference from rank 0's copy, as a fraction of the largest absolute value in any copy.
     """
 
     name: str

@@ -289,7 +289,7 @@ def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _position_types() -> Iterator[type[enum.Enum]]:
-    """Yield a stand-in for BigScience's enum of position embedding types; its fork's loader compares enum members.
+    """Yield a stand-in for the position-embedding enum in BigScience's fork, whose loader compares enum members.
 
     A pickle refers to an enum by module and name. Inside the `with` block, a stand-in module `megatron.enums` holds the
     enum, so torch.save pickles the members as members of the fork's enum.

@@ -145,7 +145,7 @@ def _of_text(operator: str, word: Word, expander: Expander) -> bool | None:
 
 
 def _is_filled(word: Word) -> bool | None:
-    """True if a word is not empty; None if the answer is not known."""
+    """True if a word is not empty; None if the word's unknown pieces could be empty."""
     if any(isinstance(piece, Text) and piece.text for piece in word):
         return True
     return False if known(word) is not None else None
@@ -175,7 +175,7 @@ def _of_words(words: Sequence[Word], expander: Expander) -> bool | None:
 
 
 def fits(value: Word, pattern: str | None) -> bool | None:
-    """True if a value matches a pattern from `case` or `[[`; None if either of the two is not known or too long."""
+    """True if a value matches a pattern from `case` or `[[`; None if the value or pattern is unknown or too long."""
     if pattern == "*":
         return True
     text = known(value)

@@ -106,7 +106,7 @@ class Redirections(Control):
 
 
 def _redirects(node: Node) -> list[Node]:
-    """The redirections of a statement, including those that the grammar nests inside the node of a `<<EOF`."""
+    """The redirections of a statement, including those that the grammar nests inside a `<<EOF` redirection."""
     redirects: list[Node] = []
     for child in node.named_children:
         if child.type.endswith("_redirect"):

@@ -47,7 +47,7 @@ Word = tuple[Piece, ...]
 
 
 class Undecided(ValueError):
-    """Raised if a wanted command depends on a condition with an unknown value."""
+    """Raised if a wanted command, or the order of statements, depends on a condition with an unknown value."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
         # `$@` and `$*` need the number of arguments. Quote `#`, because an unquoted # starts a comment in a shell.

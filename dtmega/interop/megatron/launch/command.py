@@ -97,7 +97,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
 
 
 def is_training(words: Sequence[Word]) -> bool:
-    """True for the words of a command that runs a pretrain_*.py."""
+    """True if the words form a command that runs a pretrain_*.py."""
     program = written(words[0]).rpartition("/")[2]
     return program not in OTHERS and any(_script(word) for word in words)
 

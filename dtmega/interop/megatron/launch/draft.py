@@ -58,7 +58,7 @@ class Draft:
         lacking: description of each value that the user has to fill in, keyed by "section.key".
         notes: remarks on flags that are not carried over but do not change what a run computes, keyed by flag.
         open: decisions that are left to the user, keyed by flag, key or stray word.
-        read: flags that are already accounted for, although no key holds the flag's value.
+        read: flags that are already accounted for, although no key holds the flags' values.
     """
 
     def __init__(self, command: Command, family: str, original: str = "") -> None:
