@@ -1,12 +1,13 @@
-"""Reads Adam's moments, step and fp32 masters from one rank's Megatron-LM file, and matches them with weight names.
+"""Read Adam's moments, step and fp32 masters from one rank's Megatron-LM file, and match them with weight names.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: {state, param_groups}, fp32_from_fp16_params: [[...], [...]], grad_scaler: ...}
 
 The state refers to parameters by number, not by name. Parameters are numbered in two groups. The first group, with
 weight decay, has all weights except LayerNorm weights. The second group, without weight decay, has the LayerNorms and
-all biases. Each group follows the order of the modules. The masters prove that names and numbers were matched
-correctly: each master, rounded to 16 bits, must equal its weight. apex's FusedAdam keeps `step` in param_groups.
+all biases. Within a group, parameters follow the order of the modules. The masters prove that names and numbers were
+matched correctly: each master, rounded to 16 bits, must equal its weight. apex's FusedAdam keeps `step` in
+param_groups.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Adam(NamedTuple):
 
     Attributes:
         masters: fp32 copies of all weights; empty if the file has no masters.
-        moments: exp_avg and exp_avg_sq; empty if they are incomplete.
+        moments: exp_avg and exp_avg_sq of all weights; empty if the moments are incomplete.
         step: number of updates that the optimizer has made.
         scale: state of float16's loss scale; None if the file has no loss scale.
         why: reason why the moments are incomplete; '' if they are complete.
@@ -54,7 +55,7 @@ class IncompleteMoments(Exception):
 
 
 def read_adam(rank: Rank) -> Adam:
-    """Read the optimizer's state from a rank's file. Tensors are read later.
+    """Decode the optimizer's state in a rank's file, without reading the tensors yet.
 
     Raises:
         ValueError: the file is damaged, or has contents that Megatron does not write.
@@ -92,7 +93,7 @@ def _parts(file: SavedFile, tensors: Mapping[TensorPlace, Stored]) -> dict[Tenso
 
 
 def _parameters(rank: Rank, decayed: bool) -> list[TensorPlace]:
-    """The parameters of one group, with weight decay or without, in the order of the modules."""
+    """The parameters with weight decay (`decayed` is True) or without it, in the order of the modules."""
     places: list[TensorPlace] = []
     for v, chunk in enumerate(rank.chunks):
         for section in SECTIONS:
@@ -130,7 +131,7 @@ def _moments(
     """The moments (kind -> parameter -> moment), and the number of updates.
 
     Args:
-        groups: the rank's parameters, numbered as in the optimizer.
+        groups: the rank's parameters, in the order in which the optimizer numbers them.
         adam: the optimizer's state_dict.
 
     Raises:
@@ -185,7 +186,7 @@ def _number(file: SavedFile, pickled: PickledObject) -> float:
 
 
 def scale_of(file: SavedFile, pickled: Any) -> ScaleState | None:
-    """The state of Megatron's DynamicGradScaler; None if the file has no state, or a value in the state is unusable."""
+    """The state of Megatron's DynamicGradScaler; None if the file has no such state, or if a value is unusable."""
     if pickled is None:
         return None
     scaler = entries(pickled, "the state of the loss scale")

@@ -1,12 +1,12 @@
-"""Reads a distributed megatron-core checkpoint as whole tensors, under the names in core_forms.py.
+"""Read a distributed megatron-core checkpoint as whole tensors, named as in core_forms.py.
 
-    iter_0001000/metadata.json      the backend that wrote the tensors; torch_dist is torch.distributed.checkpoint
-    iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
-    iter_0001000/.metadata, __*.distcp
+    iter_0001000/metadata.json      the backend's name; torch_dist stands for torch.distributed.checkpoint
+    iter_0001000/common.pt          a pickle of the arguments and everything else that all ranks share, decoded as data
+    iter_0001000/.metadata, __*.distcp      the tensors
 
 A tensor that exists in every layer is either stacked under one name, [L, ...], or stored once per layer.
-`*_extra_state*` are byte entries, which are not opened. Adam's moments and the fp32 masters have the weights' names
-with prefixes such as `optimizer.state.exp_avg.`; the step is in common.pt.
+`*_extra_state*` are byte entries, which are not opened. The name of an Adam moment or an fp32 master is the weight's
+name after a prefix such as `optimizer.state.exp_avg.`; the step is in common.pt.
 
 Source: `dist_checkpointing/optimizer.py` and `optimizer/optimizer.py` of megatron-core 0.16.1.
 """
@@ -40,10 +40,10 @@ NAMES = {
 LAYER = re.compile(rf"{re.escape(LAYERS)}(?P<number>\d{{1,6}}\.)?(?P<inner>.+)")
 MAX_LAYERS = 100_000
 STATE = "optimizer.state."  # followed by the kind of state and the name of a model tensor
-# Prefixes of the fp32 masters: for a 16-bit optimizer, and for a distributed optimizer.
+# Prefixes of the fp32 masters: the first is a 16-bit optimizer's, the second a distributed optimizer's.
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 BUCKETS = "optimizer.distributed."  # prefix that a distributed optimizer uses if its moments have no names
-# Entries that do not belong to the model: the optimizer, the random generators, the state of a rerun.
+# Names of entries outside the model: the optimizer, the random generators, the rerun state, the scheduler.
 NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
 
 
@@ -56,7 +56,7 @@ class RunState(NamedTuple):
     """State of the run that wrote a checkpoint, apart from the weights.
 
     Attributes:
-        moments: exp_avg and exp_avg_sq, both under the names of the weights; empty if they are incomplete.
+        moments: sources for exp_avg and exp_avg_sq, both with the weights' names; empty if the moments are incomplete.
         iteration: number of iterations done.
         steps: update counts in the optimizer, without duplicates; more than one if the parameter groups disagree.
         scheduler: state of the learning-rate scheduler, as stored in the file; None if the file has no scheduler.
@@ -76,7 +76,7 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
     """Open a megatron-core checkpoint.
 
     Returns:
-        The run's arguments, weights and other state. A weight is read from the weight's fp32 master if there is a
+        The run's arguments, weights and other state. A weight is read from its fp32 master if the checkpoint has a
         master with the weight's name and shape.
 
     Raises:
@@ -111,7 +111,7 @@ def _run_state(
 
     Args:
         content: decoded contents of common.pt.
-        shapes: shape of each weight, by name in the checkpoint.
+        shapes: shape of each weight, keyed by the weight's name in the checkpoint.
     """
     moments: dict[str, Source] = {}
     steps: frozenset[int] = frozenset()
@@ -161,8 +161,8 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
     """The checkpoint's tensors, with stacks split into layers.
 
     Args:
-        shapes: shape of each weight, by name in the checkpoint.
-        keys: name of the tensor that holds each weight's values, by name of the weight.
+        shapes: shape of each weight, keyed by the weight's name in the checkpoint.
+        keys: names of the stored tensors that hold the weights' values, keyed by the weight's name.
     """
     assemblies: dict[str, Assembly] = {}
     for name, shape in shapes.items():
@@ -174,15 +174,15 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Split a stored weight into the layers' tensors, and return an assembly for each tensor, by name.
+    """The assemblies for a stored weight, keyed by tensor name. A stack has one assembly per layer.
 
     Args:
         name: name of the weight; the name shows whether the weight is a stack.
-        key: name of the tensor that holds the values: the weight itself, its fp32 master or a moment.
+        key: name of the stored tensor that holds the values (the weight itself, its fp32 master or a moment).
         shape: shape of the weight.
     """
     match = LAYER.fullmatch(name)
-    # An unknown name is kept. No model has a tensor with that name, so the name is refused later.
+    # Keep an unknown name here. No model has a tensor with such a name, so a later check refuses the name.
     if match is None or match["number"] or match["inner"] not in TENSORS_IN_LAYER:
         return {name: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
     n_layers, *layer_shape = shape

@@ -1,10 +1,10 @@
-"""megatron-core's `Format`s for GPT and Llama: tensor names, and the run's arguments as keys of [model].
+"""megatron-core's `Format`s for GPT and Llama: tensor names, and how a run's arguments map to [model] keys.
 
 families.py lists these formats as `formats["megatron-core"]`. The formats use the names of a distributed checkpoint
-with one entry per layer; `core.py` splits stacks into entries, and `write_core.py` stacks entries. Row order does not
-depend on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads, k, v), K], and in
-the first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named after the next
-linear layer, even if the LayerNorm and the linear layer are not fused.
+with one entry per layer; `core.py` splits stacked tensors into such entries, and `write_core.py` stacks the entries.
+Row order does not depend on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads,
+k, v), K], and in the first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named
+after the linear layer that follows, even if the two are not fused.
 
 Source: `models/gpt/gpt_layer_specs.py` and `transformer/mlp.py` of megatron-core 0.16.1.
 """
@@ -34,7 +34,7 @@ STATEFUL_IN_LAYER = (
 NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # also stateful, if the model has them
 STATEFUL_AT_END = "decoder.final_layernorm"
 
-# Further arguments that change the model, in addition to PLAIN. Only these values are supported.
+# Arguments that change the model, in addition to those in PLAIN. Only the values listed here are supported.
 FURTHER_PLAIN: Mapping[str, Any] = {
     **{"apply_residual_connection_post_layernorm": False, "num_experts": None, "mtp_num_layers": None},
     **{"heterogeneous_layers_config_path": None, "experimental_attention_variant": None, "window_size": None},
@@ -46,10 +46,10 @@ ROTARY: Mapping[str, Any] = {
     **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_interleaved": False},
     **{"rotary_seq_len_interpolation_factor": None, "no_rope_freq": None},
 }
-# Arguments in PLAIN and FURTHER_PLAIN that may have other values in a Llama: dtmega reads some of these arguments, and
+# Arguments in PLAIN and FURTHER_PLAIN that may have other values for a Llama: dtmega reads some of these arguments, and
 # `use_rotary_position_embeddings` only repeats `position_embedding_type`.
 READ_FOR_LLAMA = ("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "window_size")
-# megatron-core scales rotary frequencies as Llama 3.1 does, with these values; only the factor can be set.
+# megatron-core scales rotary frequencies as Llama 3.1 does, with these values; a flag can set only the factor.
 SCALING: Mapping[str, Any] = {
     "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0,
@@ -116,10 +116,10 @@ def windows(size: Any, frequency: Any, n_layers: int) -> dict[str, Any]:
     Source: `is_layer_window_attention` in megatron-core's `transformer/utils.py`.
 
     Args:
-        size: value of `window_size`: the numbers of tokens that a query sees before and after its own token (-1 means
-            all tokens); None if there is no window. A causal query sees no token after its own.
-        frequency: value of `window_attn_skip_freq`: None if all layers have the window; a number N if every N-th layer
-            lacks the window; or a list with one entry per layer, which is 1 if the layer has the window and 0 if not.
+        size: value of `window_size`, i.e. the numbers of tokens that a query sees before and after its own token (-1
+            means all tokens); None if there is no window. A causal query sees no token after its own.
+        frequency: value of `window_attn_skip_freq`, which is None if all layers have the window, a number N if every
+            N-th layer lacks the window, or a list with one entry per layer (1 with the window, 0 without it).
         n_layers: number of layers.
 
     Raises:
@@ -143,7 +143,7 @@ def windows(size: Any, frequency: Any, n_layers: int) -> dict[str, Any]:
 
 
 def _llama(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys of a Llama that are computed from arguments."""
+    """The [model] keys that are computed from a Llama's arguments, rather than copied."""
     n_heads = args["num_attention_heads"]
     is_scaled = bool(args.get("use_rope_scaling"))
     scaling = {"rope_factor": args.get("rope_scaling_factor", DEFAULT_FACTOR), **SCALING}
@@ -179,10 +179,10 @@ def _args_of_llama(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse_scaling(model: config.Model) -> None:
-    """Refuse a model whose scaling of rotary frequencies cannot be expressed by megatron-core's flags.
+    """Refuse a model whose scaling of rotary frequencies megatron-core's flags cannot express.
 
     Raises:
-        ValueError: the frequencies are scaled with values other than the values in SCALING.
+        ValueError: the model scales its frequencies with values that differ from those in SCALING.
     """
     assert isinstance(model, config.Llama)
     for key, expected in SCALING.items():

@@ -1,11 +1,12 @@
 """The folder of a Megatron-DeepSpeed checkpoint: one file for each layer and tensor-parallel rank.
 
-    global_step1000/layer_XX-model_TT-model_states.pt     01 the embedding, 03 to L + 2 the layers, L + 4 the last norm
-    global_step1000/mp_rank_XX_model_states.pt            arguments and counts; XX is stage * TP + rank
+    global_step1000/layer_XX-model_TT-model_states.pt     weights of layer XX on tensor-parallel rank TT
+    global_step1000/mp_rank_XX_model_states.pt            arguments and counts; here XX is stage * TP + TT
     global_step1000/bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt      see zero.py
 
-Layers are numbered across the whole model, so pipeline stages do not matter here. Layers 02 and L + 3 are functions
-without parameters and have no files. The tied head has no file either.
+Layers are numbered across the whole model, so pipeline stages do not matter here. Layer 01 is the embedding, layers 03
+to L + 2 are the transformer layers, and layer L + 4 is the last norm. Layers 02 and L + 3 are functions without
+parameters and have no files. The tied head has no file either.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Layers(NamedTuple):
     """The contents of a folder, except for the optimizer.
 
     Attributes:
-        parts: parts of each tensor, by name in the whole model; one part for each tensor-parallel rank, in order.
+        parts: mapping from each tensor's whole-model name to its parts, one per tensor-parallel rank, in rank order.
         args: the run's arguments as plain values; empty if there is no mp_rank file.
         content: contents of the first mp_rank file; empty if there is no mp_rank file.
         vocab_size: number of ids in the tokenizer; 0 if the files do not give the number.
@@ -46,7 +47,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def open_layers(folder: Path) -> Layers:
-    """Open all files in `global_step...` except the optimizer's files. Tensors are read later.
+    """Open all files in a `global_step...` folder except the optimizer's, without reading the tensors yet.
 
     Raises:
         ValueError: a file is missing, is unexpected, is not part of a checkpoint, or disagrees with the other files.
@@ -74,7 +75,7 @@ def open_layers(folder: Path) -> Layers:
 
 
 def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: int, n_tp: int) -> None:
-    """Check that a folder has exactly the files of a model's layers.
+    """Check that a folder has every layer file of a model, and no other layer files.
 
     Raises:
         ValueError: a file is missing, or a file has no place in the model.
@@ -92,13 +93,13 @@ def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: 
 def _join_layers(
     folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: int, n_tp: int
 ) -> dict[str, list[Part]]:
-    """The parts of each tensor, by name in the whole model; one part for each tensor-parallel rank, in order.
+    """Map each tensor's whole-model name to the tensor's parts, one part per tensor-parallel rank, in rank order.
 
     Raises:
         ValueError: a rank lacks a tensor that another rank has.
     """
     parts: dict[str, list[Part]] = {}
-    # In sorted order, a layer's files are consecutive, so each file must add exactly one part to each of the layer's
+    # Sorting makes a layer's files consecutive, in rank order, so each file must add one part to each of the layer's
     # tensors.
     for (number, tp), path in sorted(paths.items()):
         for name, part in _read_layer(path, names.layer_file_prefix(number, n_layers) or "").items():
@@ -112,7 +113,7 @@ def _join_layers(
 
 
 def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
-    """The tensors of one file, by name in the whole model."""
+    """The tensors in one file, keyed by whole-model name."""
     file = SavedFile(path)
     parts: dict[str, Part] = {}
     for name, pickled in entries(file.value, f"{path}: the layer").items():
@@ -124,7 +125,7 @@ def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
 
 
 def _read_arguments(folder: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """The arguments and the contents of the first mp_rank file; both are empty if there is no mp_rank file."""
+    """The run's arguments, and the whole contents of the first mp_rank file; both are empty if no such file exists."""
     paths = [path for path in sorted(folder.glob("mp_rank_*")) if RANK.fullmatch(path.name)]
     first_args: dict[str, Any] = {}
     first_content: dict[Any, Any] = {}

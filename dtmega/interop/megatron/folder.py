@@ -1,11 +1,11 @@
-"""Open a checkpoint of any Megatron fork: whole tensors with the names in names.py, and the run's state.
+"""Open a checkpoint from any Megatron fork: the run's state, and whole tensors under the fork's names.
 
     Megatron-LM            iter_......./mp_rank_*/, or release/        ranks.py, adam.py
     megatron-core          iter_......./metadata.json, common.pt       core.py
     Megatron-DeepSpeed     global_step*/layer_*-model_*                deepspeed.py, zero.py
 
-The path to open is one of these folders, or the parent folder, which contains a file
-`latest_checkpointed_iteration.txt` or `latest`. Nothing in a file is executed, and a tensor is read only when it is
+The path to open is one of these folders, or its parent folder, which contains a tracker file
+(`latest_checkpointed_iteration.txt` or `latest`). Nothing in a file is executed, and a tensor is read only when it is
 needed.
 """
 
@@ -35,15 +35,15 @@ class Contents(NamedTuple):
     Attributes:
         path: the checkpoint's folder.
         args: the run's arguments as plain values; empty if the files have no arguments.
-        weights: tensors of the whole model, under the program's names.
-        moments: exp_avg and exp_avg_sq, each with the names of the weights; empty if the moments are incomplete.
+        weights: tensors of the whole model, under the names that `program` uses.
+        moments: sources for exp_avg and exp_avg_sq, both with the weights' names; empty if the moments are incomplete.
         progress: the run's progress; meaningful only if there are moments.
         updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
         order: value of [data] order for the Megatron fork that wrote the checkpoint.
         vocab_size: number of ids in the tokenizer, without padding; 0 if the files do not give the number.
         notes: lines for the user.
-        program: key of `Family.formats` whose formats use these tensor names.
+        program: key in `Family.formats` for the formats with these tensor names.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class Contents(NamedTuple):
 
 
 def open_folder(path: Path, model: config.Model | None = None, average: bool = False) -> Contents:
-    """Open a checkpoint of any fork.
+    """Open a checkpoint from any Megatron fork.
 
     Args:
         path: the checkpoint's folder, or its parent folder, which contains the tracker.
@@ -109,7 +109,7 @@ def find_folder(path: Path) -> Path:
     If `path` has a tracker, the tracker names the folder. Without a tracker, `path` must contain a single checkpoint.
 
     Raises:
-        ValueError: there is no checkpoint, or there are several checkpoints and no tracker.
+        ValueError: `path` contains no checkpoint, or several checkpoints but no tracker.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not the folder of a checkpoint")

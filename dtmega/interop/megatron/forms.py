@@ -1,7 +1,7 @@
-"""Megatron's `Format` for each model family: tensor names, and the run's arguments as keys of [model].
+"""Megatron's `Format` for each model family: tensor names, and how a run's arguments map to [model] keys.
 
-families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given by its
-name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
+families.py lists these formats as `formats["megatron"]`. Arguments are plain values, with names for enum members.
+Older versions and forks lack some of the arguments, so each argument has a default here. Source:
 `megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
 """
 
@@ -15,8 +15,8 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
-# Arguments that change the model in later versions and forks. Only these values are supported. If a file lacks an
-# argument, the version or fork that wrote the file does not have the argument, and its models have the value below.
+# Arguments that change the model in later versions and forks. Only the values below are supported. If a file lacks an
+# argument, the version or fork that wrote the file has no such argument, and its models have the value below.
 PLAIN: Mapping[str, Any] = {
     **{"add_bias_linear": True, "normalization": "LayerNorm", "group_query_attention": False},
     **{"swiglu": False, "squared_relu": False, "glu_activation": None, "apply_layernorm_1p": False},
@@ -39,7 +39,7 @@ RATES = (
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
 FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=True)
-# Values of position_embedding_type: member names of BigScience's enum, and the string in Megatron-LM since 2023.
+# Values of position_embedding_type: member names of BigScience's enum, and the string in Megatron-LM from 2023 on.
 ABSOLUTE = (None, "absolute", "learned_absolute")
 ALIBI = ("alibi",)
 WORDPIECE = "BertWordPieceLowerCase"
@@ -72,7 +72,7 @@ def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The key for scaled attention scores. Megatron scales by default, but scaling has an effect in float16 only."""
+    """The [model] key for query-key layer scaling. Megatron scales by default, but only float16 runs are affected."""
     return {"query_key_layer_scaling": bool(args.get("fp16") and args.get("apply_query_key_layer_scaling"))}
 
 
@@ -113,7 +113,7 @@ def _refuse_erf(args: Mapping[str, Any]) -> None:
 
 
 def _decoder(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model] that GPT and BLOOM share."""
+    """The [model] keys that GPT and BLOOM share."""
     _refuse_head_width(args)
     _refuse_erf(args)
     return _scaling(args)
@@ -175,7 +175,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """The arguments, common to all families, that do not simply copy a key of [model]."""
+    """The arguments that every family computes from the model, instead of copying [model] keys."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {
@@ -189,7 +189,7 @@ def _args(model: config.Model) -> dict[str, Any]:
 def _refuse_gated(model: config.Model) -> None:
     """Refuse a gated feed-forward.
 
-    Each rank in Megatron stores its value rows before its gate rows, so the row order depends on the layout.
+    In Megatron, each rank stores its own value rows before its own gate rows, so the row order depends on the layout.
 
     Raises:
         ValueError: the model has a gated feed-forward.

@@ -1,13 +1,13 @@
-"""Tables of Megatron-LM's tensor names, one per family. Each row also gives the tensor-parallel cut of the tensor.
+"""Tables of Megatron-LM's tensor names, one per family. Each row also states how tensor parallelism cuts the tensor.
 
 The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
 of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
 included. Reading and writing both use these tables. Code that joins or cuts shards calls `cut_dim` and `qkv_parts`, so
 the code does not depend on the family.
 
-In a file, the same names are nested in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`), and layers are
-numbered within the stage. `flat_name` converts a path in a file of any version to a name in these tables. Source:
-Megatron-LM, February 2022.
+A file nests these names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers layers within the
+stage. `flat_name` converts a nested name from a file of any version to a name in these tables. Source: Megatron-LM,
+February 2022.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One row of a table: a rule, and the tensor-parallel cut of Megatron's tensor.
+    """A table row: a naming rule, and the way in which tensor parallelism cuts Megatron's tensor.
 
     Attributes:
         ours: name of our tensor or module, or several names, as in `Rule`.
@@ -48,7 +48,7 @@ class TableRow(NamedTuple):
 
 
 def _block(ours: str, theirs: str) -> tuple[TableRow, ...]:
-    """The rows of a layer, for families with a fused QKV that is sorted by head, as in Megatron."""
+    """The table rows for a layer, in families that sort their fused QKV by head, as Megatron does."""
     return (
         TableRow(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
         TableRow(f"{ours}.attn.qkv.", f"{theirs}.self_attention.query_key_value.", "column", parts=3),
@@ -66,12 +66,12 @@ def _feed_forward(ours: str, theirs: str) -> tuple[TableRow, ...]:
 
 
 def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
-    """The rows of a layer in one of T5's stacks. A dtmega T5 has separate modules for q, k and v."""
+    """The table rows for a layer in one of T5's stacks. A dtmega T5 has separate modules for q, k and v."""
     ours = f"{stack}.{{}}"
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm after the preceding block, and dtmega names it after the following block. Self-attention is
+    # Megatron names a norm after the block before it, and dtmega after the block that follows. Self-attention is
     # followed by cross-attention in a decoder, and by the feed-forward in an encoder.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
@@ -112,8 +112,8 @@ BERT_ROWS = (
     TableRow("order.pooler.", "pooler.dense."),
     TableRow("order.classifier.", "binary_head."),
 )
-# The stage where the decoder begins has copies of both embeddings. That stage's file names the copies `embedding`, just
-# as the first stage's file names the embeddings themselves. This table gives the copies separate names.
+# The stage where the decoder begins has copies of both embeddings. In that stage's file, the copies have the same name,
+# `embedding`, as the originals in the first stage's file. This table gives the copies separate names.
 T5_ROWS = (
     *(WORDS, POSITIONS, *_block_of_t5("encoder")),
     TableRow("decoder_embed.", "decoder_embedding.word_embeddings.", "vocabulary"),
@@ -148,7 +148,7 @@ def cut_dim(name: str) -> int | None:
 def qkv_parts(name: str) -> int:
     """The number of projections (q, k, v) fused in each head of a tensor; 1 if the tensor is not a fused projection.
 
-    Files before version 2 have the rows of fused projections in a different order within each shard.
+    Files older than version 2 store the rows of a fused projection in a different order within each shard.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -173,7 +173,7 @@ def _row(name: str) -> TableRow:
 
 
 def pattern_of(name: str) -> str:
-    """The name with `{}` in place of the layer's number."""
+    """A tensor's name with `{}` in place of the layer number."""
     return re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
 
 
@@ -195,7 +195,7 @@ _ROWS = _tensors(_ALL_ROWS)
 
 _OLDER_NAMES = (
     (re.compile(r"^language_model\."), ""),
-    # Names up to tag v2.0 of January 2021.
+    # Names in files up to Megatron-LM's tag v2.0 of January 2021.
     (re.compile(r"^transformer\."), "encoder."),
     (re.compile(r"(\.layers\.\d+)\.attention\."), r"\1.self_attention."),
     # Names in even older files.
@@ -217,7 +217,7 @@ def flat_name(path: str) -> str:
 
 
 def layer_file_prefix(number: int, n_layers: int) -> str | None:
-    """The prefix of the names in Megatron-DeepSpeed's `layer_NUMBER-model_*`; None if NUMBER has no file.
+    """The whole-model prefix for tensors in Megatron-DeepSpeed's `layer_NUMBER-model_*`; None if NUMBER has no file.
 
     The embedding is number 1, the layers are 3 to L + 2, and the last LayerNorm is L + 4. Numbers 2 and L + 3 are
     functions without parameters. The tied head follows the last LayerNorm and has no file.

@@ -1,6 +1,6 @@
 """Join the tensor-parallel ranks' parts into whole tensors, and compare the ranks' copies of replicated tensors.
 
-WholeTensors(parts)         a `Source` with the names in names.py; the parts of a tensor are read one after another
+WholeTensors(parts)         a `Source` of whole tensors, named as in names.py; reads a tensor's parts one after another
 drifted_copies(tensors)     the tensors whose copies on the ranks are no longer equal
 """
 
@@ -26,7 +26,7 @@ class Part(Protocol):
     """One rank's part of a tensor.
 
     Attributes:
-        where: path of the file, for messages.
+        where: path of the part's file, for messages.
     """
 
     @property
@@ -87,12 +87,12 @@ class _Derived:
 
 @dataclass(frozen=True)
 class ReorderedQKV(_Derived):
-    """A fused QKV from a checkpoint before version 2.0, reordered to today's row order, [H, (q, k, v), K].
+    """A fused QKV from checkpoint version 0 or 1, with its rows sorted into today's order, [H, (q, k, v), K].
 
     Attributes:
-        qkv_outermost: whether the stored row order is [(q, k, v), H, K], as in files without a version; if not, it is
-            [H, K, (q, k, v)], as in version 1.0.
-        n_parts: number of fused projections: 3 for q, k and v; 2 for k and v.
+        qkv_outermost: flag for the row order in the file; True for [(q, k, v), H, K], as in files without a version;
+            False for [H, K, (q, k, v)], as in version 1.0.
+        n_parts: number of fused projections, 3 for q, k and v or 2 for k and v.
         n_heads: number of heads on this rank.
     """
 
@@ -114,9 +114,9 @@ class ReorderedQKV(_Derived):
 
 @dataclass(frozen=True)
 class Master(_Derived):
-    """The fp32 master of a 16-bit weight. Reading checks that the master rounds to the weight.
+    """The fp32 master of a 16-bit weight. `read` checks that the master, rounded to 16 bits, equals the weight.
 
-    Masters have no names in a file, only positions. The check proves that a master belongs to the weight.
+    A file lists masters by position, without names, so this check proves that the master belongs to the weight.
 
     Attributes:
         weight: the 16-bit weight.
@@ -136,14 +136,14 @@ class Master(_Derived):
 
 
 class WholeTensors:
-    """Whole tensors as a `Source`.
+    """A `Source` of whole tensors.
 
     A sharded tensor is the concatenation of the ranks' parts. A replicated tensor is rank 0's copy, or the mean of all
     copies.
 
     Attributes:
-        tensors: dtype and whole shape of each tensor, by name.
-        parts: parts of each tensor, by name; one part for each rank, in order.
+        tensors: dtype and whole shape of each tensor, keyed by the tensor's name.
+        parts: mapping from each tensor's name to its parts, one part for each rank, in rank order.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Part]], average: bool = False) -> None:
@@ -161,7 +161,7 @@ class WholeTensors:
         self._average = average
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor, or the whole tensor if `index` is None."""
+        """Read the slice `index` of a tensor, or the whole tensor if `index` is None."""
         dtype, shape = self.tensors[name]
         parts = self.parts[name]
         index = index or (slice(None),) * len(shape)
@@ -223,7 +223,7 @@ class Drift(NamedTuple):
 
     Attributes:
         name: name of the tensor.
-        size: largest difference from rank 0's copy, as a fraction of the largest absolute value of any copy.
+        size: largest difference from rank 0's copy, as a fraction of the largest absolute value in any copy.
     """
 
     name: str
@@ -231,9 +231,9 @@ class Drift(NamedTuple):
 
 
 def drifted_copies(tensors: WholeTensors) -> list[Drift]:
-    """The tensors whose copies are not equal, worst first.
+    """The drift of each tensor whose copies differ, worst first.
 
-    Only vectors and the position embedding have copies; all other tensors are cut over the ranks.
+    Only vectors and the position embedding have copies; all other tensors are sharded across the ranks.
     """
     drifts = []
     for name, (first, *others) in tensors.parts.items():
@@ -248,7 +248,7 @@ def drifted_copies(tensors: WholeTensors) -> list[Drift]:
             largest = torch.maximum(largest, theirs.abs().max())
         if apart.item() != 0:
             drifts.append(Drift(name, (apart / largest).item()))
-    # A comparison of NaN with the limit is false, so the first sort key puts NaNs before the drifts within the limit.
+    # `nan <= MAX_DRIFT` is False, so the first sort key puts NaNs ahead of all drifts within the limit.
     return sorted(drifts, key=lambda drift: (drift.size <= MAX_DRIFT, -drift.size))
 
 
@@ -257,17 +257,17 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
 
     Args:
         drifts: drifts of all tensors with differing copies, worst first; at least one drift.
-        average: whether the mean of the copies is read, which is allowed for drifts of any size.
+        average: whether the mean of the copies is read; if True, drifts of any size are allowed.
 
     Raises:
-        ValueError: the copies are further apart than MAX_DRIFT, and are not averaged.
+        ValueError: the worst drift exceeds MAX_DRIFT, and `average` is False.
     """
     worst = drifts[0]
     line = (
         f"copies of {counted(len(drifts), 'tensor')} differ between tensor-parallel ranks, most of all '{worst.name}': "
         f"by {worst.size:.1e} of its largest value"
     )
-    # A comparison with NaN is false, so this condition also treats NaN as too far apart.
+    # `nan <= MAX_DRIFT` is False, so this condition also holds for a NaN.
     if not worst.size <= MAX_DRIFT and not average:
         raise ValueError(f"{line}, expected at most {MAX_DRIFT:.0e}; --average-copies takes their mean")
     used = "their mean is" if average else "those of rank 0 are"

@@ -3,10 +3,10 @@
     DIR/latest_checkpointed_iteration.txt                    a number, or "release"
     DIR/iter_0001000/mp_rank_TT/model_optim_rng.pt           mp_rank_TT_PPP with pipeline parallelism
 
-In a file, `model` holds the tensors of one stage as nested dicts. With virtual stages, called chunks here, the keys are
-`model0`, `model1`, .... Files number layers from 0. This module renumbers layers for the whole model: chunk v of stage
-p begins with layer v * (L / VPP) + p * (L / PP / VPP). In a T5, encoder layers are counted over the encoder's stages,
-and decoder layers over the decoder's stages.
+In a file, the key `model` holds the tensors of one stage as nested dicts. With virtual stages (called chunks here), the
+keys are `model0`, `model1`, .... Each chunk numbers its layers from 0, but this module numbers layers across the whole
+model: chunk v of stage p begins with layer v * (L / VPP) + p * (L / PP / VPP). In a T5, encoder layers are counted over
+the encoder's stages, and decoder layers over the decoder's stages.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Grid = dict[tuple[int, int], Rank]  # (tp, pp)
 
 
 def open_grid(folder: Path) -> Grid:
-    """Open the files of all ranks in `iter_.......` or `release` and decode their pickles. Tensors are read later.
+    """Open all ranks' files in an `iter_.......` or `release` folder, without reading the tensors yet.
 
     Raises:
         ValueError: a file is missing, exists twice, is not part of a checkpoint, or disagrees with the other files. The
@@ -101,7 +101,7 @@ def open_grid(folder: Path) -> Grid:
 
 
 def _paths(folder: Path) -> dict[tuple[int, int], Path]:
-    """The paths of the ranks' files, by (tp, pp). The files themselves may be missing.
+    """The paths of the ranks' files, keyed by (tp, pp). The function does not check that the files exist.
 
     Raises:
         ValueError: a folder has an unexpected name, two folders belong to the same rank, or there is no folder at all.
@@ -169,8 +169,8 @@ def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
     """Flatten nested dicts into (today's name, tensor) pairs, with layers numbered within the stage."""
     seen: set[str] = set()
-    # A crafted pickle may put one dict in many places, and each place would be visited. The number of entries is
-    # therefore limited: an honest file has fewer entries than pickle bytes.
+    # A crafted pickle may put one dict in many places, and `walk` would visit each place. So limit the number of
+    # entries: an honest file has fewer entries than pickle bytes.
     entries_left = file.n_pickle_bytes
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Stored]]:
@@ -224,7 +224,7 @@ def _check_same(first: Rank, other: Rank) -> None:
 
 
 def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
-    """The names of all tensors in the whole model: (stage, chunk) -> name within the chunk -> name in the whole model.
+    """Map all tensors to whole-model names: (stage, chunk) -> name within the chunk -> name in the whole model.
 
     Raises:
         ValueError: stages have different numbers of layers, a layer is missing, or a tensor is in two stages.
@@ -260,7 +260,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
 
 
 def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
-    """The number of layers of a stack in a chunk.
+    """The number of a stack's layers in a chunk.
 
     Raises:
         ValueError: the layers are not numbered from 0 without gaps.
@@ -281,7 +281,7 @@ def _whole_name(name: str, pp: int, offsets: Mapping[tuple[int, int, str], int],
 
     Args:
         name: name within the chunk.
-        offsets: index of a chunk's first layer in the whole model, by (stage, chunk, stack).
+        offsets: whole-model index of each chunk's first layer in a stack, keyed by (stage, chunk, stack).
     """
     if match := LAYER.fullmatch(name):
         return f"{match[1]}.layers.{int(match[2]) + offsets[pp, v, match[1]]}.{match[3]}"
@@ -298,12 +298,12 @@ def join_ranks(
     """Collect the parts of each tensor, with the rows of a fused QKV in today's order.
 
     Args:
-        names_by_chunk: names in the whole model, from `whole_names`.
+        names_by_chunk: names in the whole model, as returned by `whole_names`.
         tensors: parts of tensors, as (tp, pp, chunk) -> name within the chunk -> part.
         n_heads: number of attention heads in the model; 0 if unknown.
 
     Returns:
-        The parts of each tensor, by name in the whole model; one part for each tensor-parallel rank, in order.
+        A dict from each tensor's whole-model name to the tensor's parts, one per tensor-parallel rank, in rank order.
 
     Raises:
         ValueError: the ranks of a stage do not have the same tensors, or a QKV must be reordered and the head count is
@@ -311,7 +311,7 @@ def join_ranks(
     """
     parts: dict[str, list[Part]] = {}
     n_tp = 1 + max(tp for tp, _ in ranks)
-    # Sorting puts the parts of a tensor in the order of the tensor-parallel ranks.
+    # Sorting puts each tensor's parts in the order of the tensor-parallel ranks.
     for (tp, pp, v), chunk in sorted(tensors.items()):
         rank = ranks[tp, pp]
         if chunk.keys() != names_by_chunk[pp, v].keys():
@@ -324,9 +324,9 @@ def join_ranks(
 
 
 def _todays_order(part: Part, name: str, version: int, n_heads: int, n_tp: int) -> Part:
-    """Reorder the rows of a part to today's order of Megatron's fused QKV.
+    """Reorder the rows of a part to the order that Megatron's fused QKV has today.
 
-    Only a fused QKV from a checkpoint before version 2 is reordered. Any other part is returned unchanged.
+    Only a fused QKV from a checkpoint older than version 2 is reordered. Any other part is returned unchanged.
 
     Args:
         part: the part of a tensor.

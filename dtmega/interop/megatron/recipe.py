@@ -14,9 +14,9 @@ from dtmega.interop.megatron.launch.translate import translate_known_model
 
 SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # written even if they equal the defaults
 NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the only script whose sample order dtmega reproduces
-# Sections that the checkpoint records, so that a resumed run can report which settings differ.
+# Sections that the converted checkpoint records, so that a resumed run can report changed settings.
 RECORDED = ("batch", "optim", "train", "precision")
-# Flags that do not matter to a resumed run: paths on the old machine, the start of the run, and the run's layout.
+# Flags that do not matter to a resumed run: they set paths on the old machine, how the run starts, or the layout.
 LEFT_OUT = {
     *("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--finetune", "--no-load-optim"),
     *(name for flag in FLAGS["Layout"] for name in flag.names),
@@ -26,21 +26,20 @@ LEFT_OUT = {
 def config_of_args(
     args: Mapping[str, Any], model: config.Model, order: str = ""
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The configuration for continuing a checkpoint's run. The layout is left out.
+    """The configuration that continues a checkpoint's run, without the layout.
 
     Args:
         args: the run's arguments as plain values; empty if only the model is known.
-        order: value of [data] order, for a checkpoint that a run can resume from; '' if the checkpoint has only
-            weights.
+        order: value of [data] order if a run can resume from the checkpoint; '' if the checkpoint has only weights.
 
     Returns:
-        The text of a TOML file, with comments for the keys that are not known; and the sections that the
-        checkpoint should record (empty if the configuration is not valid as it stands).
+        The text of a TOML file, in which a comment replaces each unknown key; and the sections that the checkpoint
+        should record (empty if the configuration is invalid).
     """
     section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
     keys = {f"model.{key}": value for key, value in section.items()}
     keys["run.dir"] = f"runs/{model.name}"
-    # BLOOM and Llama have no script of their own: pretrain_gpt trains them.
+    # pretrain_gpt also trains BLOOM and Llama, which have no script of their own.
     script = next((script for script, family in FAMILY_OF_SCRIPT.items() if family == model.name), "pretrain_gpt")
     if order and script == NEXT_TOKEN_SCRIPT:
         keys["data.order"] = order
@@ -55,12 +54,12 @@ def config_of_args(
 
 
 def _set_keys(model: config.Model) -> list[str]:
-    """The keys of [model] whose values are not the defaults."""
+    """The [model] keys whose values differ from the defaults."""
     return [key for key, field in type(model).model_fields.items() if getattr(model, key) != field.default]
 
 
 def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Convert the arguments to command-line flags: flag -> values."""
+    """Convert a run's arguments to command-line flags: flag -> list of values."""
     flags: dict[str, list[str]] = {}
     for name, flag in by_name().items():
         value = args.get(name.removeprefix("--").replace("-", "_"))
@@ -80,7 +79,7 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
-    """The groups of corpora as the user wrote them: "NAME: WEIGHT START:END PREFIX, ...".
+    """Restore the corpus groups to the form in which the user wrote them: "NAME: WEIGHT START:END PREFIX, ...".
 
     Megatron's arguments store the groups as separate lists of names, weights, ranges and paths.
     """
@@ -105,7 +104,7 @@ def _samples(args: Mapping[str, Any]) -> int:
 
 
 def resume_note(progress: Progress, out: str) -> str:
-    """The line that tells the user how to continue the run from the converted checkpoint.
+    """A message that tells the user how to continue the run from the converted checkpoint.
 
     Args:
         progress: progress of the run at the checkpoint.

@@ -1,15 +1,15 @@
-"""Read a file written by `torch.save` as data: decode the pickle without running it, and read tensors when needed.
+"""Read files written by `torch.save`: decode the pickle as data, without running it, and read tensors when needed.
 
     file = SavedFile(path)
     file.value                          numbers, strings, lists and dicts; a `PickledObject` for any other object
-    file.read(file.tensor(pickled))     one tensor, read now
+    file.read(file.tensor(pickled))     one tensor, read immediately
 
-There are two formats. Since torch 1.6, a file is an uncompressed zip with NAME/data.pkl, and NAME/data/KEY for each
-storage. Older files are a sequence of pickles (a magic number, a version, the machine, the value, the storage keys),
-followed by the storages. Each storage consists of an 8-byte element count and the elements.
+There are two formats. Since torch 1.6, a file is an uncompressed zip that contains NAME/data.pkl and one NAME/data/KEY
+per storage. An older file is a sequence of pickles (a magic number, a version, the machine, the value, the storage
+keys), followed by the storages. Each storage consists of an 8-byte element count and the elements.
 
-This module lists the classes that checkpoints of Megatron-LM, megatron-core and Megatron-DeepSpeed contain besides
-tensors. A pickle with any other class is refused. Source: `serialization.py` of torch 1.5 and 2.13.
+This module lists the classes that checkpoints from Megatron-LM, megatron-core and Megatron-DeepSpeed contain besides
+tensors. A pickle that refers to any other class is refused. Source: `serialization.py` of torch 1.5 and 2.13.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from dtmega.interop.torch_files.torch_save import (
     tensor_header,
 )
 
-# The names, arguments and random states of 500 ranks take about 5 MB. Decoding may need 70 times as much memory as the
-# pickle.
+# The names, arguments and random states of 500 ranks take about 5 MB. Decoding a pickle may need 70 times as much
+# memory as the pickle itself.
 MAX_PICKLE_BYTES = 1 << 24
 ZIP = b"PK\3\4"
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -46,7 +46,7 @@ LENGTH = struct.Struct("<q")  # number of elements of a storage in the older for
 FROM_TYPE = "torch._tensor _rebuild_from_type_v2"  # (function, type, arguments, state): a tensor with attributes
 PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")  # (tensor, ...)
 NAMESPACE = "argparse Namespace"
-# Enum classes used in the run's arguments: class -> stored number -> name of the member.
+# Enum classes that occur in a run's arguments: class -> stored number -> name of the member.
 MEMBERS: dict[str, dict[Any, str]] = {
     "PositionEmbeddingType": {1: "rotary", 2: "absolute", 3: "alibi"},
     "ModelType": {1: "encoder_or_decoder", 2: "encoder_and_decoder"},
@@ -57,7 +57,7 @@ ENUMS = {
     *("megatron.core.enums ModelType", "megatron.core.transformer.enums AttnBackend"),
     *("megatron.core.transformer.enums AttnMaskType", "megatron.core.transformer.enums AttnType"),
 }
-# All classes and functions that a checkpoint's pickles may ask for.
+# All classes and functions that a checkpoint's pickles may refer to.
 NAMES = {
     *(*torch_save.NAMES, NAMESPACE, *ENUMS, FROM_TYPE, *PARAMETERS),
     *("torch Tensor", "torch.nn.parameter Parameter", "torch Size", "torch device"),
@@ -69,11 +69,11 @@ NAMES = {
 
 
 class Stored(NamedTuple):
-    """A tensor in a file.
+    """The location of a tensor in a file.
 
     Attributes:
-        storage: place of the storage in the file; several tensors may share a storage.
-        elements: place of this tensor's elements in the file, with the strides between them.
+        storage: location of the tensor's storage in the file; several tensors may share a storage.
+        elements: location and strides of the tensor's own elements in the file.
     """
 
     dtype: torch.dtype
@@ -92,15 +92,15 @@ class SavedFile:
     """The contents of one file written by torch.save.
 
     Attributes:
-        value: the saved value. Tensors inside the value are `PickledObject`s, which `tensor` converts to `Stored`.
-        n_pickle_bytes: size of the pickles.
+        value: saved value, in which each tensor is a `PickledObject`; `tensor` converts such an object to a `Stored`.
+        n_pickle_bytes: size of the pickles, in bytes.
     """
 
     def __init__(self, path: Path, names: Collection[str] = frozenset()) -> None:
-        """Open a file and decode its pickle; tensors are read later.
+        """Open a file and decode its pickle, without reading the tensors yet.
 
         Args:
-            names: classes and functions that the pickle may ask for besides NAMES, each as "module qualname".
+            names: classes and functions that the pickle may refer to besides NAMES, each as "module qualname".
 
         Raises:
             ValueError: the file does not exist, was not written by torch.save, or is damaged or crafted. The message
@@ -158,7 +158,7 @@ class SavedFile:
 
 
 def check_apart(path: Path, tensors: Iterable[Stored]) -> None:
-    """Refuse a file with tensors that share bytes, because these tensors could be many times larger than the file.
+    """Refuse a file whose tensors share bytes, because such tensors could be many times larger than the file.
 
     Raises:
         ValueError: two tensors share bytes.
@@ -185,10 +185,10 @@ def entries(value: Any, what: str) -> dict[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert an argument of the run to a number, a string, a bool, or a list of these types; None for anything else.
+    """Convert a run's argument to a number, a string, a bool, or a list of such values; None for anything else.
 
-    An enum member becomes the member's name, and a dtype becomes torch's name for the dtype. Lists may be nested once.
-    Items of other types are left out of the list.
+    An enum member becomes the member's name, and a dtype becomes torch's name for the dtype. A list may contain lists,
+    but not more deeply nested ones. Items of other types are left out of a list.
     """
     if type(value) is PickledObject:
         return _plain_object(value)
@@ -204,7 +204,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_object(value: PickledObject) -> int | str | None:
-    """The name of a pickled dtype or enum member (a member's number if the name is unknown); None for anything else."""
+    """The name of a pickled dtype or enum member (the number of a member without a known name); otherwise None."""
     if value.name in torch_save.PICKLED_DTYPES:
         return value.name.replace(" ", ".")
     kind = value.name.rpartition(" ")[2]
@@ -220,7 +220,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_tensor(pickled: Any) -> Any:
-    """Unwrap the plain tensor inside a parameter, a tensor with attributes, or several such wrappers."""
+    """Remove up to two wrappers around a plain tensor; a wrapper is a parameter or a tensor with attributes."""
     for _ in range(2):
         if type(pickled) is not PickledObject or not pickled.args:
             break
@@ -238,10 +238,10 @@ _Decoded = tuple[Any, dict[str, ZipEntry], int]  # value, storage by key, bytes 
 
 
 def _read_zip(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
-    """Decode the format that torch has used since 1.6, a zip.
+    """Decode a zip, the format that torch has used since 1.6.
 
     Args:
-        names: classes and functions that the pickle may ask for.
+        names: classes and functions that the pickle may refer to.
     """
     records = records_of(fd, 0, n_bytes)
     pickles = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -260,10 +260,10 @@ def _read_zip(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
 
 
 def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
-    """Decode the format that torch used before 1.6, a sequence of pickles and storages.
+    """Decode a sequence of pickles and storages, the format that torch used before 1.6.
 
     Args:
-        names: classes and functions that the pickle of the value may ask for.
+        names: classes and functions that the value's pickle may refer to.
     """
     stream = BytesIO(read_bytes(fd, 0, min(n_bytes, MAX_PICKLE_BYTES)))
     try:
@@ -296,10 +296,10 @@ def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
 
 
 def _element_bytes(value: Any) -> dict[str, int]:
-    """The bytes per element of each storage that a value refers to, by the storage's key.
+    """The bytes per element of each storage that a value refers to, keyed by the storage's key.
 
     Raises:
-        ValueError: the type of a storage is unknown, or one storage has two types with different sizes.
+        ValueError: a storage has an unknown type, or two types with different element sizes.
     """
     element_bytes: dict[str, int] = {}
     seen: set[int] = set()  # each part is visited once, although a pickle may put one part in many places

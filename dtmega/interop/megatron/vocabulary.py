@@ -1,4 +1,4 @@
-"""The size of a checkpoint's vocabulary: the tokenizer's id count, without the embedding's padding rows."""
+"""A checkpoint's vocabulary size: the number of the tokenizer's ids, without the embedding's padding rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> co
         The model with the padded vocabulary; None if `model` is None.
 
     Raises:
-        ValueError: the arguments in the files give a different number of rows.
+        ValueError: the files' arguments and the embedding have different numbers of rows.
     """
     rows = contents.embedding_rows
     rows_of_args = contents.args.get("padded_vocab_size")
@@ -41,7 +41,7 @@ def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
 
 
 def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tuple[config.Model, tuple[str, ...]]:
-    """The model with its true vocabulary size and an unchanged number of embedding rows, and notes for the user.
+    """The model with its true vocabulary size, and notes for the user. The number of embedding rows stays the same.
 
     Args:
         model: the model with the padded vocabulary, i.e. one id per embedding row.
@@ -71,7 +71,7 @@ def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tupl
 
 
 def _multiple(args: dict[str, Any], size: int, rows: int) -> int:
-    """A `pad_vocab_to_multiple` that pads `size` ids to `rows` rows: the run's own value if that value fits."""
+    """A value of `pad_vocab_to_multiple` that pads `size` ids to `rows` rows; the run's own value is preferred."""
     divisor = args.get("make_vocab_size_divisible_by")
     ranks = args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
     if type(divisor) is int and type(ranks) is int and divisor > 0 and ranks > 0:

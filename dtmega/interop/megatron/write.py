@@ -1,11 +1,11 @@
-"""Write a `release` folder for Megatron-LM's legacy models: weights cut for tp and pp ranks, one file per rank.
+"""Write a `release` folder for Megatron-LM's legacy models: weights sharded by tp and pp, one file per rank.
 
     OUT/latest_checkpointed_iteration.txt        "release"
-    OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
+    OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1 (mp_rank_01_000 for its stage 0 if pp > 1)
 
 The folder is a release, because Megatron's loader exits if the folder of a numbered iteration lacks the states of the
-optimizer and the random number generators. The loader also compares each file's model and layout arguments with the
-arguments of its own run. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
+optimizer and the random number generators. The loader also compares each file's model and layout arguments with those
+of the loading run. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def write(
 
     Args:
         folder: path of the checkpoint, a new or empty folder.
-        source: the whole model under Megatron's names, each tensor once, without vocabulary padding.
+        source: tensors of the whole model, under Megatron's names, without duplicates and vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        tokenizer: the model's tokenizer spec. If a Megatron run has a vocabulary, Megatron's loader checks the kind of
-            tokenizer.
+        tokenizer: the model's tokenizer spec. Megatron's loader checks the kind of tokenizer if the loading run has a
+            vocabulary.
         work: function that is called before each tensor is copied.
 
     Raises:
@@ -110,7 +110,7 @@ def write(
 
 
 def check_new(folder: Path) -> None:
-    """Check that a folder can become a checkpoint.
+    """Check that a checkpoint can be written to a folder.
 
     Raises:
         ValueError: the folder is not empty, or is a file.
@@ -159,7 +159,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
     """The layout of a model on tp times pp ranks.
 
     Raises:
-        ValueError: heads, the feed-forward or layers cannot be divided evenly.
+        ValueError: the heads, the feed-forward or the layers cannot be divided evenly among the ranks.
     """
     for key, ours in (("num_attention_heads", "n_heads"), ("ffn_hidden_size", "ffn_hidden_size")):
         if args[key] % tp:
@@ -185,7 +185,7 @@ def _depth(source: Source, stack: str) -> int:
 
 
 def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str]:
-    """The whole-model name of each tensor of a stage, by name in the stage's files. Files number layers from 0."""
+    """Map each tensor's name in a stage's files, which number layers from 0, to the tensor's whole-model name."""
     last = stage == layout.pp - 1
     embeds = stage == 0 or stage == layout.split
     names: dict[str, str] = {}
@@ -195,7 +195,7 @@ def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str
             stages = layout.stages_of(section)
             per_stage = _depth(source, section) // len(stages)
             layer = re.match(rf"{section}\.layers\.(\d+)\.", name)
-            # A stack's final LayerNorm, which has no number, belongs to the last stage of the stack.
+            # A stack's final LayerNorm, which has no layer number, belongs to the stack's last stage.
             position = int(layer[1]) // per_stage if layer else len(stages) - 1
             if stage == stages[position]:
                 local_name = name
@@ -227,7 +227,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
         n = padded_shape[dim] // tp
         bounds[dim] = (rank * n, rank * n + n)
     part = torch.zeros([stop - start for start, stop in bounds], dtype=dtype)
-    # The last ranks may have only padding rows. In that case, nothing is read.
+    # If a rank has only padding rows, as the last ranks may, nothing is read.
     if dim is None or bounds[dim][0] < shape[dim]:
         box: Slices = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, shape, strict=True))
         values = source.read(name, box)
@@ -273,7 +273,7 @@ def _save(path: Path, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Nest the tensors in dicts, the form in which Megatron's modules load their state."""
+    """Nest the tensors in dicts, as Megatron's modules expect when they load their state."""
     model: dict[str, Any] = {"language_model": {}}
     for name, tensor in tensors.items():
         section, _, inner_name = name.partition(".")
@@ -289,7 +289,7 @@ def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _position_types() -> Iterator[type[enum.Enum]]:
-    """Yield the enum of position embedding types from BigScience's Megatron fork, whose loader compares members.
+    """Yield a stand-in for the position-embedding enum in BigScience's fork, whose loader compares enum members.
 
     A pickle refers to an enum by module and name. Inside the `with` block, a stand-in module `megatron.enums` holds the
     enum, so torch.save pickles the members as members of the fork's enum.

@@ -6,8 +6,8 @@
     OUT/release/.metadata, __*.distcp        the tensors: one file for each layer, and one file for all other tensors
 
 Tensors that exist in every layer are stacked, [L, ...], which is megatron-core's default. Each layer is a chunk of the
-stack. Transformer Engine's modules have an extra state, which is empty except in fp8. An empty state is written,
-because Megatron-LM's default models on GPUs do not load without the state; other models ignore the state.
+stack. Transformer Engine's modules have an extra state, which is empty except in fp8. An empty state is written for
+each such module, because Megatron-LM's default models on GPUs do not load without the state; other models ignore it.
 
 Source: `dist_checkpointing/` and `transformer/transformer_block.py` of megatron-core 0.16.1, and
 `megatron/training/checkpointing.py` in Megatron-LM's versions from 2024 to 2026.
@@ -49,11 +49,11 @@ FORM: Mapping[str, Any] = {"ckpt_format": BACKEND, "add_position_embedding": Tru
 
 
 class Entry(NamedTuple):
-    """An item of the checkpoint, and the item's contents.
+    """A checkpoint item and its contents.
 
     Attributes:
-        item: the item's entry in torch.distributed.checkpoint's save plan.
-        read: function that returns the contents.
+        item: entry in torch.distributed.checkpoint's save plan.
+        read: function that returns the item's contents.
     """
 
     item: WriteItem
@@ -72,10 +72,10 @@ def write(
 
     Args:
         folder: path of the checkpoint, a new or empty folder.
-        source: the whole model under the names in core_forms.py, each tensor once, without vocabulary padding.
+        source: tensors of the whole model, named as in core_forms.py, without duplicates and vocabulary padding.
         args: the model's arguments, under Megatron's names.
-        tokenizer: the model's tokenizer spec. If a Megatron run has a vocabulary, Megatron's loader checks the kind of
-            tokenizer.
+        tokenizer: the model's tokenizer spec. Megatron's loader checks the kind of tokenizer if the loading run has a
+            vocabulary.
         work: function that is called before each tensor is read.
 
     Raises:
@@ -84,8 +84,8 @@ def write(
     """
     check_new(folder)
     dtype, (n_tokens, *_) = source.tensors[WORDS]
-    # The padding multiple depends on the number of ranks. If the run that loads the checkpoint pads to another
-    # multiple, megatron-core loads the rows that exist with both paddings, and fills any further rows with zeros.
+    # The padding multiple depends on the number of ranks. If the loading run pads to a different multiple,
+    # megatron-core loads the rows that both paddings have, and fills any further rows with zeros.
     padded = -(-n_tokens // MULTIPLE) * MULTIPLE
     all_args = {**args, **args_of_files(Layout(1, 1), padded, dtype, tokenizer), **FORM}
     content = {"args": argparse.Namespace(**all_args), "checkpoint_version": 3.0, "iteration": 0}
@@ -152,7 +152,7 @@ def _layer_entry(
 def _whole_entries(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], n_rows: int, read: Callable[[], Tensor]
 ) -> Iterator[Entry]:
-    """The chunk of a tensor outside the layers, and a chunk for the tensor's padding if there is any.
+    """Yield the chunk of a tensor outside the layers, then a chunk for the tensor's padding if it has any.
 
     Args:
         n_rows: number of rows, including padding.
@@ -174,7 +174,7 @@ def _item(
 
     Args:
         shape: shape of the whole tensor.
-        offsets: place of the chunk in the tensor.
+        offsets: start index of the chunk in each dim of the whole tensor.
         sizes: shape of the chunk.
     """
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -183,7 +183,7 @@ def _item(
 
 
 def _state(module: str, number: int, n_layers: int) -> Entry:
-    """The empty state of a Transformer Engine module.
+    """The entry for the empty extra state of a Transformer Engine module.
 
     Args:
         module: name of the module in the checkpoint.
@@ -202,7 +202,7 @@ def _state(module: str, number: int, n_layers: int) -> Entry:
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads an item's contents only when the writer reaches the item."""
+    """A planner that reads an item's contents only when the writer reaches the item."""
 
     def __init__(self, contents: Mapping[MetadataIndex, Callable[[], Tensor | io.BytesIO]]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Leaves the folder's path out of the metadata, because the folder still has a temporary name."""
+    """A writer that leaves the folder's path out of the metadata, because the folder still has a temporary name."""
 
     def storage_meta(self) -> None:
         return None

@@ -2,12 +2,13 @@
 
     bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt
         optimizer_state_dict
-            single_partition_of_fp32_groups    this data rank's part of each group of parameters, one vector per group
-            base_optimizer_state               {state: {group: {exp_avg, exp_avg_sq, step}}}, vectors of equal length
-            param_slice_mappings               per group: name -> place of the parameter's piece in the vector
+            single_partition_of_fp32_groups    this data rank's part of each parameter group, one vector per group
+            base_optimizer_state               {state: {group: {exp_avg, exp_avg_sq, step}}}; each moment is a vector
+            param_slice_mappings               per group: parameter name -> place of the parameter's piece in the vector
 
-A parameter's name joins the layer's index and the name in the layer's file, such as `3.input_layernorm.weight`. For a
-tied parameter, `tied_modules.embed.` precedes the name in layer 1. The last stage has a second copy of tied parameters.
+A parameter is named after its layer number and its name in the layer file, as in `3.input_layernorm.weight`. A tied
+parameter's name is `tied_modules.embed.` plus its name in layer 1. The last stage has a second copy of each tied
+parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dtmega.interop.torch_files.inert import PickledObject, natural, of_type
 
 OPTIMIZER_FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
 PARAMETER = re.compile(r"(?:tied_modules\.embed|(\d{1,5}))\.(.+)")
-# The class of the entries in param_slice_mappings; its module depends on DeepSpeed's version.
+# Possible names of the class that stores param_slice_mappings' entries; the module depends on DeepSpeed's version.
 ADDRESSES = {
     f"deepspeed.{module} fragment_address"
     for module in ("utils.tensor_fragment", "utils.mixed_precision_linkage", "runtime.bf16_optimizer")
@@ -40,7 +41,7 @@ KINDS = (MASTER, *MOMENTS)
 
 
 class Fragment(NamedTuple):
-    """Elements `start` to `start + n` of a vector."""
+    """A range of a flat vector: `n` elements, beginning at index `start`."""
 
     file: SavedFile
     vector: Stored
@@ -71,20 +72,20 @@ Fragments = dict[tuple[str, int], dict[str, list[Fragment]]]  # (name, tp) -> ki
 def open_optimizer(
     folder: Path, weights: Mapping[str, Sequence[Part]], n_layers: int, n_stages: int
 ) -> tuple[dict[str, dict[str, list[Part]]], int]:
-    """Open the masters and moments of a Megatron-DeepSpeed checkpoint. Vectors are read later.
+    """Open the masters and moments of a Megatron-DeepSpeed checkpoint, without reading the vectors yet.
 
     Args:
-        weights: parts of each weight from the layer files, by name; one part for each tensor-parallel rank.
+        weights: mapping from each weight's name to its parts in the layer files, one part per tensor-parallel rank.
         n_layers: number of layers in the model.
         n_stages: number of pipeline stages in the run.
 
     Returns:
-        The parts, as kind ("master" or a moment) -> name -> one part for each tensor-parallel rank; and the number of
-        updates made.
+        Nested dicts, kind ("master" or a moment) -> name -> one part for each tensor-parallel rank; and the number of
+        updates that the optimizer has made.
 
     Raises:
-        IncompleteMoments: a file or some elements of a tensor are missing, or files have different update counts. The
-            message gives the reason.
+        IncompleteMoments: a file or some elements of a tensor are missing, or the files disagree about the number of
+            updates. The message gives the reason.
         ValueError: a file is damaged.
     """
     paths = _optimizer_files(folder)
@@ -101,7 +102,7 @@ def open_optimizer(
             file = SavedFile(paths[data, mp_rank], ADDRESSES)
             _add_fragments(fragments_of_rank, steps, file, mp_rank % n_tp, n_layers, n_data)
         for place, kinds in fragments_of_rank.items():
-            # Stages come in order, so for a tied parameter the first stage's copy is used, not the last stage's copy.
+            # The loop visits stages in order, so a tied parameter gets the first stage's copy, not the last stage's.
             fragments.setdefault(place, kinds)
     if len(steps) != 1:
         raise IncompleteMoments(f"the optimizer has {len(steps)} different numbers of updates, expected one")
@@ -122,7 +123,7 @@ def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
     """The paths of the bf16 optimizer's files: (data rank, model-parallel rank) -> path.
 
     Raises:
-        IncompleteMoments: there is no file of a bf16 optimizer.
+        IncompleteMoments: the folder has no file from a bf16 optimizer.
     """
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("bf16_zero_*")):
@@ -140,12 +141,12 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
     """Append one data rank's pieces to `fragments`, and add the rank's update count to `steps`.
 
     Args:
-        fragments: pieces of the earlier data ranks.
-        steps: update counts of the earlier ranks, without duplicates.
+        fragments: pieces from the earlier data ranks.
+        steps: update counts from the earlier ranks, without duplicates.
         file: the data rank's file.
         tp: index of the tensor-parallel rank.
         n_layers: number of the model's layers.
-        n_data: number of data ranks, from the names of the files.
+        n_data: number of data ranks, according to the file names.
     """
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")
     counts = content.get("partition_count")
@@ -173,7 +174,7 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
 
 
 def _address(pickled: Any) -> tuple[int, int]:
-    """The offset of a parameter's piece within the flat vector, and the piece's element count."""
+    """The offset and the element count of a parameter's piece within the flat vector."""
     if type(pickled) is not PickledObject or pickled.name not in ADDRESSES:
         raise ValueError("expected the place of a parameter in its vector")
     state = of_type(pickled.state, dict, "a place")
@@ -181,7 +182,7 @@ def _address(pickled: Any) -> tuple[int, int]:
 
 
 def _whole_name(name: Any, n_layers: int) -> str:
-    """The whole-model name of a parameter in the optimizer. A tied parameter gets the name that it has in layer 1."""
+    """Convert a parameter's name in the optimizer to its whole-model name. A tied parameter gets its layer-1 name."""
     match = PARAMETER.fullmatch(of_type(name, str, "a parameter's name"))
     prefix = names.layer_file_prefix(int(match[1] or 1), n_layers) if match else None
     if match is None or prefix is None:

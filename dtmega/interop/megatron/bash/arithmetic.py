@@ -9,7 +9,7 @@ TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+#\w+|0[xX][0-9a-fA-F]+|\d+)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<operator>\*\*|\+\+|--|<<=|>>=|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%<>=!~&|^?:(),]))"
 )
-# Binary operators, in order of rising precedence. Assignments and `? :` have a lower precedence than all of these.
+# Binary operators, from lowest to highest precedence. Assignments and `? :` have an even lower precedence.
 LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"))
 SUMS = ("+", "-")
 PRODUCTS = ("*", "/", "%")

@@ -16,7 +16,7 @@ INDEXED = re.compile(r"\[([^\]]*)\]=")  # an explicit index at the start of an a
 
 
 class Assignments(Shell):
-    """Follows the statements that set variables or define functions."""
+    """A shell that follows assignments, declarations and function definitions."""
 
     def assignments(self, node: Node) -> Flow:
         for child in node.named_children if node.type == "variable_assignments" else [node]:
@@ -56,7 +56,7 @@ class Assignments(Shell):
         return name
 
     def _items(self, node: Node, items: dict[str, Word]) -> dict[str, Word]:
-        """Evaluate an array such as `(a b [5]=c)`, and return its items by index.
+        """Evaluate an array such as `(a b [5]=c)`, and return its items keyed by index.
 
         Args:
             node: node of the array.

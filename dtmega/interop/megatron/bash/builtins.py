@@ -1,4 +1,4 @@
-"""Shell builtins and common programs, limited to the variables and output that can affect a launch.
+"""Shell builtins and common programs, limited to their effects on variables and output that a launch may use.
 
 Each function takes the shell, the command's words and the line number, and returns a Flow, which determines where the
 script continues.
@@ -18,7 +18,7 @@ from dtmega.interop.megatron.bash.words import Text, Unknown, Word, joined, know
 
 
 class Follower(Protocol):
-    """The part of the shell's interface that the commands use."""
+    """The part of the shell's interface that builtins use."""
 
     scope: Scope
 
@@ -169,7 +169,7 @@ def _shift(shell: Follower, words: Sequence[Word], line: int) -> Flow:
 
 
 def _set(shell: Follower, words: Sequence[Word], line: int) -> Flow:
-    """Set the script's arguments, for `set -- …`. Shell options have no effect here."""
+    """Set the script's arguments if the command is `set -- …`. Shell options have no effect here."""
     if len(words) > 1 and known(words[1]) == "--":
         shell.scope.arguments = tuple(words[2:])
     shell.scope.status = True

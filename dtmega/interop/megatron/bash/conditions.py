@@ -1,4 +1,4 @@
-"""Evaluate a script's conditions: True, False, or None if the result is known only on a real machine."""
+"""Evaluate a script's conditions. A result is True, False, or None if it depends on a real machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test(node: Node, expander: Expander) -> bool | None:
 
 
 def of_words(words: Sequence[Word], expander: Expander) -> bool | None:
-    """Evaluate the command `test`, given its words without `test` itself."""
+    """Evaluate a `test` command, given the words that follow `test`."""
     return _of_words(words, expander)
 
 
@@ -62,7 +62,7 @@ def negated(condition: bool | None) -> bool | None:
 
 
 def _operands(node: Node) -> list[Node]:
-    """The words of `[ … ]` in order, without the nesting in the syntax tree."""
+    """The nodes of all words in `[ … ]`, in order, flattened from the syntax tree."""
     if node.type not in ("test_command", "unary_expression", "binary_expression", "parenthesized_expression"):
         return [node]
     operands: list[Node] = []
@@ -105,7 +105,7 @@ def _is_double(node: Node, expander: Expander) -> bool:
 
 
 def _compared(operator: str, left: Word, right: Word, expander: Expander, *, is_double: bool) -> bool | None:
-    """Compare two words as texts or as numbers; None if the result is not known."""
+    """Compare two words as strings or as numbers; None if the result is not known."""
     one, other = known(left), known(right)
     if one is None or other is None:
         return None
@@ -145,14 +145,14 @@ def _of_text(operator: str, word: Word, expander: Expander) -> bool | None:
 
 
 def _is_filled(word: Word) -> bool | None:
-    """True if a word is not empty; None if the answer is not known."""
+    """True if a word is not empty; None if the word's unknown pieces could be empty."""
     if any(isinstance(piece, Text) and piece.text for piece in word):
         return True
     return False if known(word) is not None else None
 
 
 def _of_words(words: Sequence[Word], expander: Expander) -> bool | None:
-    """Evaluate a test that is given as a list of words."""
+    """Evaluate a test, given as a list of words."""
     texts = [known(word) for word in words]
     for operator in ("-o", "-a"):
         if operator in texts:
@@ -175,7 +175,7 @@ def _of_words(words: Sequence[Word], expander: Expander) -> bool | None:
 
 
 def fits(value: Word, pattern: str | None) -> bool | None:
-    """True if a text matches a pattern of `case` or `[[`; None if the text or the pattern is not known or too long."""
+    """True if a value matches a pattern from `case` or `[[`; None if the value or pattern is unknown or too long."""
     if pattern == "*":
         return True
     text = known(value)

@@ -17,7 +17,7 @@ MOST_ROUNDS = 10_000  # maximum number of iterations of one loop
 
 
 class Control(Shell):
-    """Follows the statements that select or repeat other statements."""
+    """A shell that follows conditionals, lists and loops."""
 
     def follow_if(self, node: Node) -> Flow:
         """Follow `if`, its `elif` branches and its `else`."""
@@ -49,7 +49,7 @@ class Control(Shell):
             condition: description of the condition, for messages.
             first: function that follows the branch for a true condition.
             second: function that follows the branch for a false condition.
-            held: value of the condition; None if the status of the last command is the value.
+            held: value of the condition; None if the last command's status is the condition's value.
         """
         value = self.scope.status if held is None else held
         if value is not None:
@@ -81,7 +81,7 @@ class Control(Shell):
         return flows[0]
 
     def _become(self, scope: Scope) -> None:
-        """Copy another scope's values into `self.scope`, because callers hold references to that object."""
+        """Copy another scope's values into the object `self.scope`, because callers hold references to that object."""
         vars(self.scope).update(vars(scope))
 
     def condition(self, node: Node, nodes: Sequence[Node]) -> Condition:

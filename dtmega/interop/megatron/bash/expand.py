@@ -1,4 +1,4 @@
-"""Expand a script's words: all forms of variables, quotes, arithmetic and command output."""
+"""Expand a script's words: variables in all their forms, quotes, arithmetic and command substitutions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXPANSIONS = ("simple_expansion", "expansion", "arithmetic_expansion", "command_substitution", "process_substitution")
 MOST_WORDS = 10_000  # maximum number of words from one brace range
 LONGEST_PATTERN = 2_000  # limit in characters for a pattern, and for text matched against a pattern
-# `{a,b}` outside quotes makes two words. No known launch script uses this form, so the word becomes unknown.
+# `{a,b}` outside quotes expands to two words. No known launch script uses this form, so such a word becomes unknown.
 BRACE_LIST = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
 BRACE_RANGE = re.compile(r"\{(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?\}")
 BLANKS = " \t\n"
@@ -27,7 +27,7 @@ ANSI_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"',
 
 
 class Expander:
-    """Expands words, given the state of a shell.
+    """Expands a script's words in a given shell state.
 
     Attributes:
         source: parsed text that the nodes belong to.
@@ -84,7 +84,7 @@ class Expander:
         return self.source.text[self._begin(node) : node.end_byte].decode("utf-8", errors="replace").strip()
 
     def _begin(self, node: Node) -> int:
-        """The offset at which a node begins, without the leading blanks that the grammar adds to some expansions."""
+        """The offset at which a node's text begins, after any leading blanks that the grammar adds to an expansion."""
         if node.type not in ("command_substitution", "expansion"):
             return node.start_byte
         raw = self.source.text[node.start_byte : node.end_byte]
@@ -100,7 +100,7 @@ class Expander:
         return None if text is None else self.arithmetic_of(text)
 
     def arithmetic_of(self, text: str) -> int | None:
-        """Evaluate an arithmetic expression with every `$` already expanded; None if the value is not known."""
+        """Evaluate an arithmetic expression in which every `$` is expanded already; None if the value is not known."""
         try:
             return arithmetic.evaluate(text, self._read_number, self._write_number)
         except (arithmetic.NotKnown, RecursionError):
@@ -142,7 +142,7 @@ class Expander:
             fields.add(self._literal(node.start_byte, node.end_byte, _unescaped))
 
     def _add_string(self, node: Node, fields: Fields) -> None:
-        """Add a text in double quotes. If the text is only `${A[@]}`, add one word for each item."""
+        """Add text in double quotes. If the text is only `${A[@]}`, add one word for each item."""
         inner = node.named_children
         if len(inner) == 1 and inner[0].type in ("simple_expansion", "expansion"):
             alone = inner[0].end_byte - inner[0].start_byte == node.end_byte - node.start_byte - 2
@@ -163,7 +163,7 @@ class Expander:
         unescape: Callable[[str], str],
         kinds: Sequence[str] = EXPANSIONS,
     ) -> list[Word]:
-        """Split the text between two offsets into literal texts and expansions, and evaluate the expansions."""
+        """Split the text between two offsets into literal parts and expansions, and evaluate the expansions."""
         parts: list[Word] = []
         at = start
         for node in _expansions(parent, start, stop, kinds):
@@ -178,7 +178,7 @@ class Expander:
         return joined(self._parts(parent, start, stop, unescaped_in_quotes, (*EXPANSIONS, "string")))
 
     def _quoted(self, node: Node) -> Word:
-        """Evaluate an expansion or a text in double quotes, without splitting the result into words."""
+        """Evaluate an expansion or a double-quoted string, without splitting the result into words."""
         if node.type == "string":
             return self.span(node, node.start_byte + 1, node.end_byte - 1)
         if node.type not in ("simple_expansion", "expansion"):
@@ -191,12 +191,12 @@ class Expander:
         return tuple(Text(unescape(part.text), part.line) for part in self.source.segments(start, stop))
 
     def _unquoted(self, node: Node) -> str:
-        """The text of a word without quoted parts and expansions."""
+        """A word's text, without its quoted parts and expansions."""
         parts = [node] if node.type != "concatenation" else node.named_children
         return "".join(self.text(part) for part in parts if part.type in ("word", "number", "brace_expression"))
 
     def _add_range(self, node: Node, fields: Fields) -> None:
-        """Add the words of a range such as `{1..4}` or `{100..900..100}`. Other words with braces become unknown."""
+        """Add all words of a range such as `{1..4}` or `{100..900..100}`; other words with braces become unknown."""
         match = BRACE_RANGE.fullmatch(self.text(node))
         if match is None:
             fields.add(self.unknown(node))
@@ -261,7 +261,7 @@ class Expander:
             fields.add_split(item)
 
     def _quoted_alternative(self, node: Node) -> Word | None:
-        """The text of `${NAME:-"text"}` if the whole text is quoted and so stays one word; None otherwise."""
+        """The quoted text in `${NAME:-"text"}`, which stays one word; None if the alternative is not one string."""
         inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
         if node.type == "expansion" and len(inner) == 1 and inner[0].type == "string":
             return self.string(inner[0])

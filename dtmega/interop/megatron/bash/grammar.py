@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 DEEPEST = 150  # limit for nested constructs, far below Python's recursion limit
 # A placeholder that the reader of a published example must replace: NAME=<Specify path>. Bash rejects placeholders.
 PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?[A-Za-z_]\w*=)(<[A-Za-z][^<>\n]*>)", re.MULTILINE)
-# Prefix of the variables that stand in for unknown pieces of a text during parsing.
+# Prefix for the names of stand-in variables, which replace unknown pieces while text is parsed.
 STAND_IN = "__unknown_"
 
 
 class Source(NamedTuple):
-    """A parsed text.
+    """Parsed bash text.
 
     Attributes:
         text: the text as UTF-8; the syntax tree's nodes hold offsets into these bytes.
         starts: offsets at which the script's line number changes, in ascending order.
         lines: line numbers in the script, one for each offset in `starts`; each number is valid up to the next offset.
-        unknown: unknown pieces of the text, by name of the stand-in variable.
+        unknown: unknown pieces of the text, keyed by the name of the stand-in variable.
         root: root node of the syntax tree.
     """
 
@@ -51,10 +51,10 @@ class Source(NamedTuple):
 
 
 def parse(word: Word) -> Source:
-    """Parse the text of a script, or of a string that a shell runs.
+    """Parse a script, or a string that a shell would run.
 
     Args:
-        word: the text. Unknown pieces are parsed as stand-in variables, listed in `Source.unknown`.
+        word: text to parse; its unknown pieces are parsed as stand-in variables, which `Source.unknown` lists.
 
     Raises:
         ValueError: the text is not bash, is longer than LONGEST or nests deeper than DEEPEST; or tree-sitter is not
@@ -110,7 +110,7 @@ def _parser() -> Any:
 
 
 def _check(source: Source) -> None:
-    """Refuse text that the grammar does not understand, and constructs that nest too deeply."""
+    """Refuse text that the grammar cannot parse, and constructs that nest too deeply."""
     cursor = source.root.walk()
     depth = 0
     while True:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Redirections(Control):
-    """Follows statements with redirected input or output, and pipelines."""
+    """A shell that follows pipelines, and statements with redirected input or output."""
 
     def redirected(self, node: Node) -> Flow:
         """Follow a command that reads from a file or a here-document, or writes to a file."""
@@ -84,7 +84,7 @@ class Redirections(Control):
 
         Args:
             commands: nodes of the commands, in order.
-            text: input of the first command; None if it is not known.
+            text: input of the first command; None if the input is not known.
         """
         outer = self.scope
         for i, command in enumerate(commands):
@@ -106,7 +106,7 @@ class Redirections(Control):
 
 
 def _redirects(node: Node) -> list[Node]:
-    """The redirections of a statement. The grammar nests redirections after a `<<EOF` inside the node of `<<EOF`."""
+    """The redirections of a statement, including those that the grammar nests inside a `<<EOF` redirection."""
     redirects: list[Node] = []
     for child in node.named_children:
         if child.type.endswith("_redirect"):

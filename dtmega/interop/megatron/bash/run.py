@@ -1,8 +1,8 @@
 """Follow a script's statements, and collect the commands that the script would run.
 
-Nothing is executed. After a condition with an unknown value, both branches are followed, and values that differ between
-the branches become unknown. A branch that ends in `exit` does not affect later statements. An error is raised only if a
-wanted command depends on an unknown condition.
+Nothing is executed. If the value of a condition is unknown, both branches are followed, and variables that differ
+between the branches become unknown. A branch that ends in `exit` does not affect later statements. `Undecided` is
+raised if a wanted command, or the order of statements, depends on an unknown condition.
 
     run.launches(script_text, wanted=lambda words: ..., folder=Path("examples"), given={"DEBUG_MODE": "1"})
 """
@@ -37,14 +37,14 @@ def launches(
         text: text of the script.
         wanted: function that returns True for the words of a command to collect.
         folder: folder of the script, below which files may be read; None if nothing may be read.
-        given: variables of the script's environment, by name. The variables `1`, `2`, ... are the script's arguments,
-            and `#` is the number of arguments.
+        given: values of the script's environment variables, keyed by name. The names `1`, `2`, ... stand for the
+            script's arguments, and `#` for the number of arguments.
 
     Returns:
         The commands in the order of execution, and remarks for the user.
 
     Raises:
-        ValueError: the text is not bash, or it exceeds a limit.
+        ValueError: the text is not bash, or the script exceeds a limit.
         Undecided: a wanted command, or the order of statements, depends on a condition with an unknown value.
     """
     follower = _Follower(wanted, folder, dict(given or {}))
@@ -79,7 +79,7 @@ def _arguments(given: Mapping[str, str]) -> tuple[Word, ...] | None:
 
 
 class _Follower(Assignments, Redirections):
-    """Follows all statements of a script."""
+    """A shell that follows all kinds of statements."""
 
     def statement(self, node: Node) -> Flow:
         """Follow one statement.
@@ -192,7 +192,7 @@ class _Follower(Assignments, Redirections):
         return Flow.NEXT if flow is Flow.RETURN else flow
 
     def child(self, text: Word, arguments: Sequence[Word], environment: Mapping[str, Word]) -> None:
-        """Follow a text as a child process would run it, with only the exported variables."""
+        """Follow text in the state of a child process, which has only the exported variables."""
         exported = {name: variable for name, variable in self.scope.variables.items() if variable.is_exported}
         exported |= {name: Variable(value, is_exported=True) for name, value in environment.items()}
         scope = Scope(variables=exported, arguments=tuple(arguments), folder=self.scope.folder, files=self.scope.files)

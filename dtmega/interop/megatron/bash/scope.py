@@ -29,8 +29,8 @@ class Variable:
     """A shell variable.
 
     Attributes:
-        value: text of the variable; for an array, its items by index.
-        is_exported: whether child processes get the variable.
+        value: text of a plain variable, or the items of an array keyed by index.
+        is_exported: whether child processes inherit the variable.
     """
 
     value: Word | dict[str, Word]
@@ -42,7 +42,7 @@ class Function:
     """A function of the script.
 
     Attributes:
-        source: text that defines the function.
+        source: parsed text that defines the function.
         body: the function's statements.
     """
 
@@ -55,11 +55,11 @@ class Scope:
     """The state of a shell. All values are immutable, so copying the dicts is enough for an independent copy.
 
     Attributes:
-        variables: variables by name.
-        functions: functions by name.
+        variables: variables of the shell, keyed by name.
+        functions: functions of the shell, keyed by name.
         arguments: arguments of the script or function; None if they are not known.
         folder: working directory, relative to the script's folder; None if it is not known.
-        files: contents of files that the script wrote, by path.
+        files: contents of the files that the script wrote, keyed by path.
         output: text written to standard output so far; None if nothing reads the output.
         input: text on standard input; None if the text is not known.
         status: outcome of the last command: True for success, False for failure, None if the outcome is not known.
@@ -81,7 +81,7 @@ class Scope:
         )
 
     def items(self, name: str) -> dict[str, Word] | None:
-        """A variable's items by index (only item 0 for a plain variable); None if the variable was never set."""
+        """A variable's items keyed by index (only "0" for a plain variable); None if the variable was never set."""
         variable = self.variables.get(name)
         if variable is None:
             return None

@@ -1,4 +1,4 @@
-"""The shell that follows a script: state, limits, and the handling of texts nested in other texts."""
+"""Base class for the shell that follows a script: its state, its limits, and scripts that run inside other scripts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Condition(NamedTuple):
     """A condition whose value is unknown.
 
     Attributes:
-        text: text of the condition, with its line, for messages.
+        text: text and line of the condition, for messages.
         names: names of the condition's unknown variables, separated by blanks.
         line: line of the condition.
     """
@@ -40,8 +40,8 @@ class Launch(NamedTuple):
     Attributes:
         words: the command's words.
         line: line of the command.
-        conditions: conditions with unknown values that must hold for the command to run.
-        files: contents of the files that the script wrote before the command, by path.
+        conditions: unknown conditions that decide whether the command runs.
+        files: contents of the files that the script wrote before the command, keyed by path.
     """
 
     words: list[Word]
@@ -51,18 +51,18 @@ class Launch(NamedTuple):
 
 
 class Shell:
-    """Base class for following the text of a script; subclasses add the statements.
+    """Base class for the shell that follows a script; subclasses implement the statements.
 
     Attributes:
         wanted: function that returns True for the words of a command to collect.
         folder: folder of the script; None if nothing may be read.
-        given: values that the user gives to variables, by variable name.
+        given: values that the user gives to variables, keyed by variable name.
         found: commands collected so far.
         notes: remarks for the user.
         hidden: error about the first unwanted command with an unknown condition; raised if nothing is collected.
         source: parsed text that is being followed.
         scope: state of the shell.
-        conditions: conditions with unknown values that must hold for the current statement to run.
+        conditions: unknown conditions that decide whether the current statement runs.
         more_words: word nodes that the grammar attaches to a redirection, although they belong to the next command.
     """
 
@@ -96,15 +96,15 @@ class Shell:
         return Flow.NEXT
 
     def follow_text(self, text: Word, scope: Scope) -> Flow:
-        """Parse a text, and follow its statements with `scope` as the state of the shell."""
+        """Parse text, and follow its statements with `scope` as the state of the shell."""
         self.spend(text)
         return self.inside(grammar.parse(text), None, scope)
 
     def inside(self, source: Source, body: Node | None, scope: Scope) -> Flow:
-        """Follow a text, or one node of a text, with `scope` as the state, then restore the previous text and state.
+        """Follow `source`, or only the node `body`, with `scope` as the state, then restore the old text and state.
 
         Raises:
-            ValueError: texts, functions or substitutions are nested too deeply.
+            ValueError: scripts, functions or substitutions are nested too deeply.
         """
         if self._depth >= DEEPEST:
             raise ValueError(f"more than {DEEPEST} functions, substitutions or scripts inside each other")
@@ -132,7 +132,7 @@ class Shell:
         return Expander(self.source, self.scope, self._substitution)
 
     def spend(self, word: Word) -> Word:
-        """Add a text's length to the script's total, and return the text.
+        """Add a word's length to the script's total, and return the word.
 
         Raises:
             ValueError: the total is above MOST_TEXT.
@@ -170,7 +170,7 @@ class Shell:
         if not missing:
             line = expander.line(node)
             return tuple(Text(piece.text, line) for piece in pieces)
-        # One unknown part makes the whole output unknown. The unknown piece's text is then the substitution as written.
+        # One unknown part makes the whole output unknown: a single piece that holds the substitution as written.
         path = missing[0].path if len(pieces) == 1 else ""
         first = missing[0]
         return (Unknown(expander.text(node), expander.line(node), first.name, first.condition, path),)

@@ -1,4 +1,4 @@
-"""Words of a shell command, as sequences of pieces: known text, and text known only to a running shell.
+"""Words of a shell command, as sequences of pieces. A piece is known text, or text that only a real run could produce.
 
 Each piece holds its line number in the script, so that a message about a flag can name the line.
 """
@@ -15,7 +15,7 @@ class Text(NamedTuple):
     """A piece of known text.
 
     Attributes:
-        text: the text.
+        text: text of the piece.
         line: line number in the script.
     """
 
@@ -24,14 +24,14 @@ class Text(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """A piece whose value is not known: a variable of the environment, or the output of another program.
+    """A piece whose value is not known, such as an environment variable or another program's output.
 
     Attributes:
         text: the piece as written in the script.
         line: line number in the script.
         name: names of variables that a user can set to make the value known, separated by blanks; '' if no variable
             would help.
-        condition: condition on which the value depends, with its line; '' if the value does not depend on a condition.
+        condition: condition that determines the value, with the condition's line; '' if there is no such condition.
         path: path that the piece stands for, relative to the script's folder; '' if the path is not known.
     """
 
@@ -47,7 +47,7 @@ Word = tuple[Piece, ...]
 
 
 class Undecided(ValueError):
-    """Raised if a wanted command depends on a condition with an unknown value."""
+    """Raised if a wanted command, or the order of statements, depends on a condition with an unknown value."""
 
     def __init__(self, condition: str, names: Iterable[str]) -> None:
         # `$@` and `$*` need the number of arguments. Quote `#`, because an unquoted # starts a comment in a shell.
@@ -75,7 +75,7 @@ def unknowns(words: Iterable[Word]) -> list[Unknown]:
 
 
 def joined(words: Iterable[Word]) -> Word:
-    """Join words into one word, and merge neighbouring texts from the same line.
+    """Join words into one word, and merge adjacent known pieces from the same line.
 
     Raises:
         ValueError: the word is longer than LONGEST.
@@ -117,7 +117,7 @@ class Fields:
         self._open: list[Word] | None = None
 
     def add(self, word: Word) -> None:
-        """Append text to the last word without splitting the text, as for text in quotes."""
+        """Append text to the last word without splitting the text, as the shell does for quoted text."""
         self._open = self._open or []
         self._open.append(word)
 

@@ -243,7 +243,7 @@ def _set_llama(draft: Draft) -> None:
 
 
 def _set_windows(draft: Draft) -> None:
-    """Set the window of a llama's attention, and the layers that have it."""
+    """Set a llama's attention window, and the layers that have the window."""
     if not draft.has("window-size"):
         return
     size, frequency = (draft.value(name) for name in ("window-size", "window-attn-skip-freq"))
@@ -280,7 +280,7 @@ def _set_scaling(draft: Draft) -> None:
 
 
 def _scales_by_default(draft: Draft) -> bool | None:
-    """True if the command's fork and version scale by default; None if the flags do not determine both."""
+    """True if query-key layer scaling is the default in the command's fork and version; None if these are unknown."""
     if draft.original:
         return SCALES_BY_DEFAULT[draft.original]
     written = {*draft.command.values, *draft.command.names.values()}

@@ -42,10 +42,12 @@ class Command(NamedTuple):
         values: words that follow each flag, keyed by the flag's first name in the table. Unknown parts of a word are
             kept as written in the script.
         stray: words that belong to no flag.
-        lines: line number of each flag or stray word in the script.
-        unknown: first unknown piece in the words of a flag or in a stray word, for each that has an unknown piece.
-        names: name of each flag as written in the command.
-        files: contents of files that the script wrote or that are in its folder, by path; None for unknown contents.
+        lines: line numbers in the script, keyed by flag or stray word.
+        unknown: first unknown piece of each flag's words and of each stray word, keyed by the flag or the word; flags
+            and words without unknown pieces are left out.
+        names: name of each flag as written in the command, keyed by the flag's first name in the table.
+        files: contents of files that the script wrote or that are in its folder, keyed by path; None for unknown
+            contents.
     """
 
     script: str
@@ -62,7 +64,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
 
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
-        given: variables of the script's environment, by name.
+        given: values of the script's environment variables, keyed by name.
         number: index of the command, from 1, if the script has several commands; 0 if the script must have only one.
 
     Returns:
@@ -95,7 +97,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
 
 
 def is_training(words: Sequence[Word]) -> bool:
-    """True for the words of a command that runs a pretrain_*.py."""
+    """True if the words form a command that runs a pretrain_*.py."""
     program = written(words[0]).rpartition("/")[2]
     return program not in OTHERS and any(_script(word) for word in words)
 
@@ -108,7 +110,7 @@ def _script(word: Word) -> str:
 
 
 def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
-    """The commands, without any command that has the same arguments as an earlier command."""
+    """The commands, except those with the same arguments as an earlier command."""
     seen: dict[tuple[str, ...], run.Launch] = {}
     for launch in launches:
         texts = [written(word) for word in launch.words]
@@ -118,7 +120,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """The contents of each JSON file that the command names and that is in the script's folder, by path."""
+    """The contents of all JSON files that the command names and the script's folder contains, keyed by path."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)

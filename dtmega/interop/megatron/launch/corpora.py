@@ -124,7 +124,7 @@ def _set_mixtures(draft: Draft, groups: Mapping[str, list[str]]) -> None:
     """Set the mixtures of each split.
 
     Args:
-        groups: weighted corpus groups of each split.
+        groups: weighted corpus groups, keyed by split.
     """
     draft.keys["data.train"] = groups["train"][0]
     # Each group has its own range, so --split is ignored, as in Megatron.

@@ -24,7 +24,7 @@ REQUIRED_FLAGS = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *("--micro-batch-size", "--global-batch-size", "--lr"),
 )
-# Flags for paths on the run's machine. If a part of the path is unknown, dtmega's default is used instead.
+# Flags for paths on the run's machine. If a part of such a path is unknown, dtmega's default is used instead.
 PATHS = ("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--data-cache-path")
 
 
@@ -52,13 +52,13 @@ class Draft:
     Attributes:
         command: the command to translate.
         original: Megatron fork that the command is for; '' to infer the fork from the flags.
-        flags: Megatron's flags by name.
+        flags: table rows of Megatron's flags, keyed by flag name.
         family: family of the model.
-        keys: values set so far, by "section.key".
-        lacking: description of each value that the user has to fill in, by "section.key".
-        notes: reason why a flag is not carried over, for each such flag that does not change what a run computes.
-        open: decisions that are left to the user, by name of the flag, key or stray word.
-        read: flags that are already accounted for, although no key holds the flag's value.
+        keys: values set so far, keyed by "section.key".
+        lacking: description of each value that the user has to fill in, keyed by "section.key".
+        notes: remarks on flags that are not carried over but do not change what a run computes, keyed by flag.
+        open: decisions that are left to the user, keyed by flag, key or stray word.
+        read: flags that are already accounted for, although no key holds the flags' values.
     """
 
     def __init__(self, command: Command, family: str, original: str = "") -> None:
@@ -86,7 +86,7 @@ class Draft:
         return None if value is None else as_number(value)
 
     def fields_of(self, section: str) -> Mapping[str, Any]:
-        """The fields of a section, by key. The [model] section has the fields of the draft's family."""
+        """A section's fields, keyed by name. The [model] section has the fields of the draft's family."""
         kinds = SectionClasses.of(config.Config.model_fields[section])
         return kinds.classes[self.family if kinds.discriminator else ""].model_fields
 
@@ -101,7 +101,7 @@ class Draft:
         """Leave the value of a key to the user.
 
         Args:
-            key: section.key.
+            key: name of the key, as "section.key".
             reason: description of the value, or reason why the value is missing.
             flag: flag that would give the value; '' if there is no such flag.
         """
@@ -113,7 +113,7 @@ class Draft:
             self.open[key] = Open(f"[{section}] {name}", 0, reason)
 
     def set_numbers(self, key: str, texts: Sequence[str], flag: str) -> None:
-        """Set a key to a list of numbers, or leave the key to the user if a text is not a number."""
+        """Set a key to a list of numbers, or leave the key to the user if a string is not a number."""
         numbers = [as_number(text) for text in texts]
         if self.unknown(flag) or None in numbers:
             self.lack(key, self.unknown(flag) or "expected numbers", flag)
@@ -241,7 +241,7 @@ class Draft:
         return "\n".join(lines) + "\n"
 
     def _open_lines(self) -> list[str]:
-        """The TOML lines of the key that makes a run refuse the configuration while any decision is open."""
+        """The TOML lines for `[run] untranslated`, which makes a run refuse the configuration."""
         return [
             "# Decide about each line, change this file accordingly, and delete the line.",
             "untranslated = [",

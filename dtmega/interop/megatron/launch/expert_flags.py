@@ -1,4 +1,4 @@
-"""Rows of the table of Megatron's flags for experts.
+"""The flags for experts in the table of Megatron's flags.
 
 Source: `megatron/training/arguments.py` and `core/transformer/transformer_config.py` of Megatron-LM, core 0.7 to 0.19,
 and `megatron/arguments.py` of microsoft/Megatron-DeepSpeed.
@@ -11,7 +11,7 @@ from dtmega.interop.megatron.launch.row import MANY, gone, lost, other, row, sam
 BY_SCORES = "for softmax and sigmoid; a sigmoid's weights are divided by their sum, except that of a single expert"
 AS_FAST = "another way to compute the same"
 
-# Flags of the forks for DeepSpeed.
+# Flags that only the forks for DeepSpeed have.
 FORKS = (
     gone(
         "topk moe-loss-coeff moe-train-capacity-factor moe-eval-capacity-factor moe-min-capacity mlp-type "

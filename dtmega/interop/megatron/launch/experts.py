@@ -1,4 +1,4 @@
-"""Set the keys of a mixture of experts from a command's flags, and refuse by name what a `moe` would compute otherwise.
+"""Set the keys for experts from a command's flags, and refuse each flag whose effect a `moe` would not reproduce.
 
 Source: `transformer/moe/router.py` and `transformer/moe/moe_utils.py` of megatron-core 0.7 to 0.19.
 """
@@ -13,11 +13,11 @@ from dtmega.interop.megatron.launch.draft import Draft, as_number
 from dtmega.interop.megatron.launch.expert_flags import EXPERTS, FORKS
 
 EXPERTS_FLAG = "--num-experts"
-NO_EXPERTS = (["0"], ["1"])  # values of the flag; 1 is the default of the forks for DeepSpeed
+NO_EXPERTS = (["0"], ["1"])  # flag values of a model without experts; 1 is the default in the forks for DeepSpeed
 LAYOUT_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 FREQUENCY, BALANCE, COEFFICIENT = "--moe-layer-freq", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
-LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")  # types of balance that leave the choice of experts alone
-MAX_PATTERN = 10_000  # layers in a list of layers
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")  # balance types that do not change the choice of experts
+MAX_PATTERN = 10_000  # maximum length of a list of layers
 
 
 def has_experts(command: Command) -> bool:
@@ -26,14 +26,14 @@ def has_experts(command: Command) -> bool:
 
 
 def has_experts_of_fork(command: Command) -> bool:
-    """True if a command's model has experts of a fork for DeepSpeed, by its flags."""
+    """True if a command's flags show that the model has the experts of a fork for DeepSpeed."""
     given = command.values
     names = {"--deepspeed", "--deepspeed_config", *(name for flag in FORKS for name in flag.names)}
     return has_experts(command) and (len(given[EXPERTS_FLAG]) > 1 or bool(names & {*given}))
 
 
 def set_experts(draft: Draft) -> None:
-    """Set the keys for experts. For another model than a moe, leave all flags for experts out."""
+    """Set the keys for experts. If the model is not a moe, leave out all flags for experts."""
     if draft.family == "moe":
         steps = (_set_dense_layers, _set_shared_experts, _set_weights, _set_bias, _set_groups, _set_balance)
         for step in (*steps, _check_counted_tokens, _check_layout):
@@ -53,15 +53,15 @@ def set_experts(draft: Draft) -> None:
 
 
 def layers_with_experts(pattern: str, n_layers: int) -> list[int]:
-    """The value of --moe-layer-freq as a list: 1 for each layer with experts, 0 for each without.
+    """Convert the value of --moe-layer-freq to a list with one entry per layer: 1 with experts, 0 without experts.
 
     Args:
-        pattern: N if every N-th layer has experts, the first one among them; or a list in Python, which may be written
-            with + and *, such as ([0]*3+[1]*58).
+        pattern: value of the flag, either a number N if every N-th layer has experts, beginning with the first layer,
+            or a Python list that may use + and *, such as ([0]*3+[1]*58).
         n_layers: number of layers.
 
     Raises:
-        ValueError: the pattern is neither.
+        ValueError: the pattern is neither a positive number nor a list with one entry per layer.
     """
     every = as_number(pattern)
     if isinstance(every, int) and every > 0:
@@ -76,7 +76,7 @@ def layers_with_experts(pattern: str, n_layers: int) -> list[int]:
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of an expression of numbers, lists of numbers, + and *."""
+    """Evaluate an expression that consists of numbers, lists of numbers, + and *."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
@@ -110,7 +110,7 @@ def _set_dense_layers(draft: Draft) -> None:
 
 
 def _set_shared_experts(draft: Draft) -> None:
-    """Set the shared experts. Megatron's flag is the width of all of them together."""
+    """Set the number of shared experts. Megatron's flag gives the total width of all shared experts."""
     flag = "--moe-shared-expert-intermediate-size"
     if flag not in draft.command.values:
         return
@@ -125,10 +125,11 @@ def _set_shared_experts(draft: Draft) -> None:
 
 
 def _set_weights(draft: Draft) -> None:
-    """Set the scores of experts, and how a token's weights follow from them.
+    """Set the kind of expert scores, and whether a token's weights are normalized.
 
-    A softmax of the k largest logits is the softmax of all logits, divided by the sum of the k. With
-    --moe-router-pre-softmax Megatron does not divide. Sigmoids are always divided, except if k is 1.
+    The softmax of the k largest logits equals the k largest values of the softmax of all logits, divided by their sum.
+    With --moe-router-pre-softmax, Megatron does not divide by the sum. Sigmoids are always divided by their sum, unless
+    k is 1.
     """
     flag = "--moe-router-score-function"
     scores = draft.value("moe-router-score-function")
@@ -149,7 +150,7 @@ def _set_weights(draft: Draft) -> None:
 
 
 def _set_bias(draft: Draft) -> None:
-    """Set the bias that balances the experts without a loss."""
+    """Set the router's bias, which balances the experts without a loss."""
     flag, rate_flag = "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate"
     if flag not in draft.command.values:
         if rate_flag in draft.command.values:
@@ -169,7 +170,8 @@ def _set_bias(draft: Draft) -> None:
 def _set_groups(draft: Draft) -> None:
     """Set the groups of experts.
 
-    Megatron compares groups by the sum of the k / groups per token largest scores; here it is always the two largest.
+    Megatron compares groups by the sum of each group's k / groups_per_token largest scores; dtmega always sums the two
+    largest scores.
     """
     flag, all_flag = "--moe-router-group-topk", "--moe-router-num-groups"
     if flag not in draft.command.values:
@@ -194,9 +196,9 @@ def _set_groups(draft: Draft) -> None:
 def _set_balance(draft: Draft) -> None:
     """Set the weight of the balance loss.
 
-    The loss of a document is that of a sequence in Megatron, if a sequence is one document and each token has a label.
-    A microbatch of one sequence has the same loss. Since core 0.13 Megatron counts the experts with the largest
-    scores, without bias and groups.
+    dtmega's loss for a document equals Megatron's loss for a sequence if each sequence is one document and each token
+    has a label. Megatron's loss for a microbatch is also equal if a microbatch is one sequence. Since core 0.13,
+    Megatron counts the experts with the largest scores, regardless of bias and groups.
     """
     unknown = draft.unknown(BALANCE) or draft.unknown(COEFFICIENT)
     kinds = draft.command.values.get(BALANCE) or ["aux_loss"]
@@ -224,7 +226,7 @@ def _set_balance(draft: Draft) -> None:
 
 
 def _difference(draft: Draft, kind: str) -> str:
-    """The difference between a type of balance and the balance loss of a moe; '' if there is none."""
+    """The difference between one of Megatron's balance types and a moe's balance loss; '' if they do not differ."""
     if kind not in LOSSES:
         return f"{kind} chooses experts by what else is in a microbatch, so that the layout would change the choice"
     if kind == "global_aux_loss":
@@ -247,14 +249,14 @@ def _difference(draft: Draft, kind: str) -> str:
 
 
 def _check_counted_tokens(draft: Draft) -> None:
-    """Refuse a mask of labels together with a balance. Tokens without a label count in Megatron, but not here."""
+    """Refuse masked labels if experts are balanced. Only Megatron's balance counts tokens with masked labels."""
     balances = ("model.balance_loss", "model.router_z_loss", "model.router_bias")
     if draft.has("eod-mask-loss") and any(draft.keys.get(key) for key in balances):
         draft.refuse("--eod-mask-loss", "balance counts the tokens with a label here, and all tokens in Megatron")
 
 
 def _check_layout(draft: Draft) -> None:
-    """Refuse another tensor parallelism for experts than for the other layers."""
+    """Refuse a tensor-parallel size for experts that differs from the other layers' tensor-parallel size."""
     flag = "--expert-tensor-parallel-size"
     tp = draft.value("tensor-model-parallel-size")
     if flag in draft.command.values and draft.value("expert-tensor-parallel-size") != tp:

@@ -1,7 +1,7 @@
 """Table of Megatron's flags: each row lists the keys that replace a flag, or gives the reason why there is no key.
 
 The table has the flags for pre-training with their defaults, from `megatron/arguments.py` in Megatron-LM and in
-BigScience's Megatron-DeepSpeed. The other modules here read the table, and `docs/from-megatron.md` shows it to users.
+BigScience's Megatron-DeepSpeed. The modules in this folder read the table, and `docs/from-megatron.md` shows the table.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def by_name() -> dict[str, Flag]:
-    """Map each flag name to a row of the table. Other names of the same flag map to the same row."""
+    """Map each flag name to the flag's row in the table. All names of a flag map to the same row."""
     return {name: flag for group in FLAGS.values() for flag in group for name in flag.names}
 
 

@@ -1,4 +1,4 @@
-"""Rows of the table of Megatron's flags for the model, except for its experts."""
+"""The model flags in the table of Megatron's flags, without the flags for experts."""
 
 from __future__ import annotations
 

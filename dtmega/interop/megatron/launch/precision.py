@@ -8,7 +8,7 @@ from typing import Any
 
 from dtmega.interop.megatron.launch.draft import Draft
 
-# Key of "fp16" in DeepSpeed's JSON -> key of [precision] and DeepSpeed's default. Source: DeepSpeed's
+# Key in the "fp16" section of DeepSpeed's JSON -> key of [precision] and DeepSpeed's default. Source: DeepSpeed's
 # `runtime/config.py` and `runtime/fp16/loss_scaler.py`.
 OF_JSON = {
     "loss_scale_window": ("precision.loss_scale_window", 1000),

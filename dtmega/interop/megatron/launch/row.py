@@ -1,4 +1,4 @@
-"""A row of the table of Megatron's flags, and functions that write rows."""
+"""The row type for the table of Megatron's flags, and functions that create rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Flag(NamedTuple):
         keys: keys of the configuration that replace the flag; empty if the flag is not carried over.
         why: difference between the key and the flag, or reason why there is no key.
         same: whether the flag has a single key with the same value, so that the translation copies the value.
-        changes: whether a run without the flag would compute different results. The configuration is then
-            refused until the user has decided about the flag.
+        changes: whether a run without the flag would compute different results. If so, dtmega refuses the
+            configuration until the user has decided about the flag.
         neutral: values for which a flag with `changes` has no effect.
-        other_names: names in other versions and forks, each as other name -> name of the flag.
+        other_names: mapping from a name in other versions and forks to the flag's first name.
     """
 
     names: tuple[str, ...]
@@ -36,13 +36,13 @@ class Flag(NamedTuple):
 
 
 def row(names: str, n_values: int, keys: str = "", why: str = "", default: str | None = None, **marks: Any) -> Flag:
-    """A row of the table.
+    """Create a row of the table.
 
     Args:
         names: names of the flags, separated by blanks. A bar separates several names of the same flag.
         n_values: number of values that each flag takes.
         keys: keys of the configuration, separated by blanks.
-        why: remark for the reader.
+        why: remark for readers of the table.
         default: Megatron's default.
         **marks: further attributes of the row.
     """

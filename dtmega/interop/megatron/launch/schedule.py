@@ -82,8 +82,8 @@ def set_schedule(draft: Draft) -> None:
     if decays:
         _set_amount(draft, f"lr-decay-{unit}", "optim.decay", unit, unit)
     elif len(lengths) > 1:
-        # Without a decay flag, the decay lasts as long as the run: for the length in steps if the command gives this
-        # length, otherwise for the length in samples.
+        # Without a decay flag, the decay lasts as long as the run. Use the run's length in steps if the command gives
+        # it, otherwise the length in samples.
         longest = next((length for length in lengths if length != "tokens"), lengths[0])
         amount = converted(draft, draft.number(f"train-{longest}"), longest, unit)
         draft.keys["optim.decay"] = amount if amount is not None else 0
@@ -92,7 +92,7 @@ def set_schedule(draft: Draft) -> None:
 
 
 def _kept(draft: Draft, lengths: list[str]) -> list[str]:
-    """The units of the given lengths, without any length that exceeds another given length."""
+    """The units of the given run lengths, without units whose length exceeds another given length."""
     return [unit for unit in lengths if f"--train-{unit}" not in draft.notes]
 
 
@@ -124,7 +124,7 @@ def _set_warmup(draft: Draft, unit: str) -> None:
 
 
 def _set_curve(draft: Draft, unit: str) -> None:
-    """Set the learning-rate curve, and for WSD the final decay."""
+    """Set the learning-rate curve and, for WSD, the length of the final decay."""
     style = (draft.value("lr-decay-style") or "").lower()
     if style not in SCHEDULES:
         draft.lack("optim.schedule", f"one of {', '.join(SCHEDULES.values())}", "--lr-decay-style")

@@ -23,9 +23,9 @@ class Translation(NamedTuple):
         left_out: lines for the user, one for each flag that was not carried over.
         notes: further remarks for the user, about files that were not read.
         missing: lines for the user, one for each key whose value the flags do not give.
-        open: lines about everything that the user has to decide before a run accepts the configuration: each key in
-            `missing`, and each flag in `left_out` that changes what a run computes. `toml` has the same lines in
-            `[run] untranslated`.
+        open: lines about everything that the user has to decide before a run accepts the configuration, i.e. each key
+            in `missing` and each flag in `left_out` that changes what a run computes. The configuration has the same
+            lines in `[run] untranslated`.
     """
 
     toml: str
@@ -46,7 +46,7 @@ def translate(
 
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
-        given: variables of the script's environment, by name.
+        given: values of the script's environment variables, keyed by name.
         allowed: flags and keys that may be missing from the configuration.
         original: fork and version that the command is for: megatron-lm (until November 2023), megatron-deepspeed or
             megatron-core; '' to infer fork and version from the flags.
@@ -73,12 +73,12 @@ def translate_known_model(
 
     Args:
         found: the command.
-        known: values by "section.key". The [model] section gets only these values; elsewhere these values replace the
-            values from the flags.
+        known: values keyed by "section.key". The [model] section gets only these values; elsewhere these values replace
+            the values from the flags.
         title: first line of the text, a comment.
 
     Returns:
-        The text of the configuration, and its values by section.
+        The text of the configuration, and its values as section -> key -> value.
     """
     draft = _filled_draft(found, "")
     for keys in (draft.keys, draft.lacking):
