@@ -1,12 +1,12 @@
-"""Facts about transformers families, as data: one row per family.
+"""Facts about transformers families, as data: one entry per family.
 
-A row lists the module that holds the blocks, the modules that only the first or last pipeline stage keeps, the style in
-which tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow
+An entry lists the module that holds the blocks, the modules that only the first or last pipeline stage keeps, the style
+in which tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow
 `transformers` 5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number.
 `model.py` uses `FamilyFacts.ends`, and `tp/plan.py` uses `FamilyFacts.styles`.
 
-transformers' own plan (`tp/native.py`) cuts the models of each family that has no row, or a row without `styles`. A
-family without a row cannot run in a pipeline.
+transformers' own plan (`tp/native.py`) cuts the models of every family that has no entry here, or an entry without
+`styles`. A family without an entry cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DOES_NOT_PACK = {
 # Families whose results are bit-identical on all layouts ([run] exact), as benchmarks/exact.py and
 # tests/fsdp/test_exact.py prove.
 EXACT = ("llama",)
-# Mixtures whose experts can be divided over ranks with different tokens: tests/interop/hf/test_training.py proves it.
+# Mixtures whose experts can be divided over ranks with different tokens, as tests/interop/hf/test_training.py proves.
 OVER_EP = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3")
 
 
@@ -90,7 +90,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Packed:
-    """Style of a linear that fuses matrices of the same size. Each rank gets its own heads from every matrix.
+    """Style of a linear layer that fuses equally sized matrices. Each rank gets its own heads from every matrix.
 
     Attributes:
         parts: number of matrices.

@@ -203,7 +203,7 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """Find the records of a zip archive, by name. The archive starts at byte `start` and has `length` bytes.
+    """Map each record's name to the record, for a zip archive of `length` bytes that begins at byte `start` of a file.
 
     Raises:
         ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.
@@ -266,8 +266,8 @@ def regular_file(path: Path, inside: str = "") -> Iterator[tuple[int, int]]:
         inside: position inside the file; error messages show the position after the path.
 
     Raises:
-        ValueError: there is no such file, or it is not a regular file. A ValueError from the body of the `with` is
-            raised again with the path and `inside` in front of the message.
+        ValueError: the path does not lead to a regular file. A ValueError from the body of the `with` block is raised
+            again, with the path and `inside` in front of the message.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -3,7 +3,7 @@
 Every rank has all tokens and routes them identically. Each rank computes the tokens routed to its own experts, and the
 ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features.
 
-transformers' own code computes the experts. If a token's expert is on another rank, the expert's weight becomes 0, and
+transformers' own code computes the experts. If a token's expert is on another rank, the routing weight becomes 0, and
 the expert's number becomes E / tp, one more than the last local number, as in
 `transformers.distributed.expert_parallel.AllReduceEP`. Every implementation in transformers skips this number.
 """

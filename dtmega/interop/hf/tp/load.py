@@ -81,7 +81,7 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
 
     Args:
         files: the directory's files.
-        keys: key in the files for each tensor or component, by name.
+        keys: key in the files for each tensor or component, keyed by its name in the model.
         components: rules for assembling parameters from components.
         model: the model, which determines the stored names of components.
 
