@@ -52,7 +52,7 @@ class Stack(base.Stack):
 
 
 class GatheredColumn(Column):
-    """transformers' `colwise_gather_output` style: a linear layer is cut by output features, and its output gathered."""
+    """transformers' `colwise_gather_output` style: cuts a linear layer by output features, and gathers the output."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -68,7 +68,7 @@ class GatheredColumn(Column):
 
 
 class SplitRow(Row):
-    """transformers' `rowwise_split_input` style: a linear layer is cut by input features, and its input is whole."""
+    """transformers' `rowwise_split_input` style: cuts a linear layer by input features; the layer's input is whole."""
 
     cost = ("all-reduce, backward all-gather", "")
 
