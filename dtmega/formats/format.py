@@ -50,8 +50,8 @@ class Format:
             configuration.
         keys: keys of [model] that each correspond to a single key of the other program's configuration.
         fixed: entries that the other program's configuration has for every model of the family, including
-            `model_type`. If a configuration has one of these keys, its value must equal the value here; only the class
-            names (`architectures`) may differ.
+            `model_type`. If a configuration has one of these keys, the key's value must equal the value here; only the
+            class names (`architectures`) may differ.
         base: prefix that most of the other program's tensor names share. Names in the files of a bare base model lack
             this prefix.
         ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.

@@ -1,4 +1,4 @@
-"""Translate all tensors of a model into another program's format, and back, by the rules of that format."""
+"""Translates all tensors of a model into another program's format, and back, by the rules of that format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], Any]  # returns a `models.model.Model`
 SAME = "they are one parameter of this model"
-# Sizes up to this limit are not compared with the stored tensors, because a model on the meta device takes no memory.
+# Sizes up to this limit are not compared with the stored tensors: on the meta device, such sizes take no memory.
 PLAUSIBLE_SIZE = 2**20
-# Limit for sequence lengths. This limit is larger, because most models have no tensor as long as a sequence.
+# Limit for sequence lengths. PLAUSIBLE_SIZE is too small here, since most models have no tensor as long as a sequence.
 PLAUSIBLE_LENGTH = 2**31
 LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
@@ -126,9 +126,9 @@ def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> di
 
 
 def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Refuse a [model] section whose sizes cannot match the stored tensors, before the model is built.
+    """Before building a model, refuse a [model] section whose sizes cannot match the stored tensors.
 
-    A configuration may be damaged or malicious. Building its model, even on the meta device, could add layer after
+    A configuration may be damaged or malicious. Building the model, even on the meta device, could add layer after
     layer until memory runs out, or request a tensor with more elements than torch can count.
 
     Args:
@@ -195,7 +195,7 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
     (ours, theirs), parameters = tensor_names(form, model, build)
     stored = {known_as[0]: ours[known_as[0]] for known_as in parameters}
     _check_tensors(source, {name: assembly.shape for name, assembly in stored.items()})
-    # A tied parameter has several names in the other program too. Write only the name that corresponds to our first.
+    # A tied parameter has several names in the other program too. Write only the counterpart of our first name.
     written = set()
     for assembly in stored.values():
         written |= {run.tensor for run in assembly.runs}

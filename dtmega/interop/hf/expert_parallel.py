@@ -1,4 +1,4 @@
-"""Expert parallelism (ep) for transformers' mixtures: their own code computes the experts that a rank holds.
+"""Expert parallelism (ep) for transformers' mixtures; transformers' own code computes the experts on each rank.
 
 `plans/expert_parallel.py` divides the experts and exchanges rows. transformers' code multiplies each expert's result by
 the token's routing weight. Here this code receives only weights of 1; each rank then multiplies the results for its own
@@ -28,7 +28,7 @@ def send_to_experts(module: Any, ep: int) -> None:
     """Make an experts module compute on the rows that the module's `exchange` receives from all ranks.
 
     Args:
-        module: module with E experts, before `plans.expert_parallel.divide` takes it apart.
+        module: module with all E experts, before `plans.expert_parallel.divide` divides them.
         ep: number of ranks that the experts are divided over.
     """
     module.n_experts = module.num_experts
@@ -43,8 +43,8 @@ def _forward(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor
     Args:
         module: the experts module.
         x: tokens, [N, D].
-        experts: index of each expert of each token, [N, k].
-        weights: routing weight of each of these experts, [N, k].
+        experts: indices of each token's experts, [N, k].
+        weights: routing weights of each token's experts, [N, k].
     """
     k = experts.shape[1]
     order = order_by_expert(experts, module.n_experts)

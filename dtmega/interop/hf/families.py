@@ -26,7 +26,7 @@ EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 # of v; or all of the gate, then all of the values.
 BY_HEAD, Q_K_V, GATE_UP = "by head", "q, k, v", "gate, up"
 
-# Stand-ins that replace a module on pipeline stages without that module.
+# Stand-ins that replace a module on pipeline stages that lack the module.
 NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
 ZERO = "zero"  # a module that returns 0, because the first stage has already added the positions
@@ -115,10 +115,10 @@ class PipelineEnds:
     and `later` must give the attribute a value that switches the change off.
 
     Attributes:
-        first: modules that only the first stage holds: name -> stand-in on all later stages. These modules are
+        first: modules that only the first stage holds, as name -> stand-in on all later stages. These modules are
             children of the module that runs the blocks.
-        last: modules that only the last stage holds: name -> stand-in on all earlier stages.
-        later: attributes of the module that runs the blocks: name -> value on every stage except the first.
+        last: modules that only the last stage holds, as name -> stand-in on all earlier stages.
+        later: attributes of the module that runs the blocks, as name -> value on every stage except the first.
     """
 
     first: dict[str, str]
@@ -131,21 +131,21 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: modules that run blocks: module name -> name of the module's block list.
+        stacks: modules that run blocks, as module name -> name of the module's block list.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: style for each module name pattern. A pattern without a match is skipped: a model may lack an optional
-            norm, and an encoder-only model has no decoder. If no pattern matches a module inside a block, the model is
-            refused. If no pattern matches a module outside the blocks, every rank computes the whole module.
+            norm, and an encoder-only model has no decoder. A model is refused if a module inside a block matches no
+            pattern. A module outside the blocks that matches no pattern is computed whole on every rank.
         in_embedding_dtype: names of parameterless modules whose fp32 output is cast to the embeddings' dtype and then
             added to the embeddings.
         heads: config key for the number of heads.
         kv_heads: config key for the number of kv heads; None if each head has its own keys.
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
-        fused: weights that fuse several matrices: name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
+        fused: weights that fuse several matrices, as name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
         sizes: further config keys whose values tp must divide.
-        refused: config keys that must not be set: key -> reason.
+        refused: config keys that must not be set, as key -> reason.
     """
 
     stacks: dict[str, str]
@@ -197,7 +197,7 @@ _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
 def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
-    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the output of one norm."""
+    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the same norm's output."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,

@@ -1,7 +1,7 @@
 """Reads torch.distributed.checkpoint (DCP) folders made by other people, without running any code in the folders.
 
     .metadata           pickle: name -> dtype, shape and chunks; (name, offsets) -> file, first byte, length
-    __RANK_N.distcp     items, one after another: tensor chunks (archives made by torch.save), byte entries (others)
+    __RANK_N.distcp     items, one after another: tensor chunks (archives made by torch.save) and byte entries
 
 DCP itself unpickles `.metadata` and byte entries, so opening a stranger's folder runs the stranger's code. This module
 unpickles nothing (see inert.py), reads tensor data in place (see torch_save.py), and never opens byte entries. Every

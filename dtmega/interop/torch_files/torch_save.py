@@ -156,7 +156,7 @@ def tensor_header(made: Any) -> TensorHeader:
     storage, offset, sizes, strides = made.args[:4]
     if type(storage) is not PickledObject or storage.name != "persistent id" or storage.args is None:
         raise ValueError("expected a tensor with a storage")
-    # Only the older format has a sixth argument: None, or a view of another storage, which is refused.
+    # Only torch.save's older format has a sixth argument: None, or a view of another storage, which is refused.
     if len(storage.args) not in (5, 6) or storage.args[5:] not in ((), (None,)):
         raise ValueError("expected a tensor with a storage")
     _, kind, key, *_ = storage.args

@@ -47,7 +47,7 @@ class Adapters(NamedTuple):
     Attributes:
         stored: source of the adapters' parameters.
         layers: names of dtmega's layers with adapters.
-        lora: section [lora] of the run.
+        lora: the run's [lora] section.
         base: path of the run's base model.
         transposed: names of the layers whose weights are stored as [in, out].
     """

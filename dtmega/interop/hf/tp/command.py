@@ -124,7 +124,7 @@ def _verification(directory: Path, tp: int, options: dict[str, bool]) -> Verific
 
 
 def on_meta(directory: Path) -> Any:
-    """Build the model that a directory's config.json describes, on the meta device.
+    """Build, on the meta device, the model that a directory's config.json describes.
 
     Raises:
         ValueError: config.json is missing, refers to custom code, or names a class that transformers does not have.

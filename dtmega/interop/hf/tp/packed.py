@@ -23,7 +23,7 @@ from dtmega.plans.styles import Column, Row
 
 
 class PackedColumn(Column):
-    """Style of an nn.Linear whose weight consists of `parts` matrices of the same size, side by side along the output.
+    """Style of an nn.Linear whose weight consists of `parts` equally sized matrices, side by side along the output.
 
     Each matrix is cut over tp.
 
@@ -59,7 +59,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """Style of an nn.Linear whose input consists of `parts` concatenated vectors of the same size, each cut over tp."""
+    """Style of an nn.Linear whose input concatenates `parts` equally sized vectors, each of which is cut over tp."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)
