@@ -50,8 +50,8 @@ class Format:
             configuration.
         keys: keys of [model] that each correspond to a single key of the other program's configuration.
         fixed: entries that the other program's configuration has for every model of the family, including
-            `model_type`. If a configuration has one of these keys, its value must equal the value here; only the class
-            names (`architectures`) may differ.
+            `model_type`. If a configuration has one of these keys, the key's value must equal the value here; only the
+            class names (`architectures`) may differ.
         base: prefix that most of the other program's tensor names share. Names in the files of a bare base model lack
             this prefix.
         ignored: regular expression that matches the end of a stored tensor's name if the tensor is not a weight.
@@ -92,7 +92,7 @@ class Format:
         return not self.mismatches(model)
 
     def mismatches(self, model: config.Model) -> dict[str, Any]:
-        """The entries of `implied` whose values differ from the model's, by [model] key."""
+        """The entries of `implied` whose values differ from the model's values."""
         return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
     def section(self, theirs: Mapping[str, Any], file: str, stored: Source | None = None) -> dict[str, Any]:
@@ -104,8 +104,8 @@ class Format:
             stored: the tensors stored next to the configuration, under the other program's names; None if unknown.
 
         Raises:
-            ValueError: the configuration describes another family or a variant that dtmega does not support, or lacks
-                a size.
+            ValueError: the configuration lacks a size, describes another family, or describes a variant that dtmega
+                does not support.
         """
         for name, expected in self.fixed.items():
             value = theirs.get(name)

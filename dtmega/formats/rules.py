@@ -8,17 +8,18 @@ A name that ends in a dot names a module, and stands for the module's weight and
 `{}` is a layer number. The third argument is the rule's form, which is one or more of these words:
 
     same        both tensors are equal
-    transpose   their matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
+    transpose   the other program's matrix is [in, out], as in GPT-2's Conv1D; vectors are equal
     concat      a tensor on one side concatenates, along the rows, several equally sized tensors of the other side
-    heads       one side has the rows of q, k and v one after another (or in three tensors); the other side has one
-                tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted by head, unless
-                the rule names several of our tensors. If a side has two names, the names are k and v; q is absent.
-    stack       our tensor is [entries, rows per entry, ...], and each of their tensors is one entry; their name has one
-                more `{}` for the entry's number. With concat, each of our entries concatenates, along the rows, several
-                of their tensors
+    heads       one side stores all rows of q, then all rows of k, then all rows of v (in one tensor or in three); the
+                other side has one tensor sorted by head: [groups, (the group's q heads, k, v), K]. Our tensor is sorted
+                by head, unless the rule names several of our tensors. If a side has two names, the names are k and v; q
+                is absent.
+    stack       our tensor is [entries, rows per entry, ...], and each of the other program's tensors is one entry; the
+                name of an entry has an additional `{}` for the entry's number. With concat, each of our entries
+                concatenates, along the rows, several of the other program's tensors
 
-Every form moves whole rows (for a stack: the rows of all entries, one entry after another). A rule is therefore
-equivalent to runs of rows, and a reader that needs a box of a tensor reads only the box's rows.
+Every form moves whole rows; a stack's rows are counted through all entries. A rule is therefore equivalent to a list of
+row runs, and a reader that needs a box of a tensor reads only the box's rows.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """The relation between our tensors (or modules) and theirs.
+    """The relation between our tensors (or modules) and the other program's.
 
     Attributes:
         ours: name of our tensor or module, or a tuple of several names.
-        theirs: name of their tensor or module; several names only if `ours` is one name.
+        theirs: name of the other program's tensor or module; a tuple of several names only if `ours` is one name.
         form: words of FORM_WORDS, separated by spaces.
     """
 
@@ -68,9 +69,9 @@ class RowRun(NamedTuple):
     """Consecutive rows of a tensor that are also consecutive in one tensor on the other side.
 
     Attributes:
-        at: number of the run's first row in the assembled tensor.
+        at: index of the run's first row in the assembled tensor.
         tensor: name of the tensor on the other side.
-        start: number of the run's first row in the tensor on the other side.
+        start: index of the run's first row in the tensor on the other side.
         rows: number of rows.
     """
 
@@ -98,7 +99,7 @@ class Assembly(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """The assemblies in both directions, by tensor name: our tensors from theirs, and theirs from ours."""
+    """The assemblies in both directions (our tensors from theirs, and theirs from ours), keyed by tensor name."""
 
     ours: dict[str, Assembly]
     theirs: dict[str, Assembly]
@@ -108,7 +109,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
     """Apply a format's rules to one model.
 
     Args:
-        shapes: shape of each tensor of our model, by name.
+        shapes: shape of each tensor of our model, keyed by tensor name.
         heads: the model's head counts, for rules with the word "heads".
 
     Returns:
@@ -129,10 +130,10 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Add the tensors that one rule names at one place in the model to `result`.
+    """Add to `result` the assemblies of all tensors that one rule names at one place in the model.
 
     Args:
-        ours: shapes of our tensors in the rule, by name.
+        ours: shape of each of our tensors in the rule, keyed by tensor name.
     """
     stacked = "stack" in rule.words
     view, source_view = "", ""
@@ -150,7 +151,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
-        if len(ours) > 1:  # in this case, their tensor is sorted by head
+        if len(ours) > 1:  # then the other program's tensor is sorted by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():
@@ -165,7 +166,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Count the rows of each of their tensors in one rule, before any transpose; the result is keyed by tensor name.
+    """Count each tensor's rows, before any transpose, on the other side of a rule; the result is keyed by tensor name.
 
     Args:
         total: number of rows in all our tensors in the rule.
@@ -187,9 +188,9 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
-    """List runs of rows in a fused QKV: (first row in order by head, first row in order by matrix, number of rows).
+    """List the row runs of a fused QKV as (first row in head order, first row in matrix order, number of rows).
 
-    Order by head is [groups, (the group's q heads, k, v), K]; order by matrix is [(q, k, v), heads of each, K].
+    Head order is [groups, (the group's q heads, k, v), K]; matrix order is [(q, k, v), heads of each, K].
     """
     n_q = 0 if without_q else heads.n
     head_rows, remainder = divmod(total, n_q + 2 * heads.n_kv)
@@ -216,8 +217,8 @@ def _cut(
     Args:
         runs: tuples (first row counted through all our tensors, first row counted through all their tensors, number of
             rows).
-        ours: number of rows of each of our tensors in a rule, by name, in order.
-        theirs: number of rows of each of their tensors in the rule, by name, in order.
+        ours: tensor name -> number of rows, for our tensors in a rule, in the rule's order.
+        theirs: tensor name -> number of rows, for the other program's tensors in the rule, in the rule's order.
 
     Returns:
         One tuple per piece: (our name, first row in our tensor, their name, first row in their tensor, number of rows).
@@ -235,7 +236,7 @@ def _cut(
 
 
 def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
-    """The tensor that holds `row` (counted through all tensors), and the row's number within that tensor."""
+    """The tensor that holds `row` (an index counted through all tensors), and the row's index within that tensor."""
     for name, n in rows.items():
         if row < n:
             return name, row
@@ -258,7 +259,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Convert one value per dim from the order of the rules (rows first) to the order of the stored tensor's dims."""
+    """Reorder one value per dim from the rules' order (rows first) to the order of the stored tensor's dims."""
     return dims[::-1] if view == "transpose" else dims
 
 
@@ -286,7 +287,7 @@ class _Place(NamedTuple):
 
 
 def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
-    """A (pattern, rule) pair for each of our names: the pattern matches the name, and the rule contains the name."""
+    """A (pattern, rule) pair for each of our names in the rules; the pattern matches that name in every layer."""
     table = []
     for rule in rules:
         assert rule.words <= {*FORM_WORDS}, rule

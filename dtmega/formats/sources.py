@@ -16,8 +16,8 @@ from torch import Tensor
 from dtmega.formats.rules import Assembly, RowRun, stored_dims
 
 Slices = tuple[slice, ...]
-# Tensors in dtmega's models with one row, or one number, per vocabulary token. Only these tensors may have padding
-# rows after the tokens' rows.
+# Our tensors that have one row (or one number) per vocabulary token. Only these tensors may have padding rows after the
+# tokens' rows.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
 
@@ -25,7 +25,7 @@ class Source(Protocol):
     """Named tensors that can be read in parts, wherever they are stored.
 
     Attributes:
-        tensors: dtype and shape of each whole tensor, by name.
+        tensors: dtype and shape of each whole tensor, keyed by tensor name.
     """
 
     @property
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class Renamed:
-    """Some of a source's tensors, under other names."""
+    """Some of a source's tensors, under new names."""
 
     def __init__(self, source: Source, names: Mapping[str, str], on_read: Callable[[], object] = int) -> None:
         """Rename tensors of a source, and hide all other tensors.
@@ -74,7 +74,7 @@ class Cast:
             where: path of the source, for messages.
             dtype: dtype of the tensors that `read` returns; if None, each tensor keeps its own dtype.
             allowed: names of tensors that may hold NaN and infinities.
-            kind: kind of the tensors if they are not weights, such as "exp_avg", for messages.
+            kind: kind of the tensors, such as "exp_avg", for messages; '' if the tensors are weights.
             unchanged: names of tensors that keep their own dtype.
         """
         self._source = source
@@ -131,7 +131,7 @@ class Combined:
 
 
 class Translated:
-    """Tensors of one side of `Directions`, assembled from a source that has the other side's tensors.
+    """The tensors on one side of `Directions`, assembled from a source that has the other side's tensors.
 
     A read fetches only the rows that make up the requested box, and fetches adjacent rows together. A read needs memory
     for the box and for one copy of the fetched rows.
@@ -141,7 +141,7 @@ class Translated:
         """Prepare to assemble tensors from another source.
 
         Args:
-            assemblies: recipe for assembling each tensor from the source's tensors, by name.
+            assemblies: tensor name -> recipe for assembling the tensor from the source's tensors.
         """
         self._source = source
         self._assemblies = assemblies
@@ -176,7 +176,7 @@ class Translated:
         """Read some rows of a tensor.
 
         Args:
-            rows: range of row numbers, counted by the `view` of the tensor's assembly.
+            rows: range of row indices, counted in the way that the assembly's `view` defines.
             others: slices that select the part of each row to return, one slice per further dim.
         """
         assembly = self._assemblies[name]
@@ -185,8 +185,8 @@ class Translated:
             return self._rows(runs[0], others, assembly.source_view)
         shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
-        # Runs may alternate, for example between each head's q, k and v. Therefore read rows that are adjacent in the
-        # source together, then copy each row to its place.
+        # Consecutive runs may jump between places in the source, for example between q, k and v of each head. So read
+        # rows that are adjacent in the source together, then copy each row to its place.
         for stretch in _stretches(runs):
             first, last = stretch[0], stretch[-1]
             all_rows = first._replace(rows=last.start + last.rows - first.start)
@@ -209,7 +209,7 @@ class Translated:
 
 
 def _box(assembly: Assembly, index: Slices | None) -> Slices:
-    """The slices of an index, with all starts and stops filled in; an index of None means the whole tensor."""
+    """Fill in all starts and stops of an index; an index of None means the whole tensor."""
     index = index or (slice(None),) * len(assembly.shape)
     bounds = [part.indices(size) for part, size in zip(index, assembly.shape, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)

@@ -1,4 +1,4 @@
-"""Translate all tensors of a model into another program's format, and back, by the rules of that format."""
+"""Translates all tensors of a model into another program's format, and back, by the rules of that format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], Any]  # returns a `models.model.Model`
 SAME = "they are one parameter of this model"
-# Sizes up to this limit are not compared with the stored tensors, because a model on the meta device takes no memory.
+# Sizes up to this limit are not compared with the stored tensors: on the meta device, such sizes take no memory.
 PLAUSIBLE_SIZE = 2**20
-# Limit for sequence lengths, larger than PLAUSIBLE_SIZE because most models have no tensor as long as a sequence.
+# Limit for sequence lengths. PLAUSIBLE_SIZE is too small here, since most models have no tensor as long as a sequence.
 PLAUSIBLE_LENGTH = 2**31
 LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
@@ -29,7 +29,7 @@ class TensorNames(NamedTuple):
     Attributes:
         translation: recipes for assembling each side's tensors from the other side's. A tied parameter has an entry
             under each of its names.
-        parameters: all names of each parameter or stored buffer; it is saved under the first name.
+        parameters: list of names for each parameter or stored buffer, which is saved under its first name.
     """
 
     translation: Directions
@@ -66,10 +66,10 @@ def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames
 
 
 class Deduplicated:
-    """A source under our names that holds each parameter once, even if the files store several copies of it.
+    """A source that holds each parameter once, under our name, even if the files store several copies of the parameter.
 
     Attributes:
-        tensors: dtype and shape of each tensor, by name; a tied parameter appears under its first name.
+        tensors: dtype and shape of each tensor, keyed by tensor name; a tied parameter appears under its first name.
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
@@ -77,7 +77,7 @@ class Deduplicated:
 
         Args:
             weights: the stored tensors, with all copies.
-            copies: names under which `weights` stores each parameter, by parameter name.
+            copies: parameter name -> names under which `weights` stores the parameter.
             where: path of the source, for messages.
             otherwise: end of the message "... are stored with different values, but ...".
         """
@@ -126,9 +126,9 @@ def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> di
 
 
 def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Before the model is built, refuse a [model] section whose sizes cannot match the stored tensors.
+    """Before building a model, refuse a [model] section whose sizes cannot match the stored tensors.
 
-    A configuration may be damaged or malicious. Building its model, even on the meta device, could add layer after
+    A configuration may be damaged or malicious. Building the model, even on the meta device, could add layer after
     layer until memory runs out, or request a tensor with more elements than torch can count.
 
     Args:
@@ -195,7 +195,7 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
     (ours, theirs), parameters = tensor_names(form, model, build)
     stored = {known_as[0]: ours[known_as[0]] for known_as in parameters}
     _check_tensors(source, {name: assembly.shape for name, assembly in stored.items()})
-    # A tied parameter has several names on their side as well. Write only the name that corresponds to our first name.
+    # A tied parameter has several names in the other program too. Write only the counterpart of our first name.
     written = set()
     for assembly in stored.values():
         written |= {run.tensor for run in assembly.runs}
@@ -203,11 +203,11 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
 
 
 def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
-    """Return the key of the format that fits some tensor names best: the fewest modules are missing or unknown.
+    """Return the key of the format that fits the tensor names best, with the fewest missing and unknown modules.
 
     Args:
         names: names of the tensors.
-        forms: all formats of one program, by key, in any order; at least one format.
+        forms: all formats of one program, keyed by any name; at least one format.
     """
     stored_modules = {_module(name) for name in names}
 
@@ -234,7 +234,7 @@ def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Non
     """Refuse a source whose tensors do not match the model's tensors.
 
     Args:
-        shapes: shapes of the model's tensors, by name; in the source, tensors in BY_TOKEN may have more rows.
+        shapes: tensor name -> shape in the model; in the source, tensors in BY_TOKEN may have more rows.
 
     Raises:
         ValueError: a tensor is missing, is unknown, or has a different shape.

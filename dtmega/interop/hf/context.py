@@ -1,13 +1,13 @@
 """Attention for `transformers` models when several ranks share each sequence ([mesh] cp).
 
-transformers looks up two functions by the name in `config._attn_implementation`: the mask function makes a forward's
-attention mask, and the attention function computes attention in each layer. `switch` changes the name, so that
+transformers looks up two functions by the name in `config._attn_implementation`. The mask function makes the attention
+mask for a forward pass, and the attention function computes attention in each layer. `switch` changes the name, so that
 transformers finds the functions of this module:
 
     _mask         makes the attention rules of the current tokens, once per forward    {window: rule}
     _attention    receives these rules as `attention_mask`, and picks the rule for the layer's window
 
-The rules reach each layer as an argument, so a recomputed layer gets the rules of its own forward.
+The rules reach each layer as an argument, so a recomputed layer gets the rules of its own forward pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Tokens:
         self._rules: Rules = {}
 
     def rules(self, windows: set[int]) -> Rules:
-        """The tokens' attention rules, by window; 0 means no window."""
+        """The tokens' attention rules, keyed by window; 0 means no window."""
         for window in sorted(windows - self._rules.keys()):
             self._rules[window] = attention_rule(
                 self._places,
@@ -81,10 +81,10 @@ def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, 
 
     Args:
         model: the model, whole or one pipeline stage.
-        own: result of the earlier call to undo; None if the model switches to the functions of this module.
+        own: result of an earlier call, which this call undoes; None if the model switches to this module's functions.
 
     Returns:
-        The attention implementation that each config in the model named before the call, by config id.
+        The attention implementation that each config in the model named before the call, keyed by the config's `id`.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -1,4 +1,4 @@
-"""Before a run, checks on a small clone that ranks sharing sequences compute the same results as one process."""
+"""Checks on a small clone, before a run, that ranks sharing sequences compute the same results as one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
 
 
 def _deviations(ours: Any, truth: Any, length: int, ranks: ContextParallel, device: torch.device) -> dict[str, float]:
-    """The relative deviation of the loss and of every gradient, by tensor name."""
+    """The relative deviations of the loss and of every gradient, keyed by tensor name."""
     rows = {name: row.to(device) for name, row in tiny.batch(truth, length, padded=False).items()}
     tokens, labels = rows["input_ids"], rows["labels"]
     alone = tiny.summed_loss(truth, tokens, labels)

@@ -65,7 +65,7 @@ def build(hf_config: Any) -> Any:
 
 
 class _NothingDrawnOnMeta(TorchFunctionMode):
-    """A mode that draws no initial values for tensors on meta.
+    """A torch mode that skips the draws of initial values for tensors on meta.
 
     torch would spend more time on these draws than on the rest of the build. Initial values on other devices are drawn
     as usual.
@@ -81,7 +81,7 @@ class _NothingDrawnOnMeta(TorchFunctionMode):
 
 
 def dropouts(hf_config: Any) -> dict[str, float]:
-    """A config's rates of dropout and other noise (for example, jitter on a router's input), by key."""
+    """A config's rates of dropout and other noise (for example, jitter on a router's input), keyed by config key."""
     return {key: p for key, p in hf_config.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 
@@ -89,7 +89,7 @@ def initial_values(path: str) -> dict[str, tuple[float, float]]:
     """The distribution from which the family draws each parameter's initial values.
 
     Returns:
-        (mean, std) of each parameter, by name, as in `draws_of`.
+        Parameter name -> (mean, std), as in `draws_of`.
 
     Raises:
         ValueError: `draws_of` finds no distribution for a parameter.

@@ -1,7 +1,8 @@
-"""Expert parallelism (ep) for transformers' mixtures: their own code computes the experts that a rank holds.
+"""Expert parallelism (ep) for transformers' mixtures; transformers' own code computes the experts on each rank.
 
-`plans/expert_parallel.py` divides the experts and exchanges rows. transformers multiplies an expert's result by the
-token's weight, so here it gets the weight 1, and the weights are multiplied where the tokens are.
+`plans/expert_parallel.py` divides the experts and exchanges rows. transformers' code multiplies each expert's result by
+the token's routing weight. Here this code receives only weights of 1; each rank then multiplies the results for its own
+tokens by the true weights.
 """
 
 from __future__ import annotations
@@ -19,29 +20,36 @@ from dtmega.plans.base import computing_on
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of transformers that stack experts and support experts on other ranks."""
+    """The transformers modules that stack experts and support experts on other ranks."""
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
 def send_to_experts(module: Any, ep: int) -> None:
-    """Make an experts module compute on the rows that its `exchange` brings from all ranks.
+    """Make an experts module compute on the rows that the module's `exchange` receives from all ranks.
 
     Args:
-        module: module with E experts, before `plans.expert_parallel.divide` takes it apart.
+        module: module with all E experts, before `plans.expert_parallel.divide` divides them.
         ep: number of ranks that the experts are divided over.
     """
     module.n_experts = module.num_experts
-    # transformers takes this number for the number of experts that the parameters hold.
+    # transformers expects this attribute to count the experts that the parameters hold.
     module.num_experts //= ep
     module.forward = types.MethodType(_forward, module)
 
 
 def _forward(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Apply to each token of x, [N, D], its k experts, [N, k], with its weights, [N, k]."""
+    """Apply k experts to each token, and add up the weighted results.
+
+    Args:
+        module: the experts module.
+        x: tokens, [N, D].
+        experts: indices of each token's experts, [N, k].
+        weights: routing weights of each token's experts, [N, k].
+    """
     k = experts.shape[1]
     order = order_by_expert(experts, module.n_experts)
     arrived = module.exchange(dispatch(x, order, k), order.n_rows)
-    # A row of zeros follows, so that the experts have a gradient of zero on a rank where no other row arrives.
+    # Append a row of zeros, so that the experts' gradients are zero on a rank where no other row arrives.
     rows = F.pad(arrived.rows, (0, 0, 0, 1))
     numbers = F.pad(arrived.experts, (0, 1)).unsqueeze(1)
     ones = torch.ones(numbers.shape, dtype=weights.dtype, device=weights.device)

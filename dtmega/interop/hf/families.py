@@ -1,12 +1,12 @@
-"""Facts about transformers families, as data: one row per family.
+"""Facts about transformers families, as data: one entry per family.
 
-A row lists the module that holds the blocks, the modules that only the first or last pipeline stage keeps, the style in
-which tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow
+An entry lists the module that holds the blocks, the modules that only the first or last pipeline stage keeps, the style
+in which tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow
 `transformers` 5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number.
 `model.py` uses `FamilyFacts.ends`, and `tp/plan.py` uses `FamilyFacts.styles`.
 
-transformers' own plan (`tp/native.py`) cuts the models of each family that has no row, or a row without `styles`. A
-family without a row cannot run in a pipeline.
+transformers' own plan (`tp/native.py`) cuts the models of every family that has no entry here, or an entry without
+`styles`. A family without an entry cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 # of v; or all of the gate, then all of the values.
 BY_HEAD, Q_K_V, GATE_UP = "by head", "q, k, v", "gate, up"
 
-# Stand-ins that replace a module on pipeline stages without that module.
+# Stand-ins that replace a module on pipeline stages that lack the module.
 NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
 ZERO = "zero"  # a module that returns 0, because the first stage has already added the positions
@@ -93,7 +93,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Packed:
-    """Style of a linear that fuses matrices of the same size. Each rank gets its own heads from every matrix.
+    """Style of a linear layer that fuses equally sized matrices. Each rank gets its own heads from every matrix.
 
     Attributes:
         parts: number of matrices.
@@ -118,10 +118,10 @@ class PipelineEnds:
     and `later` must give the attribute a value that switches the change off.
 
     Attributes:
-        first: modules that only the first stage holds: name -> stand-in on all later stages. These modules are
+        first: modules that only the first stage holds, as name -> stand-in on all later stages. These modules are
             children of the module that runs the blocks.
-        last: modules that only the last stage holds: name -> stand-in on all earlier stages.
-        later: attributes of the module that runs the blocks: name -> value on every stage except the first.
+        last: modules that only the last stage holds, as name -> stand-in on all earlier stages.
+        later: attributes of the module that runs the blocks, as name -> value on every stage except the first.
     """
 
     first: dict[str, str]
@@ -134,21 +134,21 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: modules that run blocks: module name -> name of the module's block list.
+        stacks: modules that run blocks, as module name -> name of the module's block list.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: style for each module name pattern. A pattern without a match is skipped: a model may lack an optional
-            norm, and an encoder-only model has no decoder. If no pattern matches a module inside a block, the model is
-            refused. If no pattern matches a module outside the blocks, every rank computes the whole module.
+            norm, and an encoder-only model has no decoder. A model is refused if a module inside a block matches no
+            pattern. A module outside the blocks that matches no pattern is computed whole on every rank.
         in_embedding_dtype: names of parameterless modules whose fp32 output is cast to the embeddings' dtype and then
             added to the embeddings.
         heads: config key for the number of heads.
         kv_heads: config key for the number of kv heads; None if each head has its own keys.
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
-        fused: weights that fuse several matrices: name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
+        fused: weights that fuse several matrices, as name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
         sizes: further config keys whose values tp must divide.
-        refused: config keys that must not be set: key -> reason.
+        refused: config keys that must not be set, as key -> reason.
     """
 
     stacks: dict[str, str]
@@ -200,7 +200,7 @@ _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
 def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
-    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the output of one norm."""
+    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the same norm's output."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,

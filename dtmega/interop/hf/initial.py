@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @torch.no_grad()
 def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
-    """The distribution of each parameter's initial values, by parameter name.
+    """Find the distribution of each parameter's initial values.
 
     Some families set the padding token's row to zero after the draw; the result ignores this step.
 
@@ -21,7 +21,7 @@ def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
         hf: whole `transformers` model, on meta.
 
     Returns:
-        (mean, std) of each parameter, by name. For a constant, std is 0; for a normal distribution, mean is 0. The
+        Parameter name -> (mean, std). For a constant, std is 0; for a normal distribution, mean is 0. An
         entry is None if the parameter is initialised in any other way.
     """
     # transformers skips every module or parameter whose flag `_is_hf_initialized` is True, so clear all flags.
@@ -39,7 +39,8 @@ class _DrawRecorder(TorchDispatchMode):
     """A dispatch mode that records how parameters are initialised in place.
 
     Attributes:
-        draws: (mean, std) of each parameter's last initialisation, or None, by parameter name; see `draws_of`.
+        draws: mean and std from each parameter's last initialisation, keyed by parameter name; an entry may be None
+            (see `draws_of`).
     """
 
     def __init__(self, names: dict[int, str]) -> None:

@@ -46,7 +46,7 @@ def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: An
     n_repeats = facts.head_blocks if kind == families.Q_K_V else heads
     if kv_heads == heads:
         return Cut(dim, (length // (3 * n_repeats),) * 3)
-    # If several query heads share a key head, both forms store all queries first, then all keys, then all values.
+    # If query heads share key heads, BY_HEAD and Q_K_V weights both store all queries, then all keys, then all values.
     head_dim = length // (heads + 2 * kv_heads)
     return Cut(dim, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
 
@@ -136,8 +136,8 @@ class HF(Model):
             cache: keys and values of the earlier tokens, for generation.
             document_ids: document index of each token, [B, S]. Used only with a cache or if ranks share the sequences.
                 With a cache, 0 marks the text, and any other number marks padding to the left of the text.
-            position_ids: position of each token, [B, S]. Without a cache, a token attends only to tokens from the last
-                position 0 on, because transformers cuts its masks there.
+            position_ids: position of each token, [B, S]. Without a cache, transformers cuts attention masks wherever a
+                position is 0, so a token attends to no token before the latest position 0.
 
         Returns:
             The hidden state for the next stage, logits [B, S, V], or the loss summed over the microbatch.

@@ -1,4 +1,4 @@
-"""Before a run, checks on a small clone that conversations packed into one row do not see each other.
+"""Checks on a small clone, before a run, that conversations packed into one row do not see each other.
 
 Without a mask, transformers cuts attention wherever `position_ids` restart. A four-dimensional mask could cut attention
 at the same places, but nine families silently drop their sliding windows if they receive such a mask.
@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 def prove(model: Any, device: torch.device) -> None:
-    """On a small clone, compare the loss and gradients of a packed row with those of the separate conversations.
+    """Compare a packed row's loss and gradients with those of the separate conversations, on a small clone.
 
     Args:
         model: `transformers` model on meta; only its class and its config are used.
@@ -45,7 +45,7 @@ def prove(model: Any, device: torch.device) -> None:
 
 
 def deviations(model: Any, device: torch.device) -> dict[str, float]:
-    """The relative deviation of the clone's loss and of each gradient, by tensor name."""
+    """The relative deviations of the clone's loss and of each gradient, keyed by tensor name."""
     config = tiny.tiny_config(model.config, 1, sum(LENGTHS))
     attention = model.config._attn_implementation
     alone, packed = (tiny.build(type(model), config, attention).to(device) for _ in range(2))

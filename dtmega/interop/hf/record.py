@@ -222,7 +222,7 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
     if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
         raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
     for rope in _rope_parameters(hf_config):
-        # With rope_type='longrope', the largest position in a forward determines the frequencies, and the ranks'
+        # With rope_type='longrope', the largest position in a forward pass determines the frequencies, and the ranks'
         # largest positions differ.
         original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and original and cfg.data.seq_len > original:
@@ -234,6 +234,6 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
 
 
 def _rope_parameters(hf_config: Any) -> list[dict[str, Any]]:
-    """A config's `rope_parameters`, followed by the tables that `rope_parameters` holds for each kind of layer."""
+    """A config's `rope_parameters`, followed by the nested dict (if any) for each kind of layer."""
     rope = getattr(hf_config, "rope_parameters", None) or {}
     return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]

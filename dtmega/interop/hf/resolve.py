@@ -1,4 +1,4 @@
-"""Fills in the config keys that a transformers directory determines, and detects later changes to its config.json."""
+"""Fills in the config keys that a transformers directory determines, and detects later changes to that config.json."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Reads torch.distributed.checkpoint (DCP) folders made by other people, without running any code in the folders.
 
     .metadata           pickle: name -> dtype, shape and chunks; (name, offsets) -> file, first byte, length
-    __RANK_N.distcp     items, one after another; a tensor chunk is one item, stored as an archive made by torch.save
+    __RANK_N.distcp     items, one after another: tensor chunks (archives made by torch.save) and byte entries
 
-DCP itself unpickles `.metadata` and byte entries, so opening a stranger's folder runs the stranger's code. Here nothing
-is unpickled (inert.py), tensor data is read in place (torch_save.py), and byte entries are never opened. Every size is
-compared with the files before memory is allocated. The format follows `distributed/checkpoint/{metadata,filesystem}.py`
-in torch 2.13; the names that torch 2.0 to 2.2 used are supported too.
+DCP itself unpickles `.metadata` and byte entries, so opening a stranger's folder runs the stranger's code. This module
+unpickles nothing (see inert.py), reads tensor data in place (see torch_save.py), and never opens byte entries. Every
+size is compared with the files before memory is allocated. The format follows
+`distributed/checkpoint/{metadata,filesystem}.py` in torch 2.13; the names that torch 2.0 to 2.2 used are supported too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DCPFolder:
 
     Attributes:
         path: the folder.
-        tensors: dtype and full shape of each tensor, by name.
+        tensors: dtype and full shape of each tensor, keyed by tensor name.
         others: names of byte entries (numbers, strings, objects), which are listed but never opened.
 
     Raises:
@@ -79,7 +79,7 @@ class DCPFolder:
         """Add the tensors and the byte entries that the metadata lists.
 
         Args:
-            entries: entries of the metadata, by name.
+            entries: entries of the metadata, keyed by name.
             items: positions of all items in the folder.
             n_bytes: size of the metadata file, in bytes.
         """
@@ -92,7 +92,7 @@ class DCPFolder:
                 continue
             tensor = fields(entry, f"{METADATA} TensorStorageMetadata")
             n_chunks += len(of_type(tensor.get("chunks"), list, f"the chunks of '{name}'"))
-            # A small pickle can put one long list of chunks under many names. Checking all lists would take forever.
+            # A small pickle can store one long list of chunks under many names. Checking all lists would take forever.
             if n_chunks > n_bytes:
                 raise ValueError(f"more chunks than the file has bytes ({n_bytes})")
             dtype, shape, self._chunks[name] = _tensor(name, tensor, items)
@@ -213,7 +213,7 @@ def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dty
         items: positions of all items in the folder.
 
     Raises:
-        ValueError: the metadata are damaged or crafted.
+        ValueError: the metadata is damaged or crafted.
     """
     dtype = _dtype(name, tensor.get("properties"))
     shape = naturals(tensor.get("size"), f"the size of '{name}'")

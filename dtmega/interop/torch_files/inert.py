@@ -51,7 +51,7 @@ def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
             to objects outside of the pickle.
 
     Raises:
-        ValueError: the pickle is damaged, asks for any other name, or uses an opcode that is not allowed.
+        ValueError: the pickle is damaged, asks for a name outside of `names`, or uses an opcode that is not allowed.
     """
     try:
         decoder = _Decoder(names)
@@ -69,7 +69,7 @@ class _Decoder:
         names: names that the pickle may ask for.
         stack: values that are not yet part of another value; at the end, only the result is left.
         marks: stack heights at which the contents of open tuples, lists and dicts begin.
-        memo: values that later opcodes may reuse, by number.
+        memo: values that later opcodes may reuse, keyed by number.
     """
 
     def __init__(self, names: Collection[str]) -> None:

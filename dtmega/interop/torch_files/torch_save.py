@@ -156,7 +156,7 @@ def tensor_header(made: Any) -> TensorHeader:
     storage, offset, sizes, strides = made.args[:4]
     if type(storage) is not PickledObject or storage.name != "persistent id" or storage.args is None:
         raise ValueError("expected a tensor with a storage")
-    # Only the older format has a sixth argument: None, or a view of another storage, which is refused.
+    # Only torch.save's older format has a sixth argument: None, or a view of another storage, which is refused.
     if len(storage.args) not in (5, 6) or storage.args[5:] not in ((), (None,)):
         raise ValueError("expected a tensor with a storage")
     _, kind, key, *_ = storage.args
@@ -203,7 +203,7 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """Find the records of a zip archive, by name. The archive starts at byte `start` and has `length` bytes.
+    """Map each record's name to the record, for a zip archive of `length` bytes that begins at byte `start` of a file.
 
     Raises:
         ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.
@@ -266,8 +266,8 @@ def regular_file(path: Path, inside: str = "") -> Iterator[tuple[int, int]]:
         inside: position inside the file; error messages show the position after the path.
 
     Raises:
-        ValueError: there is no such file, or it is not a regular file. A ValueError from the body of the `with` is
-            raised again with the path and `inside` in front of the message.
+        ValueError: the path does not lead to a regular file. A ValueError from the body of the `with` block is raised
+            again, with the path and `inside` in front of the message.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

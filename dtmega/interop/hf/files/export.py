@@ -66,9 +66,9 @@ def export(
         tokenizer_json: content of a tokenizer.json that replaces all of the original's tokenizer files; None if the
             original's files are kept.
         rank, size, barrier, max_file_bytes: arguments of `write.write`.
-        token_ids: special tokens' ids in the tokenizer, by config key (eos_token_id, ...).
-        end_ids: further ids that end a generated text, such as those that end a turn.
-        other_files: contents of further files, by name; only rank 0's files are written. For one of dtmega's own
+        token_ids: ids of the tokenizer's special tokens, keyed by config key (eos_token_id, ...).
+        end_ids: further token ids that end a generated text, such as the ids that end a turn.
+        other_files: file name -> content of each further file; only rank 0's files are written. For one of dtmega's own
             models, `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that
             training started from. If the tokenizer has not changed since then, this generation_config.json is written
             unchanged; otherwise the file gets the new tokenizer's token ids.
@@ -112,7 +112,7 @@ def export(
 def _tokenizer_files(
     tokenizer: Tokenizer, text: str, token_ids: Mapping[str, int | None], *, reads_types: bool
 ) -> dict[str, bytes]:
-    """The files that AutoTokenizer reads, by name.
+    """Make the files that AutoTokenizer reads: file name -> content.
 
     Args:
         text: content of the tokenizer.json that `tokenizer` was made from.
@@ -139,7 +139,7 @@ def _tokenizer_files(
 
 
 def _ending_at(generation: bytes, end_ids: Sequence[int]) -> bytes:
-    """Return the generation_config.json with further ids at which a text ends."""
+    """Add token ids that end a text to the content of a generation_config.json."""
     values = parse_object(generation, f"{GENERATION} of the source")
     stored = values.get("eos_token_id")
     known = stored if isinstance(stored, list) else [] if stored is None else [stored]

@@ -1,9 +1,9 @@
 """Writes adapters as a folder that the peft library loads onto a transformers model: `PeftModel.from_pretrained`.
 
-OUT/adapter_config.json          rank, alpha, and the layers that have adapters
+OUT/adapter_config.json          LoRA rank, alpha, and the layers that have adapters
 OUT/adapter_model.safetensors    base_model.model.LAYER.lora_A.weight [r, in] and lora_B.weight [out, r]
 
-Every LAYER is the name of a module of the transformers model. peft computes W + (lora_alpha / r) B A, as dtmega does.
+Every LAYER is the name of a module in the transformers model. peft computes W + (lora_alpha / r) B A, as dtmega does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Adapters(NamedTuple):
     Attributes:
         stored: source of the adapters' parameters.
         layers: names of dtmega's layers with adapters.
-        lora: section [lora] of the run.
+        lora: the run's [lora] section.
         base: path of the run's base model.
         transposed: names of the layers whose weights are stored as [in, out].
     """
@@ -71,11 +71,11 @@ def layers_of(
         layers: names of dtmega's layers with adapters.
 
     Returns:
-        The transformers layers, by module name, and the names of all transformers modules with weights.
+        The transformers layers, keyed by module name, and the names of all transformers modules with weights.
 
     Raises:
         ValueError: a transformers layer joins several of dtmega's layers, whose adapters cannot be joined into one
-            adapter of the same rank.
+            adapter of the same LoRA rank.
     """
     theirs = tensor_names(form, model, build).translation.theirs
     found: TheirLayers = {}
@@ -107,9 +107,9 @@ def write_peft(
     Args:
         folder: output folder, new or empty.
         adapters: the adapters.
-        theirs: the layers of the transformers model that get adapters, by module name.
+        theirs: the transformers model's layers that get adapters, keyed by module name.
         modules: names of all modules of the transformers model.
-        other_files: contents of further files, by name.
+        other_files: file name -> content of each further file.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -136,7 +136,7 @@ class _InTheirForm:
 
     Args:
         stored: source of the adapters' parameters.
-        theirs: the layers of the transformers model that get adapters, by module name.
+        theirs: the transformers model's layers that get adapters, keyed by module name.
     """
 
     def __init__(self, stored: Source, theirs: Mapping[str, TheirLayer]) -> None:
@@ -179,7 +179,7 @@ def _config(adapters: Adapters, theirs: Mapping[str, TheirLayer], modules: Colle
 
 
 def targets(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """Choose the value of `target_modules`: last parts of names if they match no other layer, otherwise whole names.
+    """Choose the value of `target_modules`: the names' last parts if no other module shares them, otherwise full names.
 
     Args:
         layers: names of the layers with adapters.

@@ -37,8 +37,8 @@ class TensorFiles:
 
     Attributes:
         path: the directory.
-        tensors: dtype and shape of each tensor, by tensor name.
-        file_of: name of the file that holds each tensor, by tensor name.
+        tensors: dtype and shape of each tensor, keyed by tensor name.
+        file_of: name of the file that holds each tensor, keyed by tensor name.
         bytes_read: number of tensor bytes that this object has read.
     """
 

@@ -26,8 +26,8 @@ from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import Combined, Renamed, Source, Translated
 
 Shapes = Mapping[str, tuple[int, ...]]
-# The (operation class, dim) steps of converters that make one parameter from tensors [rows, ...]. STACKS only stacks
-# the tensors; STACKS_JOINED concatenates several tensors into each entry of the stack.
+# Steps (operation class, dim) of converters that make one parameter from several tensors [rows, ...]. STACKS only
+# stacks the tensors; STACKS_JOINED concatenates several tensors into each entry of the stack.
 STACKS = [("MergeModulelist", 0)]
 STACKS_JOINED = [*STACKS, ("Concatenate", 1)]
 
@@ -45,11 +45,11 @@ def conversions(model: Any) -> list[Any]:
 
 
 def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directions:
-    """Rules that assemble parameters from the components in files, and extract components from parameters.
+    """Recipes that assemble parameters from the components in files, and components from parameters.
 
     Args:
         conversions: result of `conversions`.
-        shapes: shape of each parameter of the model, by name.
+        shapes: shape of each parameter of the model, keyed by parameter name.
 
     Raises:
         ValueError: a parameter's shape cannot be cut into the expected components.
@@ -106,7 +106,7 @@ def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Sourc
     Args:
         source: the parameters and stored buffers, each under one name.
         model: the whole model, on meta.
-        tensors: the model's parameters and stored buffers, by the source's names.
+        tensors: the model's parameters and stored buffers, keyed by the source's names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

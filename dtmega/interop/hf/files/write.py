@@ -76,7 +76,7 @@ def write(
         source: tensors under the names that the files will use.
         folder: output folder, new or empty.
         tensors: specs of the source's tensors, in the order in which the files are filled.
-        other_files: content of each file that holds no weights, by file name.
+        other_files: content of each file that holds no weights, keyed by file name.
         rank: rank of this process.
         size: number of processes that write; all processes see the same file system.
         barrier: function that waits for all processes that write. The first call may raise an error if another rank
@@ -98,7 +98,7 @@ def write(
         contents = {single: contents[SINGLE]}
     writer = _Writer(source, folder.absolute(), contents, other_files, rank, size)
     barrier()  # ensures that no rank creates anything if any rank has refused
-    # From here on every rank reaches every barrier, even after an error of its own, because the other ranks wait there.
+    # From here on, every rank reaches every barrier, even after its own error, because the other ranks wait there.
     errors: list[Exception] = []
     for step in (writer.prepare, writer.write_weights, writer.publish):
         try:
@@ -138,8 +138,8 @@ class _Writer:
 
     Attributes:
         folder: absolute final path of the folder.
-        contents: tensors of each weights file, by file name.
-        other_files: content of each file that holds no weights, by file name.
+        contents: tensors of each weights file, keyed by file name.
+        other_files: content of each file that holds no weights, keyed by file name.
     """
 
     source: Source
@@ -211,11 +211,11 @@ def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str
     """Distribute tensors among files, in order. A new file begins when the current file would become too large.
 
     Args:
-        n_bytes: size of each tensor in bytes, by name.
+        n_bytes: size of each tensor in bytes, keyed by tensor name.
         max_file_bytes: maximum size of a file, unless a single tensor is larger.
 
     Returns:
-        The names of the tensors in each file, by file name.
+        The names of the tensors in each file, keyed by file name.
     """
     files: list[list[str]] = []
     filled = 0

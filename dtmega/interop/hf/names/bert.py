@@ -31,7 +31,7 @@ def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entry for the feed-forward's GELU, for an export."""
+    """The config.json entry that an export writes for the feed-forward's GELU."""
     assert isinstance(model, config.Bert)
     return {"hidden_act": ACTIVATIONS[model.gelu][0]}
 

@@ -17,7 +17,7 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
 
 
 # Format for transformers' GPT2LMHeadModel, whose linears are Conv1D with weights [in, out]. GPT2LMHeadModel's fused QKV
-# holds q for all heads, then k, then v; our fused QKV holds q, k and v of head 0, then q, k and v of head 1, ....
+# holds q for all heads, then k, then v; our fused QKV holds q, k and v of head 0, then of head 1, and so on.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.wte."),

@@ -45,7 +45,7 @@ def positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for rotary positions, for an export; transformers 4 can read these entries too."""
+    """The config.json entries that an export writes for rotary positions; transformers 4 can read these entries too."""
     assert isinstance(model, config.Llama)
     scaling = {name: getattr(model, ours) for ours, name in SCALING.items()}
     return {
@@ -109,16 +109,16 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mistral_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for positions and window, for an export."""
+    """The config.json entries that an export writes for positions and window."""
     assert isinstance(model, config.Llama)
     return config_entries(model) | {"sliding_window": model.window or None}
 
 
 def _qwen3_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for positions and windows, for an export."""
+    """The config.json entries that an export writes for positions and windows."""
     assert isinstance(model, config.Llama)
     has_window = [model.window_of(layer) > 0 for layer in range(model.n_layers)]
-    # Versions of transformers without `layer_types` give the window to all layers from this number on.
+    # Versions of transformers without `layer_types` apply the window to all layers from this number on.
     first = has_window.index(True) if True in has_window else model.n_layers
     return config_entries(model) | {
         "use_sliding_window": model.window > 0,
@@ -179,7 +179,7 @@ def keys_of_class(*, without: tuple[str, ...] = (), **defaults: Any) -> tuple[Ke
 
     Args:
         without: [model] keys that the class does not have.
-        **defaults: defaults of the class, by [model] key; None if a configuration must have the key.
+        **defaults: defaults of the class, keyed by [model] key; None if a configuration must have the key.
     """
     kept = [key for key in LLAMA.keys if key.ours not in without]
     return tuple(key._replace(default=defaults.get(key.ours, key.default)) for key in kept)

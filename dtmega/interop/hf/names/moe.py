@@ -1,7 +1,7 @@
 """Names of the mixtures' weights and config keys in transformers' classes for Mixtral, Qwen3-MoE and DeepSeek-V3.
 
-Their directories store the experts one by one, and a rank reads only the rows that it holds. The losses that balance a
-router are keys of training, not of these formats. Only DeepSeek-V3 has a bias of the router.
+transformers directories store the experts one by one, and a rank reads only the rows that the rank holds. The keys for
+router-balancing losses belong to training, not to these formats. Only DeepSeek-V3 has a router bias.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dtmega.interop.hf.names.llama import (
     positions,
 )
 
-# A softmax over all experts, and nothing else of what only DeepSeek-V3 has.
+# [model] values for a softmax over all experts, without the features that only DeepSeek-V3 has.
 PLAIN = {
     **{"router_scores": "softmax", "router_bias": False, "routed_scale": 1.0},
     **{"expert_groups": 1, "groups_per_token": 1, "shared_experts": 0, "kv_latent_size": 0},
@@ -32,15 +32,15 @@ OF_EXPERTS = (Key("experts_per_token", ("num_experts_per_tok",)),)
 
 
 def _mixtral(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys for positions and window, read from the config.json of a Mixtral."""
+    """The [model] keys for positions and window, read from the config.json of a Mixtral model."""
     return positions({"rope_theta": 1e6, **theirs}) | {"window": theirs.get("sliding_window") or 0}
 
 
 def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys for positions, window and dense layers, read from the config.json of a Qwen3-MoE.
+    """The [model] keys for positions, window and dense layers, read from the config.json of a Qwen3-MoE model.
 
     Raises:
-        ValueError: layers without experts are not the first layers.
+        ValueError: layers without experts do not come before all layers with experts.
     """
     dense, step = theirs.get("mlp_only_layers") or [], theirs.get("decoder_sparse_step", 1)
     if step != 1 or type(dense) is not list or dense != [*range(len(dense))]:
@@ -53,7 +53,7 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for positions, window and dense layers, for an export."""
+    """The config.json entries that an export writes for positions, window and dense layers."""
     assert isinstance(model, config.MoE)
     return config_entries(model) | {
         "use_sliding_window": model.window > 0,
@@ -64,7 +64,7 @@ def _qwen3_entries(model: config.Model) -> dict[str, Any]:
 
 
 def _deepseek(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] keys for positions, queries and keys, read from the config.json of a DeepSeek-V3.
+    """The [model] keys for positions, queries and keys, read from the config.json of a DeepSeek-V3 model.
 
     Raises:
         ValueError: a width is not a number.
@@ -78,7 +78,7 @@ def _deepseek(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for positions, queries and keys, for an export."""
+    """The config.json entries that an export writes for positions, queries and keys."""
     assert isinstance(model, config.MoE)
     return config_entries(model) | {
         "q_lora_rank": model.q_latent_size or None,
@@ -88,7 +88,7 @@ def _deepseek_entries(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse_others(model: config.Model) -> None:
-    """Raise an error for a mixture that transformers' DeepSeek-V3 cannot be.
+    """Raise an error for a mixture that transformers' DeepSeek-V3 cannot represent.
 
     Raises:
         ValueError: the model has no latent attention or no shared experts.
@@ -103,7 +103,7 @@ def _refuse_others(model: config.Model) -> None:
 
 
 def _experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The rules of a router and its experts, by their names within a layer."""
+    """The rules for a router and its experts; the arguments are transformers' names within a layer."""
     theirs = "model.layers.{}."
     return (
         Rule("layers.{}.mixture.router.weight", f"{theirs}{router}.weight"),

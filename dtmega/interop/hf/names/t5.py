@@ -55,7 +55,7 @@ def _of_tensors(stored: Source) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The config.json entries for the feed-forward, the head and the first token of `generate`, for an export."""
+    """The config.json entries that an export writes for the feed-forward, the head and `generate`'s first token."""
     assert isinstance(model, config.T5)
     names = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
     return {

@@ -157,7 +157,7 @@ def _verification(directory: Path, axis: str, n: int, options: dict[str, bool]) 
 
 
 def on_meta(directory: Path) -> Any:
-    """On the meta device, build the model that a directory's config.json describes.
+    """Build, on the meta device, the model that a directory's config.json describes.
 
     Raises:
         ValueError: config.json is missing, refers to custom code, or names a class that transformers does not have.

@@ -3,7 +3,7 @@
 Every rank has all tokens and routes them identically. Each rank computes the tokens routed to its own experts, and the
 ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features.
 
-transformers' own code computes the experts. If a token's expert is on another rank, the expert's weight becomes 0, and
+transformers' own code computes the experts. If a token's expert is on another rank, the routing weight becomes 0, and
 the expert's number becomes E / tp, one more than the last local number, as in
 `transformers.distributed.expert_parallel.AllReduceEP`. Every implementation in transformers skips this number.
 """
@@ -25,7 +25,7 @@ from dtmega.plans.base import Style, computing_on, local_part
 class Experts(Style):
     """Style of a module with E experts and parameters [E, ...]. Each rank gets E / tp experts.
 
-    The module's inputs are the tokens [N, D], each token's expert indices [N, k], and these experts' weights [N, k].
+    The module's inputs are tokens [N, D], each token's expert indices [N, k], and their routing weights [N, k].
     """
 
     cost = ("all-reduce, backward two all-reduces", "")

@@ -38,7 +38,7 @@ COST = (
 
 
 class GlobalLinear(ParallelStyle):
-    """Style of an nn.Linear that computes on DTensors, cut by output features or by input features."""
+    """Style of an nn.Linear that computes on DTensors; the weight is cut by output features or by input features."""
 
     cost = ("as DTensor decides", "")
 
@@ -120,7 +120,7 @@ class GlobalForward(ParallelStyle):
 
 
 def local(x: Any) -> Any:
-    """Gather a DTensor to a plain tensor; return any other value unchanged."""
+    """Gather a DTensor into a plain tensor; return any other value unchanged."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])

@@ -81,7 +81,7 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
 
     Args:
         files: the directory's files.
-        keys: key in the files for each tensor or component, by name.
+        keys: map from each tensor's or component's name in the model to a key in the files.
         components: rules for assembling parameters from components.
         model: the model, which determines the stored names of components.
 

@@ -23,7 +23,7 @@ from dtmega.plans.styles import Column, Row
 
 
 class PackedColumn(Column):
-    """Style of an nn.Linear whose weight consists of `parts` matrices of the same size, side by side along the output.
+    """Style of an nn.Linear whose weight consists of `parts` equally sized matrices, side by side along the output.
 
     Each matrix is cut over tp.
 
@@ -59,7 +59,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """Style of an nn.Linear whose input consists of `parts` concatenated vectors of the same size, each cut over tp."""
+    """Style of an nn.Linear whose input concatenates `parts` equally sized vectors, each of which is cut over tp."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)
@@ -142,19 +142,19 @@ class _Transposed(torch.autograd.Function):
 
 
 class ConvColumn(_Conv, Column):
-    """A Column for Conv1D."""
+    """A `Column` style for Conv1D."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1), "bias": Shard(0)}
 
 
 class ConvRow(_Conv, Row):
-    """A Row for Conv1D."""
+    """A `Row` style for Conv1D."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Replicate()}
 
 
 class ConvPacked(_Conv, PackedColumn):
-    """A PackedColumn for GPT-2's Conv1D with output [q | k | v]. For tp=2, a plain cut would put all of q on rank 0."""
+    """Style of GPT-2's Conv1D with output [q | k | v]. If tp=2, a plain `Column` cut would put all of q on rank 0."""
 
     dim = 1
 

@@ -24,7 +24,7 @@ class Counts(ParallelStyle):
     """Style of a module with attributes that count heads or head groups; sets each attribute to this rank's count.
 
     Args:
-        set: new values of attributes, by attribute name.
+        set: new value of each attribute, keyed by attribute name.
     """
 
     cost = ("", "")
@@ -51,7 +51,7 @@ class EnterHeads(Enter):
         alibi: name of the keyword argument with biases [B H, 1, S] or [H, 1, S], which are reduced to this rank's
             heads; `divide[0]` then names the attribute that counts the heads.
         divide: names of attributes that count heads or features in the module's views; each count is divided by tp.
-        set: new values of attributes, by attribute name.
+        set: new value of each attribute, keyed by attribute name.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Stack(base.Stack):
 
 
 class GatheredColumn(Column):
-    """transformers' `colwise_gather_output`: a linear cut by output features; the output is gathered on every rank."""
+    """transformers' `colwise_gather_output` style: cuts a linear layer by output features, and gathers the output."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -68,7 +68,7 @@ class GatheredColumn(Column):
 
 
 class SplitRow(Row):
-    """transformers' `rowwise_split_input`: a linear cut by input features; the input is whole on every rank."""
+    """transformers' `rowwise_split_input` style: cuts a linear layer by input features; the layer's input is whole."""
 
     cost = ("all-reduce, backward all-gather", "")
 

@@ -137,7 +137,7 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
 
 
 def _put_tokens(config: Any, new: Any) -> None:
-    """Give special tokens ids that exist in the small vocabulary."""
+    """Set the special tokens' ids to ids in the small vocabulary."""
     for key, value in TOKENS.items():
         if getattr(config, key, None) is not None:
             setattr(new, key, value)
@@ -223,7 +223,8 @@ def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run a forward, and return a loss and the output from which the loss is computed.
 
     Returns:
-        (loss, logits) with labels; otherwise (a random linear function of the hidden states, the hidden states).
+        (loss, logits) if the batch has labels; otherwise (a random linear function of the hidden states, the hidden
+        states).
     """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]

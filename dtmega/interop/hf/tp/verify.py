@@ -28,8 +28,8 @@ class Verification:
     """The result of comparing a clone cut over ranks with an uncut clone. Print the object to see a table.
 
     Attributes:
-        errors: relative deviations from the uncut clone, by (case, tensor name); each value is the maximum over all
-            ranks, or inf if the tensor is missing.
+        errors: relative deviations from the uncut clone, keyed by (case, tensor name); each value is the maximum over
+            all ranks, or inf if the tensor is missing.
         raised: errors that the cut clone raised on this rank.
         tolerance: largest deviation at which a plan counts as correct.
     """
@@ -125,7 +125,7 @@ def deviations(
             have the same batch.
 
     Returns:
-        The relative deviation of each tensor, by name.
+        The relative deviation of each tensor, keyed by tensor name.
     """
     results: list[dict[str, Any]] = []
     for model in (truth, ours):
