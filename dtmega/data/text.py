@@ -44,10 +44,10 @@ class Text(NamedTuple):
         objective: training objective that made the samples.
         data: the configuration's [data] section.
         tokenizer: tokenizer of the samples.
-        splits: samples of "train", "valid", "test" and each set in [data] validation, by name; None for a split without
-            samples.
-        identity: digest or value of each setting that determines the tokens and the dropout of step n, by TOML key. A
-            resumed run must find all these values unchanged.
+        splits: samples of each split, keyed by name: "train", "valid", "test" and the sets in [data] validation; None
+            for a split without samples.
+        identity: settings that determine the tokens and the dropout of step n, as a dict from TOML key to value or
+            digest. When a run resumes, all these entries must be unchanged.
         notes: lines that the run should show to the user once.
         is_stored: whether some of the tokens are in an object store.
     """
@@ -70,8 +70,8 @@ class Text(NamedTuple):
     def compared(self) -> str:
         """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
 
-        The name is "valid" if that split has samples. Otherwise, the name is the alphabetically first name of a
-        validation set with samples.
+        The name is "valid" if that split has samples. Otherwise, it is the alphabetically first among the names of the
+        validation sets with samples.
         """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
         return "valid" if "valid" in with_samples else min(with_samples, default="")
@@ -177,7 +177,7 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
 
 
 def parts_by_split(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
-    """The corpus parts that each split reads, by split name; the extra validation sets are included.
+    """The corpus parts that each split reads, keyed by split name. The extra validation sets are included.
 
     The corpora come from [data] path or from the mixtures in [data].
     """
@@ -226,7 +226,7 @@ class Corpora:
         return self._opened[path]
 
     def _default_prefix(self) -> str:
-        """The prefix of the default corpus in the form that the objective reads."""
+        """Prepare the default corpus in the form that the objective reads; return its prefix."""
         if self._objective.conversations:
             return prepare_shipped(self._tokenizer)
         return prepare_stdlib(self._tokenizer, in_sentences=self._objective.sentences)

@@ -36,7 +36,7 @@ class IndexedDataset:
 
     Args:
         prefix: path of the two files without their suffixes, or a URL such as s3://bucket/data/mine.
-        by_sequence: whether the caller reads sequences and never documents. The document index is then not
+        by_sequence: flag, True if the caller reads sequences and never documents. If True, the document index is not
             checked, because files that Megatron has merged have no usable document index.
         stored: objects at this URL that another process has already opened; None to open the files or objects here.
 
@@ -44,7 +44,7 @@ class IndexedDataset:
         dtype: dtype of the tokens.
         sizes: number of tokens in each sequence, int32 or int64 [n].
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or in tokens (TNTIDX).
-        document_index: first sequence of each document, then the number of sequences, int64 [documents + 1].
+        document_index: index of each document's first sequence, then the number of sequences, int64 [documents + 1].
         n_tokens: number of tokens, which may be 0.
         tokens: all tokens of .bin, [n_tokens] of `dtype`; a slice of `tokens` is an array.
         stored: objects of a data set in an object store; None for local files.
@@ -173,12 +173,12 @@ class IndexedDataset:
 
     @property
     def index_path(self) -> str:
-        """Absolute path of the index, with links resolved, or its URL."""
+        """Absolute path of the .idx with links resolved; for an object store, the URL of the .idx."""
         return os.path.realpath(f"{self.prefix}.idx") if self.stored is None else self.stored.idx.url
 
     @property
     def index_state(self) -> str:
-        """Path, size and modification time (or version) of the index. A change means that the data set may be new."""
+        """Path, size and modification time (or version) of the .idx. If they change, the data set may be new."""
         if self.stored is not None:
             return self.stored.index_state
         stat = os.stat(self.index_path)

@@ -49,7 +49,7 @@ class Index(NamedTuple):
         sizes: number of tokens in each sequence, int32 or int64 [n].
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or tokens (TNTIDX).
         per_token: size of a token in the unit of `pointers`: bytes per token (MMIDIDX), or 1 (TNTIDX).
-        document_index: first sequence of each document, then n, int64 [d].
+        document_index: index of each document's first sequence, then n, int64 [d].
     """
 
     dtype: np.dtype[Any]

@@ -4,8 +4,8 @@
     made.read_or_make()
     np.memmap(path, ...)
 
-The file ends with a digest of its content and of the inputs it was made from. The file is replaced if it is damaged or
-the inputs have changed. Users may delete anything in the cache directory at any time.
+The file ends with a digest of its content and its inputs. The file is replaced if it is damaged or if its inputs have
+changed. Users may delete anything in the cache directory at any time.
 """
 
 from __future__ import annotations

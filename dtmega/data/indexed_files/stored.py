@@ -1,4 +1,4 @@
-"""A `.bin/.idx` pair in an object store. The index is cached in a file on this node; tokens are read by ranges.
+"""A `.bin/.idx` pair in an object store. The index is cached in a file on this node; tokens are read in byte ranges.
 
     pair = StoredPair.open("s3://bucket/data/mine")
     pair.map_index()                  # the bytes of the .idx, mapped from this node's cache
@@ -33,7 +33,7 @@ from dtmega.files.object_requests import Unreachable
 KEY = "[data] path"
 MAX_RECORD_BYTES = 1 << 16
 
-# Slices that this thread has planned or fetched, separate for each thread, so that threads can read ahead.
+# Slices that a thread has planned or fetched. Each thread has its own, so that another thread can read ahead.
 _here = threading.local()
 
 
@@ -54,7 +54,7 @@ class DataLost(OSError):
 
 
 class StoredPair(NamedTuple):
-    """The objects of a data set, with the versions that they had when they were opened. Pickling keeps the versions.
+    """The objects of a data set, with the versions that they had when opened. Pickling keeps the versions.
 
     Attributes:
         idx, bin: object that holds the index, and object that holds the tokens.

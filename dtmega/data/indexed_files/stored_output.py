@@ -1,4 +1,4 @@
-"""Write a new data set to an object store: first into this machine's temp folder, then by upload, with the .idx last.
+"""Write a new data set to an object store: write files to this machine's temp folder, then upload them, the .idx last.
 
 An object store cannot lock or rename objects. So a writer creates an object PREFIX.writing before the upload, unless
 this object already exists, and deletes it after the upload. The writer keeps renewing PREFIX.writing. If PREFIX.writing

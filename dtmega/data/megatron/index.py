@@ -3,10 +3,9 @@
     indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
     indices.shuffle[g]  # number of sample g in the stream
 
-The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and laid end to end. In
-this stream, sample k consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the share of
-the last epoch's samples that the run needs is below `cutoff`, that epoch's sequences and samples are shuffled
-separately.
+The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and concatenated. In
+this stream, sample k consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the run needs
+less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are shuffled separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
@@ -34,7 +33,7 @@ LONG = 1 << 20  # indices with at least this many entries are kept in a file; sm
 SEQUENCES_AT_ONCE = 1 << 17  # number of sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
 UINT32 = np.iinfo(np.uint32).max
-N_RUNS = 64  # a digest reads this many runs of entries of each index ...
+N_RUNS = 64  # a digest reads this many runs of entries from each index ...
 RUN_ENTRIES = 1 << 12  # ... of this length
 
 
@@ -43,7 +42,7 @@ class OrderSettings(NamedTuple):
 
     Attributes:
         dataset: the corpus.
-        sequences: range (start, stop) of the .idx's sequences to read.
+        sequences: range (start, stop) of the sequences to read from the .idx.
         samples: minimum number of samples.
         seq_len: S, number of tokens that a model reads; a sample has one token more.
         seed: value of Megatron's `--seed`.

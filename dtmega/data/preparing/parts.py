@@ -59,7 +59,7 @@ class Share(NamedTuple):
             overwrite: whether to replace any existing output.
 
         Raises:
-            ValueError: output with different input or settings has this prefix, and `overwrite` is False.
+            ValueError: output from other input or settings has this prefix, and `overwrite` is False.
         """
         if overwrite or self.part is None:
             return ""
@@ -83,7 +83,7 @@ def share_of(
     """Find the files, or the lines of a file, that one command processes.
 
     Args:
-        prefix: prefix of the output of the whole text.
+        prefix: output prefix for the whole text.
         files: all files of the text.
         part: the part to tokenise; None for the whole text.
         encoding: name of the encoding of all text files; '' for UTF-8.
@@ -111,13 +111,16 @@ def share_of(
 
 
 def _has_cuts(files: Sequence[File], encoding: str) -> bool:
-    """True if the text is cut within a file. In UTF-16, a byte that looks like a line end may be half a character."""
+    """True if the text is cut within a file.
+
+    Text is cut only in UTF-8, because in UTF-16 a byte that looks like a line end may be half a character.
+    """
     is_plain = files[0].kind in (".jsonl", ".json") and not files[0].path.endswith((".gz", ".zst"))
     return len(files) == 1 and is_plain and not encoding
 
 
 def _lines_of(file: File, part: Part) -> File:
-    """The lines of a file whose first byte lies in the part's range of bytes."""
+    """The range of a file with all lines that begin in the part's byte range."""
     start, stop = (line_start(file, file.n_bytes * number // part.of) for number in (part.number, part.number + 1))
     return file._replace(first_byte=start, n_bytes=stop - start)
 

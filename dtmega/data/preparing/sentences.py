@@ -1,6 +1,6 @@
 """Split documents into the sentences that make up BERT's samples.
 
-    prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
+    prose     sentences that `sentencex` finds by rules and a list of English abbreviations
     blocks    for source code, where "." does not end a sentence: the text between two blank lines is one "sentence"
 
 No sentence has more than LONGEST_SENTENCE tokens: a longer sentence is cut at its line ends, and a line that is still

@@ -36,11 +36,11 @@ from dtmega.files.console import counted
 TEXT_KEY = "text"
 SHOWN = 5  # number of malformed records to print; the other malformed records are only counted
 
-Document = list[list[int]]  # token ids of each sequence: one sequence, or one for each sentence
+Document = list[list[int]]  # token ids of each sequence; a sequence is the whole document or one sentence
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the `.bin/.idx` pair. If writing fails, an existing pair of that name stays unchanged.
+    """Write the `.bin/.idx` pair. If writing fails, an existing pair at the output's path stays unchanged.
 
     Args:
         args: the options of `python -m dtmega tokenize`.

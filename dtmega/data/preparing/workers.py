@@ -108,7 +108,7 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _start_worker(job: Job[R]) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the worker and this process's end of the worker's pipe."""
+    """Start a worker process; return the process and the parent's end of the pipe to it."""
     # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()

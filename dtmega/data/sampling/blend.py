@@ -95,8 +95,8 @@ class Blend:
     """An endless sequence of samples from several corpora, blended by weight. Sample g is a pure function of g.
 
     After any number of samples, the number taken from each corpus differs from the corpus's share by less than 1.7.
-    Each node on the way to the corpus rounds by at most half a sample, and the error of a node is scaled by the
-    corpus's share of the node. In any Huffman tree these scaled errors add up to less than 1.7.
+    Each node on the path from the root to the corpus rounds by at most half a sample, and the error of a node is scaled
+    by the corpus's share of the node. In any Huffman tree, these scaled errors add up to less than 1.7.
 
     Args:
         parts: the samples of each corpus.
@@ -111,7 +111,7 @@ class Blend:
         self._tree = huffman(weights or [part.n_tokens for part in parts])
 
     def __getitem__(self, g: int) -> Any:
-        """Sample g >= 0, in the token type of its own corpus."""
+        """Sample g >= 0; its tokens have the dtype of the corpus that the sample comes from."""
         corpus, sample = deal(self._tree, g)
         return self.parts[corpus][sample]
 
@@ -156,7 +156,8 @@ class Splits(NamedTuple):
     """The samples for training and evaluation.
 
     Attributes:
-        samples: samples by split ("train", "valid", "test", other validation sets); None for a split without samples.
+        samples: samples, keyed by split name ("train", "valid", "test", other validation sets); None for a split
+            without samples.
         notes: lines for the user about text that is left out.
     """
 
@@ -200,12 +201,12 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
     """The samples of each split, blended if the split has several parts.
 
     In a split other than "train", a small corpus may be too short for a single sample. The other corpora are then
-    blended without the small corpus, and a note says so.
+    blended without the small corpus, and the split's notes mention this.
 
     Args:
         objective: objective that makes the samples.
         data: the configuration's [data] section.
-        splits: parts of corpora, by split.
+        splits: corpus parts, keyed by split name.
         seed: the run's seed.
 
     Raises:

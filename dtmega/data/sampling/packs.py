@@ -26,7 +26,7 @@ WINDOW = 1024  # conversations packed together; a larger window fills rows sligh
 
 
 class Epoch(NamedTuple):
-    """The rows of one epoch, before they are shuffled.
+    """The rows of one epoch, before shuffling.
 
     Attributes:
         conversations: indices of the conversations, row after row, int64 [n].

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ALL, ASSISTANT, LAST = "all", "assistant", "last"
 MARKERS, PREFIXES = "markers", "prefixes"
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same as in transformers
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # same pattern as in transformers
 
 # Causes of a refusal, as they appear in messages and in the record.
 TEMPLATE_FAILS = "the template refuses"
@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
     Attributes:
         text: rendered text.
-        marked: ranges of characters inside {% generation %} blocks.
+        marked: character ranges inside {% generation %} blocks.
     """
 
     text: str
@@ -214,7 +214,7 @@ class Renderer:
         return Text(text, [(start, stop) for start, stop in marked[0]] if marked else [])
 
     def _difference(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> str:
-        """The first difference between a text and the text of the tokenizer's own template; '' if they are equal."""
+        """Describe where `text` first differs from the text of the tokenizer's own template; '' if both are equal."""
         expected = self._render(messages, tools, template=self._own).text
         if text == expected:
             return ""
@@ -223,7 +223,7 @@ class Renderer:
         return f"expected {expected[place : place + 20]!r} at character {place}, got {text[place : place + 20]!r}"
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, whole: Text) -> list[list[Span]]:
-        """The learned parts of each turn that bears loss, in characters.
+        """The learned parts of each turn that bears loss, as character ranges.
 
         Raises:
             Refused: the learned parts, or the tokens that end them, cannot be determined.
@@ -287,8 +287,8 @@ def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]
     """Yield the range of the tokens that cover each part of a text.
 
     Args:
-        parts: non-empty ranges of characters, in ascending order.
-        offsets: range of characters of each token, in ascending order. If several tokens encode the bytes of one
+        parts: non-empty character ranges, in ascending order.
+        offsets: character range of each token, in ascending order. If several tokens encode the bytes of one
             character, each of these tokens covers the character.
     """
     first = 0
@@ -302,7 +302,7 @@ def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, without the keys of objects."""
+    """Yield all strings in a JSON value, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -52,7 +52,7 @@ class Targets(NamedTuple):
     fewest: int = 2
 
     def lengths_at(self, sentences: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Target lengths of the samples that begin with these sentences, [n] -> [n]."""
+        """Target lengths of the samples that begin with the given sentences, [n] -> [n]."""
         keys = np.full(1, keyed.key64(self.stream), np.uint64)
         drawn = keyed.uniform(keyed.draws(keys, "target", sentences))
         lengths = np.full(len(drawn), self.longest)
@@ -122,7 +122,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
 
     Args:
         dataset: data set that holds the documents.
-        bounds: first sentence of each document, then one past the last document's last sentence, [documents + 1].
+        bounds: index of each document's first sentence, then one past the last sentence, [documents + 1].
         targets: target lengths of the samples.
     """
     low, high = int(bounds[0]), int(bounds[-1])
@@ -157,7 +157,7 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
 
     Args:
         sizes: number of tokens in each sentence, [n].
-        bounds: first sentence of each document, then n, [documents + 1].
+        bounds: index of each document's first sentence, then n, [documents + 1].
         fewest: minimum number of sentences in a document.
     """
 

@@ -122,7 +122,7 @@ def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.boo
 
 def _pieces(n_items: int, n_pieces: int, keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
     """Random lengths >= 1 that add up to n_items, [B, n_pieces]; each way to cut the items is equally likely."""
-    # A cut is possible after each item but the last. Choose n_pieces - 1 of these n_items - 1 places.
+    # A cut is possible after each item except the last. Choose n_pieces - 1 of these n_items - 1 places.
     order = np.argsort(keyed.draws(keys[:, None], name, np.arange(n_items - 1)), 1)
     last_items = np.sort(order[:, : n_pieces - 1], 1)
     bounds = np.pad(last_items, ((0, 0), (1, 1)), constant_values=((0, 0), (-1, n_items - 1)))
