@@ -179,7 +179,7 @@ class TrainBatches:
         return _slices(self._batch, self._consumed, self._rank, self._world)
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the rows of one step after another, made without workers."""
+        """Yield the rows of one step after another, without workers."""
         for rows in made_in_turn(self._rows, self._slices()):
             if self._pin_memory:
                 rows = {name: tensor.pin_memory() for name, tensor in rows.items()}
@@ -333,7 +333,7 @@ def _microbatches(rows: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]
 
 
 def check_sizes(batch: Batch, world: int) -> None:
-    """Check that every step's global batch divides into microbatches of all data ranks.
+    """Check that every step's global batch can be divided into whole microbatches for all data ranks.
 
     Args:
         batch: the configuration's [batch] section.

@@ -102,9 +102,9 @@ def open_text(cfg: Config, objective: Objective) -> Text:
         objective: the run's training objective.
 
     Raises:
-        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged; tokenizer and
-            data set do not belong together; ids are outside the model's vocabulary; or a split with a positive weight
-            is too short for a sample or has no labels to evaluate.
+        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged; the
+            tokenizer and the data set do not belong together; ids are outside the model's vocabulary; or a split with a
+            positive weight is too short for a sample or has no labels to evaluate.
     """
     check_keys(cfg.data, objective)
     check_order(cfg, objective)
@@ -251,9 +251,9 @@ class Corpora:
 
 
 def check_losses(text: Text, cfg: Config) -> None:
-    """Check that an evaluation of each split reads at least one sample with a label.
+    """Check that the evaluation of every split reads at least one sample with a label.
 
-    Without a label, the mean loss would be 0 / 0. The check is quick, because usually the first sample has a label.
+    Without a label, the mean loss would be 0 / 0. The check is quick, because the first sample usually has a label.
 
     Raises:
         ValueError: no sample has a label; the message names the split.
@@ -315,7 +315,7 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
 
 
 def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
-    """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
+    """Digest, in 16 hex digits, of the sizes of .idx and .bin, and of N_BLOCKS blocks spread over each file.
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
     In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.

@@ -59,8 +59,8 @@ class PartRecord(BaseModel):
 
     Attributes:
         number, of: number of the part, counted from 0, and number of parts.
-        input: digest of the whole text; equal in all parts of the text.
-        settings: digest of the settings that turn the text into tokens; equal in all parts of the text.
+        input: digest of the whole text; equal for all parts of the text.
+        settings: digest of the settings that turn the text into tokens; equal for all parts of the text.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
@@ -74,7 +74,7 @@ class Record(BaseModel):
     """The content of a PREFIX.meta.json: how a text was tokenised.
 
     Attributes:
-        tokenizer: the tokenizer's spec, for people to read.
+        tokenizer: the tokenizer's spec, for human readers.
         fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
         append_eod: whether each document ends with `eod_id`.
         sentences: flag; if True, each sequence is a sentence, and a document has any number of sentences; if False,
@@ -114,7 +114,7 @@ def text_of(
     part: PartRecord | None = None,
     chat: ChatRecord | None = None,
 ) -> str:
-    """The content of PREFIX.meta.json, for a writer that already has all documents."""
+    """The content of PREFIX.meta.json, for a writer to which all documents have been added."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,
@@ -132,7 +132,7 @@ def text_of(
 
 
 def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
-    """Check that a data set was made with this tokenizer. Returns False if there is no record to check.
+    """Check that a data set was made with `tokenizer`. Returns False if there is no record to check.
 
     Raises:
         ValueError: the record is damaged or names another tokenizer, or the documents lack end-of-document ids that
@@ -163,7 +163,7 @@ def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
     Only the record shows the difference. Without a record, conversations look like documents of several sentences.
 
     Args:
-        dataset: the text.
+        dataset: data set to check.
         expected: whether the objective reads conversations.
 
     Raises:
@@ -199,7 +199,7 @@ def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
         datasets: data sets that have passed `check_conversations`.
 
     Raises:
-        ValueError: two data sets differ; the message names both.
+        ValueError: two data sets differ in template or `train_on`; the message names both data sets.
     """
     made: dict[tuple[str, str], str] = {}
     for dataset in datasets:
@@ -223,12 +223,12 @@ def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
     sequences than documents.
 
     Args:
-        dataset: the text.
+        dataset: data set to check.
         expected: whether the objective reads sentences.
 
     Raises:
-        ValueError: the text is split although documents are expected, or the reverse; the message names the option of
-            `tokenize` to change.
+        ValueError: the text is split although documents are expected, or the reverse; the message names the
+            `tokenize` option to change.
     """
     record = record_of(dataset)
     n_documents = len(dataset.document_index) - 1

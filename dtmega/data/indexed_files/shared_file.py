@@ -59,7 +59,7 @@ class SharedFile:
     def _lock(self) -> Iterator[None]:
         """Hold a lock, if possible, so that only one process of the node makes the file.
 
-        Working without the lock does no harm, because the file is written under another name and then renamed.
+        A missing lock does no harm, because each process writes to its own temporary file and then renames this file.
         """
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # the lock file may belong to another user

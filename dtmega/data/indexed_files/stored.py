@@ -33,7 +33,7 @@ from dtmega.files.object_requests import Unreachable
 KEY = "[data] path"
 MAX_RECORD_BYTES = 1 << 16
 
-# Slices that a thread has planned or fetched. Each thread has its own, so that another thread can read ahead.
+# Slices that a thread has planned or fetched. The slices are thread-local, so that another thread can read ahead.
 _here = threading.local()
 
 
@@ -104,7 +104,7 @@ class StoredPair(NamedTuple):
 
     @property
     def index_path(self) -> Path:
-        """Path of this node's copy of the .idx, which ends with the digest that `SharedFile` appends."""
+        """Path of this node's copy of the .idx; the copy ends with the digest that `SharedFile` appends."""
         return cache_dir() / f"index-{hashlib.sha256(self.idx.url.encode()).hexdigest()[:16]}.bin"
 
     @property

@@ -165,7 +165,7 @@ def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> ND
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        firsts: first sample of each stretch, int64 [stretches].
+        firsts: index of each stretch's first sample, int64 [stretches].
     """
     shares = firsts[:, None] * weights
     counts = np.floor(shares)
@@ -179,8 +179,8 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        at: index of the sample in each stretch, int64 [stretches].
-        counts: number of samples taken from each corpus before that sample, fp64 [stretches, corpora].
+        at: index in the blend of each stretch's sample, int64 [stretches].
+        counts: number of samples taken from each corpus before each stretch's sample, fp64 [stretches, corpora].
     """
     # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.
     errors = np.maximum(at, 1).astype(np.float64)[:, None] * weights
@@ -195,7 +195,7 @@ def _compute(
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        firsts: first sample of each stretch, int64 [stretches].
+        firsts: index of each stretch's first sample, int64 [stretches].
         counts: counts at the beginning of each stretch, fp64 [stretches, corpora]; on return, the counts at its end.
         choices: array to fill with the corpus of each sample, [length, stretches].
     """
@@ -218,7 +218,7 @@ def _repair(
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        firsts: first sample of each stretch, int64 [stretches].
+        firsts: index of each stretch's first sample, int64 [stretches].
         stretches: indices of the stretches to repair, int64 [wrong].
         counts: new counts at the beginning of the stretches to repair, fp64 [wrong, corpora]; changed in place.
         differences: new counts minus the counts of the previous pass at the beginning of each stretch, fp64 [wrong,

@@ -1,4 +1,4 @@
-"""Find the indices that Megatron has cached next to its data, as .npy files. A run uses the cached indices, if any.
+"""Find the indices that Megatron has cached as .npy files next to its data. A run uses the cached indices, if any.
 
 Megatron-LM and Megatron-DeepSpeed put the settings into the file names, such as
 PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts the files into
@@ -132,7 +132,7 @@ def _load(paths: list[str], settings: OrderSettings) -> Indices:
     """Memory-map the index files and check the indices.
 
     Args:
-        paths: paths of the doc, the sample and the shuffle index.
+        paths: paths of the doc, sample and shuffle indices.
         settings: settings of the corpus part that the indices must belong to.
 
     Raises:

@@ -89,7 +89,7 @@ class Indices(NamedTuple):
     Attributes:
         documents: sequence indices in stream order, int32 [epochs x sequences] ("doc_idx").
         samples: start of each stream sample, int32 or int64 [samples + 1, 2]: an index into `documents`, and a token
-            offset in that sequence ("sample_idx").
+            offset in the sequence at this index ("sample_idx").
         shuffle: indices of the stream's samples in reading order, uint32 or int64 [samples]: sample g is stream sample
             shuffle[g] ("shuffle_idx").
     """
@@ -99,7 +99,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """Hash the arrays' shapes and some runs of each array's entries to 16 hex digits. Dtypes do not matter."""
+        """Digest, in 16 hex digits, of the arrays' shapes and of some runs of their entries. Dtypes do not matter."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())

@@ -43,8 +43,8 @@ class Fork(NamedTuple):
         shares: function from the weights of a blend to shares that add up to 1.
         n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
             must provide, which is a little more than the blend will use.
-        is_core: whether the fork is megatron-core, which has caches with descriptions, numbers corpora in two bytes,
-            and does not allow a split without sequences.
+        is_core: whether the fork is megatron-core, which has caches with descriptions, stores corpus numbers in two
+            bytes, and does not allow a split without sequences.
     """
 
     cutoff: float

@@ -1,4 +1,4 @@
-"""All objectives, and the keys of [data] that each of them reads."""
+"""All objectives, and a check that refuses [data] keys that only other objectives read."""
 
 from __future__ import annotations
 

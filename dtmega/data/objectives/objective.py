@@ -70,8 +70,8 @@ class Objective(Protocol):
         """Check that the tokenizer has the required special tokens and that the lengths in [data] allow a sample.
 
         Raises:
-            ValueError: a token is missing, or a length is too small; the message names the key, and the token or the
-                equation that fails.
+            ValueError: a token is missing, or a length is too small; the message names the key, and gives the missing
+                token or the failed equation.
         """
         ...
 

@@ -44,7 +44,7 @@ class Tally:
         device: device of the totals.
         counts: counts of the global batch, from `divisors`; not needed in an evaluation, which has no backward pass.
         scale: loss scale; the backward pass multiplies all gradients by this factor.
-        exact: whether to round each sum so that the order of addition does not change a bit of the totals.
+        exact: whether to round each sum so that the order of addition cannot change any bit of the totals.
 
     Attributes:
         totals: this rank's total of each sum, fp64 [sums]. The totals of all ranks of the `loss` group add up to the

@@ -1,6 +1,6 @@
-"""Find the input files of `tokenize`, given patterns and folders. The suffix of a file determines its kind:
+"""Find the input files of `tokenize` from patterns and folders. The suffix of a file determines its kind:
 
-.txt               one document per file, or one per part if blank lines separate documents
+.txt               one document per file, or per part if blank lines separate documents
 .jsonl, .json      one JSON object per line; the value under a chosen key is one document
 + .gz, .zst        any of the kinds above, compressed
 .parquet           one document per row of a chosen column

@@ -2,9 +2,9 @@
 
     python -m dtmega merge --input 'data/mine.part-*' --output data/mine
 
-Tokens, sequences and documents keep the order of the parts, so the result is byte-identical to the output for the
-whole text at once. Megatron's own `merge_file_` loses the document boundaries. Memory use does not grow with the number
-of documents.
+Tokens, sequences and documents keep the order of the parts, so the result is byte-identical to the output of
+tokenising the whole text at once. Megatron's own `merge_file_` loses the document boundaries. Memory use does not grow
+with the number of documents.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     {"prompt": "Hi", "completion": "Hello"}
     {"instruction": "Translate", "input": "chat", "output": "cat"}     Alpaca; `input` may be missing or empty
 
-If a record has the keys of several formats, the first of them in this list is used. In all formats, the key
+If a record has the keys of several formats, the first matching format in this list is used. In all formats, the key
 `system` may hold the text of an additional first message, and the key `tools` may hold a list that the template reads.
 """
 

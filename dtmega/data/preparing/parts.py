@@ -44,7 +44,7 @@ class Share(NamedTuple):
         prefix: prefix of the output.
         files: files, or lines of a file, in reading order.
         part: entry `part` of the output's record; None for a whole text.
-        name: beginning of each line for the user about a part; '' for a whole text.
+        name: prefix of each message about a part; '' for a whole text.
     """
 
     prefix: str
@@ -53,7 +53,7 @@ class Share(NamedTuple):
     name: str
 
     def made(self, overwrite: bool) -> str:
-        """A line for the user if this part already exists with equal input and settings; '' in all other cases.
+        """A line for the user if this part already exists with the same input and settings; '' otherwise.
 
         Args:
             overwrite: whether to replace any existing output.
@@ -155,8 +155,8 @@ def _files_of(files: Sequence[File], part: Part) -> list[File]:
 def _input_digest(files: Sequence[File]) -> str:
     """Digest of the files' order, kinds and sizes, and of some blocks of each file, always including the last block.
 
-    File names and times are not part of the digest, because other machines may have copies of the files. A change
-    between the blocks that keeps a file's size goes unnoticed.
+    File names and times are not part of the digest, because other machines may have copies of the files. If a
+    change between the blocks keeps the file's size, the change goes unnoticed.
     """
     digest = xxhash.xxh3_64()
     n_blocks = max(1, N_BLOCKS // len(files))

@@ -81,7 +81,7 @@ def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def _cut(ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Cut ids into pieces of at most LONGEST_SENTENCE, between words if possible."""
+    """Cut ids into pieces of at most LONGEST_SENTENCE tokens, between words if possible."""
     start = 0
     while len(ids) - start > LONGEST_SENTENCE:
         stop = start + LONGEST_SENTENCE

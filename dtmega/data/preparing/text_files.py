@@ -169,8 +169,8 @@ def _range(file: File) -> Iterator[tuple[bytes, int]]:
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
     """Yield chunks of a file's text, each with the number of stored bytes read so far.
 
-    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already, which `document_text`
-    checks.
+    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already;
+    `document_text` checks this.
     """
     if not encoding:
         yield from _decompressed(path)
@@ -194,7 +194,7 @@ def _decoded(
         path: path of the file, for messages.
         encoding: name of the encoding, for messages.
         before_bytes: number of decompressed bytes before this chunk.
-        is_last: whether no chunk follows.
+        is_last: whether this is the last chunk.
 
     Raises:
         ValueError: the file is not in `encoding`.

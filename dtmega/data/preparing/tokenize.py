@@ -142,7 +142,7 @@ class Job:
 
     Attributes:
         tokenizer: spec of the tokenizer.
-        key: key of a JSON object, or column of a parquet file, that holds the text.
+        key: JSON key or parquet column that holds the text.
         append_eod: whether to end each document with the end-of-document id.
         longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 to leave each .txt
             whole.

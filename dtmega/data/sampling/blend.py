@@ -5,9 +5,9 @@ Sample g is a function of g alone. For every n, each corpus has its share of the
     splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids
 
-Megatron loops over all samples of the run, takes each from the corpus that is furthest behind its share, and stores the
-choices in a table. Here there is no loop and no table. The corpora are the leaves of a binary tree, and a formula deals
-each node's samples to its two children in proportion to the children's weights.
+Megatron loops over all samples of the run, takes each sample from the corpus that is furthest behind its share, and
+stores the choices in a table. Here there is no loop and no table. The corpora are the leaves of a binary tree, and a
+formula deals each node's samples to its two children in proportion to the children's weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def split_documents(n_documents: int, weights: Sequence[float]) -> list[tuple[in
 
 
 class Node(NamedTuple):
-    """A node in the tree of a blend: one corpus (a leaf), or a group of corpora with two children.
+    """A node in the tree of a blend: a leaf, which is one corpus, or a group of corpora, which has two children.
 
     Attributes:
         weight: sum of the weights of the node's corpora, an integer.
@@ -140,7 +140,7 @@ class CorpusPart(NamedTuple):
     """A range of documents of one corpus, for one split.
 
     Attributes:
-        corpus: position among the split's corpora; each position has its own shuffle.
+        corpus: position of the corpus among the split's corpora; each position has its own shuffle.
         dataset: the corpus.
         documents: range (start, stop) of units; the `SplitRule` defines the unit (document or sequence).
         weight: weight of this part in its split; None to weigh the parts by their token counts.

@@ -49,9 +49,9 @@ class AnySamples(Protocol):
 class Samples:
     """An endless sequence of samples from one part of a corpus.
 
-    Epoch e holds the part's documents in an order keyed by (seed, e). One stream joins all epochs.
-    Stream sample i consists of tokens i S to i S + S, inclusive. Neighbouring samples overlap by one token, so that
-    each token is predicted once. A sample may cross the bounds of documents and epochs.
+    Epoch e holds the part's documents in an order keyed by (seed, e). One stream joins all epochs. Stream sample i
+    consists of tokens i S to i S + S, inclusive. Neighbouring samples overlap by one token, so that each token is
+    predicted once. A sample may cross the bounds of documents and epochs.
 
     The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
     table, because the place of a sample is computed from its number. The orders of documents are tables (`order.py`);

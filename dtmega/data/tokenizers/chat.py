@@ -40,7 +40,7 @@ class Template(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The file of the template that is used."""
+        """The file of the template in use."""
         path = self.given or self.own
         assert path is not None
         return path
@@ -92,7 +92,7 @@ class Chat:
         end_ids: ids that end a turn in a run's training conversations.
 
     Attributes:
-        end_ids: ids that end the assistant's turn: the ids of the argument, the end-of-document id, and the ids that a
+        end_ids: ids that end the assistant's turn: the argument `end_ids`, the end-of-document id, and the ids that a
             generation_config.json next to the tokenizer lists.
 
     Raises:

@@ -10,8 +10,8 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code can compute, for all possible first sentences at once, where the sample would end, and then cut all
-documents in parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample
+So the code can compute the end of a sample for all possible first sentences at once, and then cut all documents in
+parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample
 (`pairs.py`).
 """
 
@@ -131,8 +131,8 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     starts = dataset.tokens_before(np.arange(low, high))
     lengths = targets.lengths_at(np.arange(low, high))
 
-    # For each sentence, compute the end of a sample that begins with this sentence: the first sentence that starts at
-    # least the target length after the sample's start.
+    # For each sentence, compute the end of a sample that begins with this sentence. The end is the first sentence whose
+    # start is at least the target length after the sample's start.
     ends = np.searchsorted(starts, starts + lengths)
     ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
     # If fewer than two sentences would remain in the document, the sample extends to the document's end.
