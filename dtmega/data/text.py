@@ -38,7 +38,7 @@ BLOCK_BYTES, N_BLOCKS = 2**16, 64  # size and number of the blocks that `fingerp
 
 
 class Text(NamedTuple):
-    """The samples of each split, and the settings that turn them into batches.
+    """The samples of each split, and the settings that turn the samples into batches.
 
     Attributes:
         objective: training objective that made the samples.
@@ -70,7 +70,7 @@ class Text(NamedTuple):
     def compared(self) -> str:
         """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
 
-        The name is "valid" if that split has samples. Otherwise, it is the alphabetically first among the names of the
+        The name is "valid" if that split has samples. Otherwise, it is the alphabetically first name among the
         validation sets with samples.
         """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
@@ -136,7 +136,7 @@ def open_text(cfg: Config, objective: Objective) -> Text:
 
 
 def check_order(cfg: Config, objective: Objective) -> None:
-    """Check that the run can read the sample order that [data] order names.
+    """Check that the run can follow the sample order that [data] order names.
 
     Raises:
         ValueError: the objective cannot follow the order, or the run's length is given in epochs, although the order

@@ -179,7 +179,7 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        at: index in the blend of each stretch's sample, int64 [stretches].
+        at: index, within the whole blend, of the sample in each stretch, int64 [stretches].
         counts: number of samples taken from each corpus before each stretch's sample, fp64 [stretches, corpora].
     """
     # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.

@@ -3,9 +3,10 @@
     indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
     indices.shuffle[g]  # number of sample g in the stream
 
-The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and concatenated. In
-this stream, sample k consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the run needs
-less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are shuffled separately.
+The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and joined into one
+stream. Sample k of the stream consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the
+run needs less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are shuffled
+separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's

@@ -123,7 +123,7 @@ FORKS = {
 
 
 class MegatronSamples:
-    """The samples of one part of one corpus, in Megatron's order.
+    """Samples from one part of a corpus, in Megatron's order.
 
     Args:
         settings: settings that determine the order.

@@ -32,8 +32,8 @@ def in_order(parts: Sequence[Part]) -> Sequence[Part]:
     """Sort the parts of one text by number. Data sets that are not parts keep the given order.
 
     Raises:
-        ValueError: only some of the data sets are parts, the parts belong to different texts, or the parts of the text
-            are not complete.
+        ValueError: only some of the data sets are parts, the parts belong to different texts, or a part of the text
+            is missing or given twice.
     """
     first, place = parts[0], parts[0].place
     for part in parts:

@@ -42,7 +42,7 @@ class Share(NamedTuple):
 
     Attributes:
         prefix: prefix of the output.
-        files: files, or lines of a file, in reading order.
+        files: files in reading order, or a single range of lines in a file.
         part: entry `part` of the output's record; None for a whole text.
         name: prefix of each message about a part; '' for a whole text.
     """
@@ -53,7 +53,7 @@ class Share(NamedTuple):
     name: str
 
     def made(self, overwrite: bool) -> str:
-        """A line for the user if this part already exists with the same input and settings; '' otherwise.
+        """A line for the user if this part already exists, and its input and settings match; '' otherwise.
 
         Args:
             overwrite: whether to replace any existing output.

@@ -169,8 +169,8 @@ def _range(file: File) -> Iterator[tuple[bytes, int]]:
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
     """Yield chunks of a file's text, each with the number of stored bytes read so far.
 
-    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already;
-    `document_text` checks this.
+    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already; `document_text`
+    checks the file.
     """
     if not encoding:
         yield from _decompressed(path)

@@ -1,6 +1,6 @@
 """Blends of corpora by weight.
 
-Sample g is a function of g alone. For every n, each corpus has its share of the first n samples, up to rounding.
+Sample g is a function of g alone. For every n, each corpus supplies its share of the first n samples, up to rounding.
 
     splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids

@@ -1,4 +1,4 @@
-"""The order of documents in an epoch. Each node makes a long order once, in a file that the node's processes map.
+"""The order of documents in an epoch. Each node stores a long order once, in a file that the node's processes map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 

@@ -29,7 +29,7 @@ class Epoch(NamedTuple):
     """The rows of one epoch, before shuffling.
 
     Attributes:
-        conversations: indices of the conversations, row after row, int64 [n].
+        conversations: indices of the conversations, row by row, int64 [n].
         starts: index in `conversations` at which each row begins, then n, int64 [rows + 1].
     """
 

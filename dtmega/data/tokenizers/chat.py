@@ -47,7 +47,7 @@ class Template(NamedTuple):
 
 
 def find_template(tokenizer: Tokenizer, given: str | None = None) -> Template:
-    """Find the chat template of a tokenizer. dtmega's own tokenizers have the shipped template.
+    """Find the chat template of a tokenizer. dtmega's own tokenizers use the shipped template.
 
     Args:
         tokenizer: the tokenizer.

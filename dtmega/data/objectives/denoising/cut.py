@@ -11,8 +11,7 @@ LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
 So the code can compute the end of a sample for all possible first sentences at once, and then cut all documents in
-parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample
-(`pairs.py`).
+parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample (`pairs.py`).
 """
 
 from __future__ import annotations

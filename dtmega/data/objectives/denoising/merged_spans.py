@@ -5,10 +5,10 @@
     hide(counts, [samples[g] for g in range(8)])  # hidden spans in texts [8, 568]
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
-`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into an equal number of pieces; every
-cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have equal counts: every
-text has the greatest length for which the encoder's sequence still fits in S. The encoder's sequence consists of the
-text that is not hidden, a sentinel for each span, and the end mark.
+`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and all other tokens are cut into an equal number of pieces;
+every cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have equal counts:
+every text has the greatest length for which the encoder's sequence still fits in S. The encoder's sequence consists of
+the text that is not hidden, a sentinel for each span, and the end mark.
 """
 
 from __future__ import annotations

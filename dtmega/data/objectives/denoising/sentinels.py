@@ -3,7 +3,7 @@
     mark_ids = marks(tokenizer, n_sentinels=100)
     mark_ids.sentinels[0]  # stands for the first hidden span of a sample
 
-If the tokenizer has sentinels (`<extra_id_0>` and so on), these ids are used. Otherwise, the sentinels are new ids
+If the tokenizer has sentinels (`<extra_id_0>` and so on), their ids are used. Otherwise, the sentinels are new ids
 after the tokenizer's last id. If a WordPiece vocabulary lacks [BOS] and [EOS], these marks get new ids too, before the
 sentinels, as in Megatron's `_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the
 tokenizer's vocabulary.
