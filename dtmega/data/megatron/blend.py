@@ -73,7 +73,7 @@ class MegatronBlend:
         return self.parts[corpus][sample]
 
     def locate(self, g: int) -> tuple[int, int]:
-        """The corpus that sample g comes from, and the number of earlier samples that come from that corpus."""
+        """The corpus of sample g, and the number of earlier samples from the same corpus."""
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])

@@ -8,7 +8,7 @@ how they round the parts of a split, how many samples they request from each cor
 the last epoch separately. Each order depends on the number of samples that the run was started for, so this number must
 not change when the run is continued.
 
-Only next-token models can follow Megatron's order, because Megatron draws their order from numpy's generator. For BERT
+Only next-token models can follow Megatron's order, because Megatron draws this order from numpy's generator. For BERT
 and T5, Megatron draws from a generator in compiled code while it cuts documents.
 """
 

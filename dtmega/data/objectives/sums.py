@@ -1,6 +1,6 @@
 """The numbers that a step reports: the loss, and means over the global batch. Each mean is a sum divided by a count.
 
-No rank can compute a mean over the global batch by itself, because ranks and microbatches have different numbers of
+No single rank can compute a mean over the global batch, because ranks and microbatches have different numbers of
 labels. So models return sums, and each sum is divided by a count over the whole global batch.
 """
 

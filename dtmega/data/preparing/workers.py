@@ -127,7 +127,7 @@ def _start_worker(job: Job[R]) -> tuple[BaseProcess, Connection]:
 
 
 def _serve(pipe: Connection, job: Job[R]) -> None:
-    """Run a worker process until the parent closes its end of the pipe, or is killed."""
+    """Run a worker process until the parent closes its end of the pipe or is killed."""
     batches: SimpleQueue[RecordBatch] = SimpleQueue()
 
     # A separate thread receives while the main thread computes. Otherwise both processes could block in `send`, each

@@ -72,7 +72,7 @@ def huffman(weights: Sequence[float]) -> Node:
 
 
 def deal(tree: Node, g: int) -> tuple[int, int]:
-    """The corpus that sample g of the blend comes from, and the number of earlier samples from that corpus."""
+    """The corpus of sample g in the blend, and the number of earlier samples from the same corpus."""
     node = tree
     while node.left is not None and node.right is not None:
         # The left child gets its share of the node's first n samples, rounded. So sample g goes to the left child if

@@ -38,7 +38,7 @@ class Epoch(NamedTuple):
 
 
 class Packs:
-    """An endless sequence of rows of conversations from one part of a corpus.
+    """An endless sequence of rows, filled with the conversations from one part of a corpus.
 
     Args:
         dataset: data set that `dtmega tokenize --chat` has written.
