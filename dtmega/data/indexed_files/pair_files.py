@@ -14,7 +14,9 @@ from dtmega.files.atomic import sync_folder
 
 
 class PairFiles:
-    """New files PREFIX.bin, PREFIX.idx and PREFIX.meta.json. PREFIX.idx appears last, when PREFIX.bin is complete.
+    """New files PREFIX.bin, PREFIX.idx and PREFIX.meta.json.
+
+    PREFIX.idx appears last, when PREFIX.bin and PREFIX.meta.json are complete.
 
         files = PairFiles("data/mine")
         try:
