@@ -1,7 +1,7 @@
 """The data pipeline, from text to batches. A batch depends only on the seed and the number of samples consumed so far.
 
     tokenizers/       vocabularies, and the chat templates of conversations
-    preparing/        text -> `.bin/.idx` files; the default corpus, made of the text that ships with Python
+    preparing/        text -> `.bin/.idx` files; the default corpus, made from text that ships with Python
     indexed_files/    readers and writers of token files, and the record of how a token file was made
     sampling/         the tokens of sample g, from one corpus or a blend
     megatron/         samples in the order of a Megatron run
@@ -9,7 +9,7 @@
     text.py           opens and checks a run's tokenizer and corpora
     loader.py         a run's batches
 
-This file defines only the cache directory, where the modules above keep files that they can rebuild.
+This file defines only the cache directory, which holds files that can be rebuilt.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The cache directory, for files that can be rebuilt. The directory is created if it is missing.
+    """Return the directory for files that can be rebuilt; create the directory if it is missing.
 
-    The function takes the first writable directory among `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's
-    folder in the temp directory.
+    The result is the first writable directory among `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega` and this user's folder
+    in the temp directory.
 
     Raises:
         ValueError: none of these three directories is writable.
@@ -36,7 +36,7 @@ def cache_dir() -> Path:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # In a shared temp directory another user may have made the folder first.
+            # In a shared temp directory, another user may have made the folder first.
             if os.access(folder, os.W_OK | os.X_OK) and (folder is not temp or folder.lstat().st_uid == user):
                 return folder
     raise ValueError(f"expected a cache directory, cannot write {', '.join(map(str, folders))}; set XDG_CACHE_HOME")

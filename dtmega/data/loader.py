@@ -73,7 +73,7 @@ class TrainBatches:
             compute.
 
     Raises:
-        ValueError: the global batch size, or one of its ramp-up sizes, is not a multiple of B x world.
+        ValueError: the global batch size or a ramp-up size is not a multiple of micro_batch_size x world.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TrainBatches:
         return {"samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the samples that `state` counts. Workers that are already at that position are kept."""
+        """Continue after the first `state["samples"]` samples. Workers that are already at this position are kept."""
         self._wait()
         if state["samples"] != self._consumed:
             self.close()
@@ -148,7 +148,7 @@ class TrainBatches:
             self._iterator = self._in_this_process()
 
     def _wait(self) -> None:
-        """Wait until all starting workers have answered. Does nothing if no workers are starting."""
+        """Wait until all starting workers have answered; do nothing if no workers are starting."""
         if self._startup is None:
             return
         startup, self._startup = self._startup, None
@@ -179,7 +179,7 @@ class TrainBatches:
         return _slices(self._batch, self._consumed, self._rank, self._world)
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
-        """The rows of each step, made without workers."""
+        """Yield the rows of one step after another, without workers."""
         for rows in made_in_turn(self._rows, self._slices()):
             if self._pin_memory:
                 rows = {name: tensor.pin_memory() for name, tensor in rows.items()}
@@ -209,7 +209,7 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The rows of each step, or a `DataLost` error in place of rows that cannot be read.
+    """A wrapper around `Rows` that returns a `DataLost` error in place of rows that cannot be read.
 
     The error is returned rather than raised, because the trainer would receive a raised error only as the text of a
     traceback.
@@ -276,7 +276,7 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
         steps: number of batches.
 
     Raises:
-        ValueError: global_batch_size is not a multiple of B x world.
+        ValueError: global_batch_size is not a multiple of micro_batch_size x world.
     """
     full = batch.model_copy(update={"rampup": []})
     check_sizes(full, world)
@@ -287,9 +287,9 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
 
 
 def made_in_turn(rows: Rows, slices: Iterator[range]) -> Iterator[dict[str, Tensor]]:
-    """Yield the rows of each range of samples, made in this process.
+    """Yield the rows of one range of samples after another, made in this process.
 
-    Rows from an object store are read by a thread, one range ahead of the caller.
+    If the rows are in an object store, a thread reads them one range ahead of the caller.
 
     Raises:
         DataLost: an object store does not answer, or an object has changed.
@@ -333,14 +333,14 @@ def _microbatches(rows: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]
 
 
 def check_sizes(batch: Batch, world: int) -> None:
-    """Check that every step's global batch divides into microbatches of all data ranks.
+    """Check that every step's global batch can be divided into whole microbatches for all data ranks.
 
     Args:
         batch: the configuration's [batch] section.
         world: number of data ranks.
 
     Raises:
-        ValueError: a global batch size, or one of its ramp-up sizes, is not a multiple of B x world.
+        ValueError: the global batch size or a ramp-up size is not a multiple of micro_batch_size x world.
     """
     unit = batch.micro_batch_size * world
     for size in batch.sizes:

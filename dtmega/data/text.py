@@ -38,16 +38,16 @@ BLOCK_BYTES, N_BLOCKS = 2**16, 64  # size and number of the blocks that `fingerp
 
 
 class Text(NamedTuple):
-    """The samples of each split, and the settings that turn them into batches.
+    """The samples of each split, and the settings that turn the samples into batches.
 
     Attributes:
         objective: training objective that made the samples.
         data: the configuration's [data] section.
         tokenizer: tokenizer of the samples.
-        splits: samples of "train", "valid", "test" and each set in [data] validation, by name; None for a split without
-            samples.
-        identity: digest or value of each setting that determines the tokens and the dropout of step n, by TOML key. A
-            resumed run must find all these values unchanged.
+        splits: samples of each split, keyed by name: "train", "valid", "test" and the sets in [data] validation; None
+            for a split without samples.
+        identity: settings that determine the tokens and the dropout of step n, as a dict from TOML key to value or
+            digest. When a run resumes, all these entries must be unchanged.
         notes: lines that the run should show to the user once.
         is_stored: whether some of the tokens are in an object store.
     """
@@ -70,8 +70,8 @@ class Text(NamedTuple):
     def compared(self) -> str:
         """Name of the split whose loss selects the best checkpoint; '' if no evaluated split has samples.
 
-        The name is "valid" if that split has samples. Otherwise, the name is the alphabetically first name of a
-        validation set with samples.
+        The name is "valid" if that split has samples. Otherwise, it is the alphabetically first name among the
+        validation sets with samples.
         """
         with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
         return "valid" if "valid" in with_samples else min(with_samples, default="")
@@ -102,9 +102,9 @@ def open_text(cfg: Config, objective: Objective) -> Text:
         objective: the run's training objective.
 
     Raises:
-        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged; tokenizer and
-            data set do not belong together; ids are outside the model's vocabulary; or a split with a positive weight
-            is too short for a sample or has no labels to evaluate.
+        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged; the
+            tokenizer and the data set do not belong together; ids are outside the model's vocabulary; or a split with a
+            positive weight is too short for a sample or has no labels to evaluate.
     """
     check_keys(cfg.data, objective)
     check_order(cfg, objective)
@@ -136,7 +136,7 @@ def open_text(cfg: Config, objective: Objective) -> Text:
 
 
 def check_order(cfg: Config, objective: Objective) -> None:
-    """Check that the run can read the sample order that [data] order names.
+    """Check that the run can follow the sample order that [data] order names.
 
     Raises:
         ValueError: the objective cannot follow the order, or the run's length is given in epochs, although the order
@@ -177,7 +177,7 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
 
 
 def parts_by_split(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
-    """The corpus parts that each split reads, by split name; the extra validation sets are included.
+    """The corpus parts that each split reads, keyed by split name. The extra validation sets are included.
 
     The corpora come from [data] path or from the mixtures in [data].
     """
@@ -226,7 +226,7 @@ class Corpora:
         return self._opened[path]
 
     def _default_prefix(self) -> str:
-        """The prefix of the default corpus in the form that the objective reads."""
+        """Prepare the default corpus in the form that the objective reads; return its prefix."""
         if self._objective.conversations:
             return prepare_shipped(self._tokenizer)
         return prepare_stdlib(self._tokenizer, in_sentences=self._objective.sentences)
@@ -251,9 +251,9 @@ class Corpora:
 
 
 def check_losses(text: Text, cfg: Config) -> None:
-    """Check that an evaluation of each split reads at least one sample with a label.
+    """Check that the evaluation of every split reads at least one sample with a label.
 
-    Without a label, the mean loss would be 0 / 0. The check is quick, because usually the first sample has a label.
+    Without a label, the mean loss would be 0 / 0. The check is quick, because the first sample usually has a label.
 
     Raises:
         ValueError: no sample has a label; the message names the split.
@@ -315,7 +315,7 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
 
 
 def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
-    """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
+    """Digest, in 16 hex digits, of the sizes of .idx and .bin, and of N_BLOCKS blocks spread over each file.
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
     In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.

@@ -25,7 +25,7 @@ CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 def signals_blocked() -> Iterator[None]:
     """Block signals for the processes that start inside this context.
 
-    The processes inherit the mask, so no signal can end them while they start.
+    The processes inherit the signal mask, so these signals cannot end the processes while they start.
     """
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
     # The workers share a resource tracker, which ignores two of the signals by itself. Up to Python 3.11, starting

@@ -2,12 +2,12 @@
 
 A conversation is a document. Its sequences alternate: the first has tokens without loss, the second has tokens that
 bear loss, the third has tokens without loss, and so on. No sequence is empty, so a conversation has at least one token
-that bears loss. The first token never bears loss, because there is no earlier token from which to predict it.
+that bears loss. A conversation's first token never bears loss, because no earlier token could predict it.
 
     | User:\\nHi<end>Assistant:\\n | Hello<end> | User:\\nBye<end>Assistant:\\n | See you<end> | \\n |
       sequence 0: no loss           1: loss       2: no loss                   3: loss         4: no loss
 
-Megatron's formats have no mark for loss. Only the record (`record.py`, `chat`) shows that the documents are
+Megatron's formats cannot mark tokens that bear loss. Only the record (`record.py`, `chat`) shows that the documents are
 conversations. Without the record, conversations look like documents of several sentences.
 """
 
@@ -89,7 +89,7 @@ class Conversations:
         """Check the number and sizes of the sequences, and the number of learned tokens.
 
         Args:
-            starts: first sequence of each document, then the number of sequences, [documents + 1].
+            starts: index of each document's first sequence, then the number of sequences, [documents + 1].
         """
         path = f"{self.dataset.prefix}.idx"
         counts = np.diff(starts)

@@ -36,15 +36,15 @@ class IndexedDataset:
 
     Args:
         prefix: path of the two files without their suffixes, or a URL such as s3://bucket/data/mine.
-        by_sequence: whether the caller reads sequences and never documents. The document index is then not
+        by_sequence: flag; if True, the caller reads sequences and never documents, and the document index is not
             checked, because files that Megatron has merged have no usable document index.
-        stored: objects at this URL that another process has already opened; None to open the files or objects here.
+        stored: objects at the URL `prefix`, already opened by another process; None to open the files or objects here.
 
     Attributes:
         dtype: dtype of the tokens.
         sizes: number of tokens in each sequence, int32 or int64 [n].
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or in tokens (TNTIDX).
-        document_index: first sequence of each document, then the number of sequences, int64 [documents + 1].
+        document_index: index of each document's first sequence, then the number of sequences, int64 [documents + 1].
         n_tokens: number of tokens, which may be 0.
         tokens: all tokens of .bin, [n_tokens] of `dtype`; a slice of `tokens` is an array.
         stored: objects of a data set in an object store; None for local files.
@@ -78,7 +78,7 @@ class IndexedDataset:
         self.tokens: NDArray[Any] | StoredTokens = data.view(self.dtype) if is_file else StoredTokens(data, self.dtype)
 
     def _check_sequences(self, path: str) -> int:
-        """Check that the sequences fill .bin from the first byte on, without gaps; return the total token count.
+        """Check that the sequences fill .bin from its first byte without gaps; return the total token count.
 
         Raises:
             ValueError: a size is negative, or a sequence does not start where the sequence before it ends.
@@ -126,11 +126,11 @@ class IndexedDataset:
 
         Args:
             i: index of the sequence.
-            offset: first token of the range, counted from the start of the sequence.
-            length: number of tokens; None for all tokens up to the end of the sequence.
+            offset: offset in the sequence of the first token to return.
+            length: number of tokens to return; None for all tokens up to the end of the sequence.
 
         Raises:
-            IndexError: there is no sequence i, or the range is not inside the sequence.
+            IndexError: there is no sequence i, or the requested tokens are not all inside the sequence.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"{self.prefix}: sequence {i} of {len(self)}")
@@ -142,13 +142,13 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def read(self, slices: Sequence[tuple[int, int]]) -> list[NDArray[Any]]:
-        """Read the tokens of several slices (start, stop) of .bin. An object store receives one batch of requests."""
+        """Read the tokens of several slices (start, stop) of .bin; an object store receives one batch of requests."""
         if isinstance(self.tokens, StoredTokens):
             return self.tokens.read([slice(*where).indices(self.n_tokens)[:2] for where in slices])
         return [self.tokens[start:stop] for start, stop in slices]
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
-        """Position of each document's first token in .bin, in tokens, [d] -> [d].
+        """Index in .bin of each document's first token, [d] -> [d].
 
         An index one past the last document gives the end of .bin.
         """
@@ -173,12 +173,12 @@ class IndexedDataset:
 
     @property
     def index_path(self) -> str:
-        """Absolute path of the index, with links resolved, or its URL."""
+        """Absolute path of the .idx with links resolved; for an object store, the URL of the .idx."""
         return os.path.realpath(f"{self.prefix}.idx") if self.stored is None else self.stored.idx.url
 
     @property
     def index_state(self) -> str:
-        """Path, size and modification time (or version) of the index. A change means that the data set may be new."""
+        """Path, size and modification time (or version) of the .idx. If they change, the data set may be new."""
         if self.stored is not None:
             return self.stored.index_state
         stat = os.stat(self.index_path)

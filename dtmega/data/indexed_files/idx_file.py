@@ -49,7 +49,7 @@ class Index(NamedTuple):
         sizes: number of tokens in each sequence, int32 or int64 [n].
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or tokens (TNTIDX).
         per_token: size of a token in the unit of `pointers`: bytes per token (MMIDIDX), or 1 (TNTIDX).
-        document_index: first sequence of each document, then n, int64 [d].
+        document_index: index of each document's first sequence, then n, int64 [d].
     """
 
     dtype: np.dtype[Any]
@@ -60,7 +60,7 @@ class Index(NamedTuple):
 
 
 def read_index(path: str, index: NDArray[np.uint8]) -> Index:
-    """Read the arrays of an .idx file of either layout.
+    """Read the arrays of an .idx file in either layout.
 
     `IndexedDataset` checks the arrays' values; this function does not.
 
@@ -120,7 +120,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
         )
     if n_sizes != n:
         raise ValueError(f"{path}: expected one size for each of {n} sequences, as rows of tokens have, got {n_sizes}")
-    # Skip the first array, the index of each sequence's first size: each sequence has a single size.
+    # Skip the first array, the index of each sequence's first size, because each sequence has a single size.
     numbers = index[LEGACY_HEADER.size :].view("<i8")
     _, pointers, sizes, documents = np.split(numbers, np.cumsum([n + 1, n + 1, n]))
     end = pointers[n - 1] + sizes[n - 1] if n else 0
@@ -155,10 +155,10 @@ def index_pieces(
     sizes: Callable[[], Iterator[NDArray[Any]]],
     ends: Callable[[], Iterator[NDArray[Any]]],
 ) -> Iterator[bytes | NDArray[Any]]:
-    """Yield the content of an .idx file in the MMIDIDX layout, in pieces as long as those of `sizes` and `ends`.
+    """Yield the content of an .idx file in the MMIDIDX layout, in pieces as long as the pieces of `sizes` and `ends`.
 
     Args:
-        dtype: dtype of the tokens, which `check_integer` accepts.
+        dtype: integer dtype of the tokens (see `check_integer`).
         n_sequences: number of sequences.
         n_documents: number of documents.
         sizes: function that yields the number of tokens of each sequence, in pieces of any length.

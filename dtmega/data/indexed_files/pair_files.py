@@ -14,7 +14,9 @@ from dtmega.files.atomic import sync_folder
 
 
 class PairFiles:
-    """New files PREFIX.bin, PREFIX.idx and PREFIX.meta.json. PREFIX.idx appears last, when the others are complete.
+    """New files PREFIX.bin, PREFIX.idx and PREFIX.meta.json.
+
+    PREFIX.idx appears last, when PREFIX.bin and PREFIX.meta.json are complete.
 
         files = PairFiles("data/mine")
         try:
@@ -36,11 +38,11 @@ class PairFiles:
         self._temps = {suffix: Path(f"{prefix}.{suffix}.{tag}.tmp") for suffix in ("bin", "idx", "meta.json")}
 
     def temporary(self, suffix: str) -> Path:
-        """The temporary path of the file with a suffix: "bin", "idx" or "meta.json"."""
+        """The temporary path of one file; `suffix` is "bin", "idx" or "meta.json"."""
         return self._temps[suffix]
 
     def write(self, suffix: str, pieces: Iterable[bytes | NDArray[Any]]) -> None:
-        """Write the file with a suffix, piece by piece, and sync it to disk."""
+        """Write one of the files piece by piece, and sync it to disk; `suffix` is as in `temporary`."""
         with open(self._temps[suffix], "xb") as file:
             for piece in pieces:
                 file.write(piece if isinstance(piece, bytes) else piece.data)
@@ -48,7 +50,7 @@ class PairFiles:
             os.fsync(file.fileno())
 
     def publish(self) -> None:
-        """Rename the finished files into place. If no new PREFIX.meta.json was written, delete the existing one."""
+        """Rename the finished files into place. Without a new PREFIX.meta.json, delete the old PREFIX.meta.json."""
         idx = Path(f"{self.prefix}.idx")
         about = Path(f"{self.prefix}.meta.json")
         # Even if a crash interrupts these steps, an .idx must never be next to a .bin or .meta.json from another write.

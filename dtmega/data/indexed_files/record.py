@@ -39,11 +39,11 @@ class ChatRecord(BaseModel):
     """The entry `chat` of a record, which marks the documents as conversations.
 
     Attributes:
-        template: digest of the chat template in 12 hex digits.
+        template: digest of the chat template, 12 hex digits.
         train_on: turns that bear loss: "all", "assistant" or "last".
         end_ids: ids of the tokens that end a learned turn; empty if all text is learned.
         learned: number of tokens that bear loss.
-        refused: number of refused conversations, which are not in the `.bin`, by cause.
+        refused: number of refused conversations, keyed by cause; these conversations are not in the `.bin`.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -55,12 +55,12 @@ class ChatRecord(BaseModel):
 
 
 class PartRecord(BaseModel):
-    """The entry `part` of a record, which names the part of a text that the documents belong to.
+    """The entry `part` of a record, which marks the documents as one part of a text.
 
     Attributes:
         number, of: number of the part, counted from 0, and number of parts.
-        input: digest of the whole text; equal in all parts of the text.
-        settings: digest of the settings that turn the text into tokens; equal in all parts of the text.
+        input: digest of the whole text; equal for all parts of the text.
+        settings: digest of the settings that turn the text into tokens; equal for all parts of the text.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
@@ -74,16 +74,16 @@ class Record(BaseModel):
     """The content of a PREFIX.meta.json: how a text was tokenised.
 
     Attributes:
-        tokenizer: the tokenizer's spec, for people to read.
+        tokenizer: the tokenizer's spec, for human readers.
         fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
         append_eod: whether each document ends with `eod_id`.
-        sentences: whether each sequence is a sentence, and a document has any number of sentences; if not, each
-            sequence is a whole document.
+        sentences: flag; if True, each sequence is a sentence, and a document has any number of sentences; if False,
+            each sequence is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
             this `.bin`.
         min_id, max_id: smallest and largest id in the `.bin`; None if the `.bin` has no tokens, or if an earlier
             version wrote the record.
-        part: part of the text that the documents belong to; None if the documents are the whole text.
+        part: entry that marks the documents as one part of a text; None if the documents are the whole text.
         chat: description of the conversations; None if the documents are not conversations.
     """
 
@@ -114,7 +114,7 @@ def text_of(
     part: PartRecord | None = None,
     chat: ChatRecord | None = None,
 ) -> str:
-    """The content of PREFIX.meta.json, for a writer that already has all documents."""
+    """The content of PREFIX.meta.json, for a writer to which all documents have been added."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,
@@ -132,7 +132,7 @@ def text_of(
 
 
 def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
-    """Check that a data set was made with this tokenizer. Returns False if there is no record to check.
+    """Check that a data set was made with `tokenizer`. Returns False if there is no record to check.
 
     Raises:
         ValueError: the record is damaged or names another tokenizer, or the documents lack end-of-document ids that
@@ -163,7 +163,7 @@ def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
     Only the record shows the difference. Without a record, conversations look like documents of several sentences.
 
     Args:
-        dataset: the text.
+        dataset: data set to check.
         expected: whether the objective reads conversations.
 
     Raises:
@@ -193,13 +193,13 @@ def chat_of(dataset: IndexedDataset) -> ChatRecord:
 
 
 def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
-    """Check that all data sets of conversations share one template, and one choice of the turns that bear loss.
+    """Check that all data sets of conversations have the same template and the same `train_on`.
 
     Args:
         datasets: data sets that have passed `check_conversations`.
 
     Raises:
-        ValueError: two data sets differ; the message names both.
+        ValueError: two data sets differ in template or `train_on`; the message names both data sets.
     """
     made: dict[tuple[str, str], str] = {}
     for dataset in datasets:
@@ -223,12 +223,12 @@ def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
     sequences than documents.
 
     Args:
-        dataset: the text.
+        dataset: data set to check.
         expected: whether the objective reads sentences.
 
     Raises:
-        ValueError: the text is split although documents are expected, or the reverse; the message names the option of
-            `tokenize` to change.
+        ValueError: the text is split although documents are expected, or the reverse; the message names the
+            `tokenize` option to change.
     """
     record = record_of(dataset)
     n_documents = len(dataset.document_index) - 1
@@ -283,7 +283,7 @@ def _content(dataset: IndexedDataset) -> dict[str, Any] | None:
 
 
 def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:
-    """A line for the user about data sets without a record, which are assumed to be made with `tokenizer`."""
+    """A line for the user about data sets without a record; dtmega assumes that `tokenizer` made their ids."""
     more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
     return (
         f"{prefixes[0]}.bin{more}: no record of the tokenizer (Megatron writes none), taken to be in '{tokenizer.name}'"

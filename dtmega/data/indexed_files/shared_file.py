@@ -4,8 +4,8 @@
     made.read_or_make()
     np.memmap(path, ...)
 
-The file ends with a digest of its content and of the inputs it was made from. The file is replaced if it is damaged or
-the inputs have changed. Users may delete anything in the cache directory at any time.
+The file ends with a digest of its content and its inputs. The file is replaced if it is damaged or if its inputs have
+changed. Users may delete anything in the cache directory at any time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SharedFile:
     def _lock(self) -> Iterator[None]:
         """Hold a lock, if possible, so that only one process of the node makes the file.
 
-        Working without the lock does no harm, because the file is written under another name and then renamed.
+        A missing lock does no harm, because each process writes to its own temporary file and then renames this file.
         """
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # the lock file may belong to another user

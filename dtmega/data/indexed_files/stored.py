@@ -1,4 +1,4 @@
-"""A `.bin/.idx` pair in an object store. The index is cached in a file on this node; tokens are read by ranges.
+"""A `.bin/.idx` pair in an object store. The index is cached in a file on this node; tokens are read in byte ranges.
 
     pair = StoredPair.open("s3://bucket/data/mine")
     pair.map_index()                  # the bytes of the .idx, mapped from this node's cache
@@ -33,7 +33,7 @@ from dtmega.files.object_requests import Unreachable
 KEY = "[data] path"
 MAX_RECORD_BYTES = 1 << 16
 
-# Slices that this thread has planned or fetched, separate for each thread, so that threads can read ahead.
+# Slices that a thread has planned or fetched. The slices are thread-local, so that another thread can read ahead.
 _here = threading.local()
 
 
@@ -41,8 +41,8 @@ class DataLost(OSError):
     """Raised if tokens that a run needs cannot be read from an object store.
 
     Attributes:
-        is_temporary: whether the run can continue later, because the store merely did not answer; if False, the object
-            has been replaced or deleted since the run began.
+        is_temporary: flag; if True, the store did not answer, and the run can continue later; if False, the object has
+            been replaced or deleted since the run began.
     """
 
     def __init__(self, reason: str, is_temporary: bool) -> None:
@@ -54,7 +54,7 @@ class DataLost(OSError):
 
 
 class StoredPair(NamedTuple):
-    """The objects of a data set, with the versions that they had when they were opened. Pickling keeps the versions.
+    """The objects of a data set, with the versions that they had when opened. Pickling keeps the versions.
 
     Attributes:
         idx, bin: object that holds the index, and object that holds the tokens.
@@ -104,7 +104,7 @@ class StoredPair(NamedTuple):
 
     @property
     def index_path(self) -> Path:
-        """Path of this node's copy of the .idx, which ends with the digest that `SharedFile` appends."""
+        """Path of this node's copy of the .idx; the copy ends with the digest that `SharedFile` appends."""
         return cache_dir() / f"index-{hashlib.sha256(self.idx.url.encode()).hexdigest()[:16]}.bin"
 
     @property

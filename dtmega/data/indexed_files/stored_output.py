@@ -1,9 +1,9 @@
-"""Write a new data set to an object store: first into this machine's temp folder, then by upload, with the .idx last.
+"""Write a new data set to an object store: write files to this machine's temp folder, then upload them, the .idx last.
 
-An object store cannot lock or rename objects. So a writer creates an object PREFIX.writing before the upload, unless
-this object already exists, and deletes it after the upload. The writer keeps renewing PREFIX.writing. If PREFIX.writing
-has not been renewed for STALE, its writer was killed, and another writer takes over. Objects without an .idx are not a
-data set, so a killed writer leaves no incomplete data set.
+An object store cannot lock or rename objects. So a writer creates an object PREFIX.writing before the upload and
+deletes it after the upload; if PREFIX.writing already exists, the writer gives up. During the upload, the writer keeps
+renewing PREFIX.writing. If PREFIX.writing has not been renewed for STALE, its writer was killed, and another writer
+takes over. Objects without an .idx are not a data set, so a killed writer leaves no incomplete data set.
 """
 
 from __future__ import annotations

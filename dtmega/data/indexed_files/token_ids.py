@@ -2,8 +2,8 @@
 
 If there is no record, or if the record has no range, the whole file is scanned once, and the range is cached.
 
-The record is as trustworthy as the `.bin` itself: one writer makes both files, notes every id that it writes, and
-publishes both files together. Anyone who can change one of the files can change both. A record from a different `.bin`
+The record is as trustworthy as the `.bin` itself: one writer makes both files, keeps track of all ids, and publishes
+both files together. Anyone who can change one of the files can change both. A record from a different `.bin`
 with equal counts would let through ids that the model cannot embed. So ids from some places in the `.bin` are compared
 with the range. A user who doubts a record can delete the record; the whole file is then scanned.
 """
@@ -64,7 +64,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def _check_sample(dataset: IndexedDataset, low: int, high: int) -> None:
-    """Check that the ids in some blocks, spread over a data set, are in the range that the record names.
+    """Check that the ids in a sample of blocks from a data set are in the range that the record names.
 
     Raises:
         ValueError: an id is outside [low, high].

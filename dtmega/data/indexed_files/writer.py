@@ -42,7 +42,7 @@ class IndexedWriter:
         check_integer(self.prefix, self.dtype)
         folder = local_folder(self.prefix)
         self._sizes = SpilledArray("i", folder)
-        # First sequence of each document but the first, then the number of sequences.
+        # Index of the first sequence of each document after the first document, then the number of sequences.
         self._ends = SpilledArray("q", folder)
         self.n_tokens = 0
         self.min_id: int | None = None

@@ -3,16 +3,16 @@
     choices = greedy(np.array([0.7, 0.2, 0.1]), 1000)  # the corpus of each sample
 
 Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, where w_j is the weight of corpus j, and
-c_j the number of samples taken from corpus j so far (`build_blending_indices` in the compiled `helpers.cpp` of
+c_j is the number of samples taken from corpus j so far (`build_blending_indices` in the compiled `helpers.cpp` of
 Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
 The rule works sample by sample, which is slow in numpy. So the samples are cut into at most STRETCHES stretches, and
 all stretches are computed in parallel, each from a guess of the counts at its beginning. If the counts at the end of
 the previous stretch differ from the guess, the stretch is repaired: its samples are computed again from those end
-counts, until the new counts equal the counts of the last pass. A repair takes only a few samples, because the sum of
-the absolute differences between two sets of counts never grows: wherever the two sets choose different corpora, both
-differences shrink. In the end, each stretch begins with the counts at the end of the previous stretch. So for any
-guess, the result equals Megatron's result, including rounding.
+counts, until the new counts equal the counts of the previous pass. A repair takes only a few samples, because the sum
+of the absolute differences between two sets of counts never grows: wherever the two sets choose different corpora, the
+differences for both corpora shrink. In the end, each stretch begins with the counts at the end of the previous stretch.
+So for any guess, the result equals Megatron's result, including rounding.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dtmega.data.sampling.samples import AnySamples
 
 FORMAT = 1  # increase this number when a change alters the choices for the same weights
 LONG = 1 << 20  # choices for at least this many samples are kept in a file
-STRETCHES = 4096  # maximum number of stretches computed side by side
+STRETCHES = 4096  # maximum number of stretches computed in parallel
 MIN_STRETCH = 256  # minimum number of samples in a stretch
 COUNT_EVERY = 4096  # number of samples between two running counts
 COMPARE_EVERY = 8  # number of samples between two comparisons while a stretch is repaired
 
 
 class MegatronBlend:
-    """The first `n` samples of several corpora in the order of Megatron's blend.
+    """The first `n` samples of a blend of several corpora, in Megatron's order.
 
     Args:
         parts: the samples of each corpus.
@@ -73,11 +73,11 @@ class MegatronBlend:
         return self.parts[corpus][sample]
 
     def locate(self, g: int) -> tuple[int, int]:
-        """The corpus that sample g comes from, and the number of earlier samples that come from that corpus."""
+        """The corpus of sample g, and the number of earlier samples from the same corpus."""
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])
-        # Count the choices since the last running count one by one.
+        # The running counts end at sample `start`; count the later choices one by one.
         start = g // COUNT_EVERY * COUNT_EVERY
         before = np.count_nonzero(self._choices[start:g] == corpus)
         return corpus, int(self._counts[g // COUNT_EVERY, corpus]) + int(before)
@@ -165,7 +165,7 @@ def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> ND
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        firsts: first sample of each stretch, int64 [stretches].
+        firsts: index of each stretch's first sample, int64 [stretches].
     """
     shares = firsts[:, None] * weights
     counts = np.floor(shares)
@@ -179,8 +179,8 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        at: index of the sample in each stretch, int64 [stretches].
-        counts: number of samples taken from each corpus before that sample, fp64 [stretches, corpora].
+        at: index, within the whole blend, of the sample in each stretch, int64 [stretches].
+        counts: number of samples taken from each corpus before each stretch's sample, fp64 [stretches, corpora].
     """
     # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.
     errors = np.maximum(at, 1).astype(np.float64)[:, None] * weights
@@ -195,8 +195,8 @@ def _compute(
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        firsts: first sample of each stretch, int64 [stretches].
-        counts: counts at the beginning of the stretches, fp64 [stretches, corpora]; on return, counts at their ends.
+        firsts: index of each stretch's first sample, int64 [stretches].
+        counts: counts at the beginning of each stretch, fp64 [stretches, corpora]; on return, the counts at its end.
         choices: array to fill with the corpus of each sample, [length, stretches].
     """
     stretches = np.arange(len(firsts))
@@ -214,15 +214,15 @@ def _repair(
     differences: NDArray[np.float64],
     choices: NDArray[Any],
 ) -> None:
-    """Compute some stretches again from new counts, until the new counts equal the counts of the last pass.
+    """Compute some stretches again from new counts, until the new counts equal the counts of the previous pass.
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        firsts: first sample of each stretch, int64 [stretches].
+        firsts: index of each stretch's first sample, int64 [stretches].
         stretches: indices of the stretches to repair, int64 [wrong].
         counts: new counts at the beginning of the stretches to repair, fp64 [wrong, corpora]; changed in place.
-        differences: new counts minus the counts of the last pass at the beginning of the stretches, fp64 [wrong,
-            corpora]; on return, the differences at their ends.
+        differences: new counts minus the counts of the previous pass at the beginning of each stretch, fp64 [wrong,
+            corpora]; on return, the differences at the end of each stretch.
         choices: corpus of each sample, [length, stretches]; corrected in place.
     """
     differing = np.arange(len(stretches))  # stretches whose new counts still differ

@@ -1,4 +1,4 @@
-"""Find the indices that Megatron has cached next to its data, as .npy files. A run uses the cached indices, if any.
+"""Find the indices that Megatron has cached as .npy files next to its data. A run uses the cached indices, if any.
 
 Megatron-LM and Megatron-DeepSpeed put the settings into the file names, such as
 PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts the files into
@@ -45,10 +45,10 @@ class OrderName(NamedTuple):
     Attributes:
         name: name of the split or mixture that the part belongs to.
         split: "train", "valid" or "test".
-        matrix: range (start, end) of each split in fractions of the corpus; None for an empty split. The whole matrix
+        matrix: range (start, end) of each split, as fractions of the corpus; None for an empty split. The whole matrix
             is None if the splits read different corpora.
-        is_described: whether the cache has description files, as megatron-core's caches have; if not, the names of the
-            cache's files contain the settings.
+        is_described: flag; if True, description files hold the settings of a cache, as in megatron-core; if False, the
+            names of the cache's files contain the settings.
     """
 
     name: str
@@ -132,7 +132,7 @@ def _load(paths: list[str], settings: OrderSettings) -> Indices:
     """Memory-map the index files and check the indices.
 
     Args:
-        paths: paths of the doc, the sample and the shuffle index.
+        paths: paths of the doc, sample and shuffle indices.
         settings: settings of the corpus part that the indices must belong to.
 
     Raises:
@@ -172,7 +172,7 @@ def _array(path: str) -> NDArray[Any]:
 
 
 def _check(path: str, values: NDArray[Any], start: int, stop: int, what: str) -> None:
-    """Check that all values are from start to stop - 1; `what` names the expected values in the message."""
+    """Check that all values are in [start, stop); `what` names the expected values in the message."""
     for i in range(0, len(values), CHUNK):
         piece = values[i : i + CHUNK]
         if piece.min() < start or piece.max() >= stop:

@@ -3,9 +3,9 @@
     indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
     indices.shuffle[g]  # number of sample g in the stream
 
-The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and laid end to end. In
-this stream, sample k consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the share of
-the last epoch's samples that the run needs is below `cutoff`, that epoch's sequences and samples are shuffled
+The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and joined into one
+stream. Sample k of the stream consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the
+run needs less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are shuffled
 separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
@@ -34,7 +34,7 @@ LONG = 1 << 20  # indices with at least this many entries are kept in a file; sm
 SEQUENCES_AT_ONCE = 1 << 17  # number of sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
 UINT32 = np.iinfo(np.uint32).max
-N_RUNS = 64  # a digest reads this many runs of entries of each index ...
+N_RUNS = 64  # a digest reads this many runs of entries from each index ...
 RUN_ENTRIES = 1 << 12  # ... of this length
 
 
@@ -43,7 +43,7 @@ class OrderSettings(NamedTuple):
 
     Attributes:
         dataset: the corpus.
-        sequences: range (start, stop) of the .idx's sequences to read.
+        sequences: range (start, stop) of the sequences to read from the .idx.
         samples: minimum number of samples.
         seq_len: S, number of tokens that a model reads; a sample has one token more.
         seed: value of Megatron's `--seed`.
@@ -90,7 +90,7 @@ class Indices(NamedTuple):
     Attributes:
         documents: sequence indices in stream order, int32 [epochs x sequences] ("doc_idx").
         samples: start of each stream sample, int32 or int64 [samples + 1, 2]: an index into `documents`, and a token
-            offset in that sequence ("sample_idx").
+            offset in the sequence at this index ("sample_idx").
         shuffle: indices of the stream's samples in reading order, uint32 or int64 [samples]: sample g is stream sample
             shuffle[g] ("shuffle_idx").
     """
@@ -100,7 +100,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """Hash the arrays' shapes and some runs of each array's entries to 16 hex digits. Dtypes do not matter."""
+        """Digest, in 16 hex digits, of the arrays' shapes and of some runs of their entries. Dtypes do not matter."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())

@@ -8,7 +8,7 @@ how they round the parts of a split, how many samples they request from each cor
 the last epoch separately. Each order depends on the number of samples that the run was started for, so this number must
 not change when the run is continued.
 
-Only next-token models can follow Megatron's order, because Megatron draws their order from numpy's generator. For BERT
+Only next-token models can follow Megatron's order, because Megatron draws this order from numpy's generator. For BERT
 and T5, Megatron draws from a generator in compiled code while it cuts documents.
 """
 
@@ -37,13 +37,14 @@ class Fork(NamedTuple):
     """One of Megatron's three forks: the rules that affect the sample order.
 
     Attributes:
-        cutoff: share of an epoch's samples; if less of the last epoch is needed, that epoch is shuffled separately.
+        cutoff: share of an epoch's samples. If the order needs less than this share of the last epoch, that epoch is
+            shuffled separately.
         split: function from a number of sequences and the splits' weights to a (start, stop) range for each split.
         shares: function from the weights of a blend to shares that add up to 1.
         n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
             must provide, which is a little more than the blend will use.
-        is_core: whether the fork is megatron-core, which has caches with descriptions, numbers corpora in two bytes,
-            and does not allow a split without sequences.
+        is_core: whether the fork is megatron-core, which has caches with descriptions, stores corpus numbers in two
+            bytes, and does not allow a split without sequences.
     """
 
     cutoff: float
@@ -87,7 +88,7 @@ def _core_ends(weights: Sequence[float]) -> list[float]:
 
 
 def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """The range (start, end) of each split of n items: cumulative shares of n, each rounded.
+    """The range (start, end) of each split of n items; the bounds are cumulative shares of n, each rounded.
 
     Source: `_build_megatron_dataset_splits` of megatron-core.
     """
@@ -95,7 +96,9 @@ def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
-    """The range (start, end) of each split in fractions, as a cache describes it; None for an empty split.
+    """The range (start, end) of each split, as fractions of the corpus; None for an empty split.
+
+    A cache's description contains this list.
 
     Source: `convert_split_vector_to_split_matrix` of megatron-core.
     """
@@ -108,7 +111,7 @@ def _n_asked(n: int, share: float) -> int:
 
 
 def _core_n_asked(n: int, share: float) -> int:
-    """The number that `_n_asked` returns, but computed as in megatron-core, which rounds up twice."""
+    """The number of samples that a corpus must provide: like `_n_asked`, but rounded up twice, as in megatron-core."""
     return math.ceil(math.ceil(n * share) * (1 + 0.005))
 
 
@@ -120,7 +123,7 @@ FORKS = {
 
 
 class MegatronSamples:
-    """The samples of one part of one corpus, in Megatron's order.
+    """Samples from one part of a corpus, in Megatron's order.
 
     Args:
         settings: settings that determine the order.
@@ -211,7 +214,7 @@ def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
 
     Args:
         cfg: the run's configuration.
-        splits: corpus parts of each split, by split name. An additional validation set is treated as "valid".
+        splits: corpus parts of each split, keyed by split name. An additional validation set is treated as "valid".
 
     Raises:
         ValueError: Megatron could not start with these data either, or a cache is damaged.
@@ -271,7 +274,7 @@ class _Builder:
         return self._blend(parts)
 
     def _single(self, part: CorpusPart, n: int) -> MegatronSamples:
-        """At least n samples of one part."""
+        """Make at least n samples from one part."""
         cfg = self._cfg
         settings = OrderSettings(part.dataset, part.documents, n, cfg.data.seq_len, cfg.run.seed, self._fork.cutoff)
         samples = MegatronSamples(settings, self._order_name)

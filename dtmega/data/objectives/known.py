@@ -1,4 +1,4 @@
-"""All objectives, and the keys of [data] that each of them reads."""
+"""All objectives, and a check that refuses [data] keys that only other objectives read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_keys(data: Data, objective: Objective) -> None:
     """Refuse [data] keys that only other objectives read.
 
     Raises:
-        ValueError: one of these keys differs from its default.
+        ValueError: a key that only other objectives read differs from its default.
     """
     keys = chain.from_iterable(other.reads for other in OBJECTIVES)
     foreign = {*keys} - {*objective.reads}

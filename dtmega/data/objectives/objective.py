@@ -21,7 +21,7 @@ class Objective(Protocol):
     """A training objective.
 
     Attributes:
-        sums: sums that a model returns if it is given labels; each sum may come from any pipeline stage.
+        sums: sums that a model returns if its inputs have labels; each sum may come from any pipeline stage.
         aim: description of the targets that a model learns to predict, for messages, such as "next tokens".
         reads: keys of [data] that this objective reads but some other objectives ignore; the samples depend on these
             keys.
@@ -29,8 +29,8 @@ class Objective(Protocol):
         conversations: whether the objective reads conversations (`indexed_files/conversations.py`).
         not_in_megatrons_order: reason why the objective cannot follow Megatron's orders ([data] order); '' if the
             objective can follow them.
-        prompt_is_prefix: whether the tokens of a prompt all see each other, like the tokens of a prefix in training; if
-            not, each token sees only the tokens before it.
+        prompt_is_prefix: flag; if True, all tokens of a prompt see each other, like the tokens of a prefix in training;
+            if False, each token sees only itself and the tokens before it.
         order: version number of the samples. Raise this number if a change alters sample g for the same data, keys and
             seed; runs that began with the old samples are then refused.
     """
@@ -60,18 +60,18 @@ class Objective(Protocol):
     def order(self) -> int: ...
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        """A microbatch's contribution to each count that divides a sum, by count name.
+        """A microbatch's contribution to each count that divides a sum, keyed by count name.
 
         The names and their order are the same for all microbatches.
         """
         ...
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        """Check that the tokenizer has the special tokens, and that the lengths in [data] have room for a sample.
+        """Check that the tokenizer has the required special tokens and that the lengths in [data] allow a sample.
 
         Raises:
-            ValueError: a token is missing, or a length is too small; the message names the key, and the token or the
-                equation that fails.
+            ValueError: a token is missing, or a length is too small; the message names the key, and gives the missing
+                token or the failed equation.
         """
         ...
 
@@ -82,7 +82,7 @@ class Objective(Protocol):
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
     ) -> AnySamples:
-        """The samples made from a range (start, stop) of the documents of one corpus, for one split.
+        """Make the samples of one split from a range (start, stop) of one corpus's documents.
 
         Raises:
             ValueError: the documents are too small for a single sample.
@@ -94,7 +94,7 @@ class Objective(Protocol):
         ...
 
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
-        """Rows without text, for a plan: the names, shapes and dtypes of real rows.
+        """Rows without text, for a plan, with the names, shapes and dtypes of real rows.
 
         If memory depends on the number of labels, these rows have about as many labels as real rows, or slightly more.
         """

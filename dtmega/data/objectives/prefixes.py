@@ -63,7 +63,7 @@ def weights(n_tokens: int) -> NDArray[np.float32]:
     """Weight of the label at each place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
 
     The length of a prefix is drawn uniformly, so place i has a label in (i + 1) / S of the samples. Later places have
-    labels more often, so those labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).
+    labels more often, so later labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).
     """
     place = np.arange(n_tokens)
     return (2 * (n_tokens - place) / (n_tokens + 1)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""An objective together with the losses and dropped pairs of mixtures of experts, which return them as further sums."""
+"""An objective plus the router losses and dropped-pair counts that mixtures of experts return as additional sums."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dtmega.data.objectives.sums import Sum
 
 @dataclass(frozen=True)
 class _Routed:
-    """An objective with further sums over the layers with experts.
+    """An objective with additional sums over the layers with experts.
 
-    Losses are divided by the number of labels times the number of these layers, and dropped pairs by the number of
-    pairs in them.
+    A router loss is divided by the number of labels times the number of layers with experts. The number of dropped
+    pairs is divided by the number of pairs in all layers with experts.
     """
 
     objective: Objective
@@ -40,9 +40,10 @@ class _Routed:
 
 
 def with_router_losses(model: MoE, objective: Objective) -> Objective:
-    """The objective with the router losses that have a weight, and the share of pairs that experts dropped.
+    """Add the router losses with non-zero weights, and the share of pairs that experts dropped, to an objective.
 
-    Each is reported as a mean over the layers, and the loss has the sum of the losses over the layers.
+    Each of these numbers is reported as a mean over the layers. The training loss contains the sum of each router loss
+    over the layers.
     """
     further = []
     for name, weight in (("balance", model.balance_loss), ("router_z", model.router_z_loss)):

@@ -4,9 +4,10 @@ Every microbatch of B sequences has
 
     tokens        int64 [B, S]
     labels        int64 [B, S]  token to predict at each place, or IGNORED
-    sample_ids    int64 [B]     global sample indices, which key dropout
+    sample_ids    int64 [B]     global sample indices, which dropout uses as keys
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
-    document_ids  int64 [B, S]  if there are several documents or padding: a token sees only tokens with the same id
+    document_ids  int64 [B, S]  index of each token's document; a token sees only tokens of its own document. Present
+                                only if rows may have several documents or padding
 
 and the tensors that the objective adds. The classes here hold plain data only, so that they can be pickled.
 """

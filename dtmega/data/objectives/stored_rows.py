@@ -15,7 +15,7 @@ from dtmega.data.sampling.samples import AnySamples
 class StoredRows:
     """Rows whose samples are made twice: first to record which tokens the samples need, then from the fetched tokens.
 
-    Recording first is possible because, in every objective, a sample's place in the files is independent of tokens.
+    Recording first is possible because, in every objective, a sample's place in the files does not depend on tokens.
     """
 
     rows: Rows

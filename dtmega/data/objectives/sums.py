@@ -1,6 +1,6 @@
-"""The numbers that a step reports: means over the global batch, each a sum divided by a count, and the loss.
+"""The numbers that a step reports: the loss, and means over the global batch. Each mean is a sum divided by a count.
 
-No rank can compute a mean over the global batch by itself, because ranks and microbatches have different numbers of
+No single rank can compute a mean over the global batch, because ranks and microbatches have different numbers of
 labels. So models return sums, and each sum is divided by a count over the whole global batch.
 """
 
@@ -26,7 +26,7 @@ class Sum(NamedTuple):
         per: name of the count that divides the sum.
         weight: factor of the mean in the loss; 0 for a number that is only reported and has no gradient, such as an
             accuracy.
-        trains_only: whether the mean is part of the training loss only, so that evaluations of runs with different
+        trains_only: whether the mean is left out of the evaluation loss, so that evaluations of runs with different
             weights can be compared.
     """
 
@@ -44,7 +44,7 @@ class Tally:
         device: device of the totals.
         counts: counts of the global batch, from `divisors`; not needed in an evaluation, which has no backward pass.
         scale: loss scale; the backward pass multiplies all gradients by this factor.
-        exact: whether to round each sum so that the order of addition does not change a bit of the totals.
+        exact: whether to round each sum so that the order of addition cannot change any bit of the totals.
 
     Attributes:
         totals: this rank's total of each sum, fp64 [sums]. The totals of all ranks of the `loss` group add up to the
@@ -66,7 +66,7 @@ class Tally:
         self._exact = exact
 
     def factors(self) -> dict[str, float]:
-        """The derivative of the scaled loss with respect to each sum, by name: scale x weight / count."""
+        """Derivatives of the scaled loss with respect to the sums, keyed by sum name: scale x weight / count."""
         return {term.name: self._scale * term.weight / self._counts[term.per] for term in self._sums}
 
     def add_all(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
@@ -78,9 +78,9 @@ class Tally:
         return self.add({term.name: outputs[term.name] for term in self._sums})
 
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the sums that a pipeline stage returned for a microbatch, by name. Ignore other outputs.
+        """Add the sums among a pipeline stage's outputs for a microbatch; ignore all other outputs.
 
-        A sum is a scalar, or several numbers to add up, which are rounded one by one in an exact run.
+        A sum is a scalar, or a tensor of numbers to add up. In an exact run, each of these numbers is rounded.
 
         Returns:
             The sums that belong to the loss and have a gradient, each with its factor.
@@ -100,13 +100,14 @@ def divisors(counts: Mapping[str, float]) -> dict[str, float]:
     """Replace counts of 0 by 1. If a count is 0, its sum is 0 too, so the mean becomes 0 instead of 0 / 0.
 
     Args:
-        counts: counts by name, already added up over the whole step or evaluation; a batch without labels adds 0.
+        counts: counts, keyed by name, already added up over the whole step or evaluation; a batch without labels
+            adds 0.
     """
     return {name: n or 1 for name, n in counts.items()}
 
 
 def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -> dict[str, float]:
-    """Means over the global batch, by name: each total divided by its count.
+    """Means over the global batch, keyed by name; a mean is a total divided by its count.
 
     Args:
         sums: the numbers that the objective reports.
@@ -119,11 +120,11 @@ def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -
 def loss_of(sums: Sequence[Sum], means: Mapping[str, float], evaluates: bool = False) -> float:
     """The loss: the weighted sum of the means.
 
-    Means of weight 0 are left out, not multiplied by 0, because 0 times a NaN accuracy would make the loss NaN.
+    Means with weight 0 are left out, not multiplied by 0, because 0 times a NaN accuracy would make the loss NaN.
 
     Args:
         sums: the numbers that the objective reports.
-        means: means by name, from `means_of`.
+        means: means, keyed by name, from `means_of`.
         evaluates: whether this is the loss of an evaluation.
     """
     loss = 0.0

@@ -1,4 +1,4 @@
-"""The worker that turns records of conversations into tokens, with a confined process that runs the chat template."""
+"""The worker that turns conversation records into tokens. A confined process runs the chat template."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Refusal:
     """A conversation that is left out.
 
     Attributes:
-        where: place of the conversation's record, as "file:line".
-        cause: MALFORMED, NOTHING_TO_LEARN, or a cause of `rendering.py`.
+        where: location of the conversation's record, as "file:line".
+        cause: MALFORMED, NOTHING_TO_LEARN, or a cause that `rendering.py` defines.
         why: details for the user.
     """
 
@@ -47,8 +47,8 @@ class ChatResult(Result):
     Attributes:
         refused: conversations that are left out, in order.
         learned: number of tokens that bear loss.
-        template, by: digest of the template, and way of finding the learned tokens (MARKERS or PREFIXES); '' if the
-            batch has no conversations.
+        template, by: digest of the template, and method that finds the learned tokens (MARKERS or PREFIXES); both are
+            '' if the batch has no conversations.
         ends, end_ids: names and ids of the tokens that end the learned turns.
         fatal: message "file:line: reason" if the template cannot be used at all; otherwise ''.
     """
@@ -70,7 +70,7 @@ class Job:
         tokenizer: spec of the tokenizer.
         eod: name of the end-of-document token.
         template: files of the chat template.
-        key: key of the list of messages; None to find the key automatically.
+        key: key that holds the list of messages; None to find the key automatically.
         roles: mapping from role names in the records to the template's role names.
         train_on: turns that bear loss, as in `rendering.py`.
     """
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass
 class _Found:
-    """Fields of a `ChatResult` while a batch is being processed."""
+    """The fields of a `ChatResult`, collected while a batch is processed."""
 
     tokens: list[NDArray[Any]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)

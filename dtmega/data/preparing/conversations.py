@@ -4,7 +4,8 @@
 
 `messages.py` reads the records. Each worker (`conversation_worker.py`) has a confined process, in which
 `tokenizers/rendering.py` turns the conversations into tokens. `indexed_files/conversations.py` describes the files.
-`prepare_shipped` makes the files for the conversations that dtmega ships (written by `tools/shipped_chat.py`).
+`prepare_shipped` makes the files for the conversations that dtmega ships. `tools/shipped_chat.py` wrote these
+conversations.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SHOWN = 5  # number of refused conversations to print; further refused conversat
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the `.bin/.idx` pair. If writing fails, an existing pair of that name stays unchanged.
+    """Write the `.bin/.idx` pair. If writing fails, an existing pair at the output's path stays unchanged.
 
     Args:
         args: the options of `python -m dtmega tokenize --chat`.
@@ -103,7 +104,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def prepare_shipped(tokenizer: Tokenizer) -> str:
-    """Tokenize the shipped conversations into the cache directory if they are missing there, and return their prefix.
+    """Return the prefix of the shipped conversations' files in the cache directory; make the files if missing.
 
     The questions in the last tenth of the conversations do not occur in the earlier conversations.
 
@@ -131,7 +132,7 @@ def _digest(template: Template) -> str:
 
 
 class Tally:
-    """Counts of all batches so far.
+    """Counts over all batches so far.
 
     Args:
         strict: whether to raise an error at the first refused conversation.
@@ -152,10 +153,10 @@ class Tally:
         self.end_ids: set[int] = set()
 
     def add(self, result: ChatResult, bar: tqdm[Any]) -> None:
-        """Count a batch, and print its first refusals.
+        """Add a batch to the counts, and print the first SHOWN refusals of the whole input.
 
         Raises:
-            ValueError: the template cannot be used, or a conversation was refused although the options do not allow it.
+            ValueError: the template cannot be used, or the options turn a refused conversation into an error.
         """
         for refusal in result.refused:
             line = f"{refusal.where}: {refusal.cause}: {refusal.why}"
@@ -175,7 +176,7 @@ class Tally:
         self.end_ids |= result.end_ids
 
     def by_cause(self) -> dict[str, int]:
-        """The number of refused conversations by cause."""
+        """The number of refused conversations for each cause."""
         return dict(sorted(self._refused.items()))
 
     def refusals(self) -> str:

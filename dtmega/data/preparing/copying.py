@@ -1,4 +1,4 @@
-"""Concatenate files, or objects in an object store, into one file, with several threads."""
+"""Concatenate files or stored objects into one file, using several threads."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def join_files(sources: Sequence[str | ObjectFile], target: Path) -> None:
             read or has changed.
     """
     # Each slice has its own offsets in the source and in the target, so threads may finish in any order.
-    # `copy_file_range` would avoid the copy through memory, but some file systems do not support it, and each of them
-    # raises a different error.
+    # `copy_file_range` would avoid the copy through memory, but some file systems do not support it, and their errors
+    # differ.
     with open(target, "xb") as joined, ThreadPoolExecutor(N_THREADS) as threads:
         for _ in threads.map(lambda piece: _copy(piece, joined.fileno()), list(_slices(sources))):
             pass

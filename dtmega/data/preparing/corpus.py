@@ -57,7 +57,7 @@ def documents() -> Iterator[tuple[str, str]]:
 
 
 def _sources(library: Path) -> dict[str, Path]:
-    """The path of each source file, by its name in the library."""
+    """The path of each source file, keyed by the file's name in the library."""
     sources = {}
     for folder, subfolders, files in os.walk(library):
         # `os.walk` descends only into the folders that remain in this list.
@@ -72,7 +72,7 @@ def _sources(library: Path) -> dict[str, Path]:
 
 
 def _topics() -> dict[str, str]:
-    """The entries of the language reference, by name; empty if this Python lacks the reference."""
+    """The entries of the language reference, keyed by name; empty if this Python lacks the reference."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions put the topics into a separate package
@@ -81,7 +81,7 @@ def _topics() -> dict[str, str]:
 
 
 def _read(path: Path) -> str:
-    """The text of a source; '' if it cannot be read as UTF-8 (a dangling link, or a source in another encoding)."""
+    """The text of a source file; '' if it cannot be read as UTF-8 (a dangling link, or another encoding)."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
     return ""
@@ -114,7 +114,7 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
 
     Args:
         tokenizer: tokenizer of the corpus.
-        in_sentences: whether to make each sequence a sentence or a block (`sentence_documents`); if False, each
+        in_sentences: flag; if True, each sequence is one sentence or block (`sentence_documents`); if False, each
             sequence is a whole document that ends with `eod_id`.
 
     Raises:

@@ -29,13 +29,13 @@ def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
-    """The parts of a text, each as (line number of its start, part). The joined parts are the whole text.
+    """Yield each part of a text as (line number of the part's start, part). Joined, the parts are the whole text.
 
     Blank lines at the start of the text belong to the first part.
 
     Args:
         text: one or more complete parts.
-        line: line number of the text's start in its file.
+        line: number of the line in the file at which `text` starts.
     """
     blanks = len(text) - len(text.lstrip(b" \t\r\n"))
     starts = [0, *(start for start in part_starts(text) if start > blanks), len(text)]
@@ -51,7 +51,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
         record: bytes of the record, or None for a null in parquet.
         number: line or row number of the record.
         kind: one of KINDS.
-        key: key of a JSON object, or parquet column, that holds the text.
+        key: JSON key or parquet column that holds the text.
 
     Raises:
         ValueError: the record is malformed; the message gives the reason.
@@ -65,7 +65,7 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
         raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
     if not isinstance(value[key], str):
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
-    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d), valid in JSON
+    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate (\ud83d), which JSON allows
     return value[key]
 
 
@@ -83,7 +83,7 @@ def json_object(record: bytes, number: int, kind: str) -> dict[str, Any]:
     value = _parsed(_decoded(record, number, kind, ""))
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
+    json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
     return value
 
 
@@ -103,7 +103,7 @@ def _decoded(record: bytes | None, number: int, kind: str, key: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """The JSON value of a text."""
+    """Parse a text as JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

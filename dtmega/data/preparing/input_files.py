@@ -1,6 +1,6 @@
-"""Find the input files of `tokenize`, given patterns and folders. The suffix of a file determines its kind:
+"""Find the input files of `tokenize` from patterns and folders. The suffix of a file determines its kind:
 
-.txt               one document per file, or one per part if blank lines separate documents
+.txt               one document per file, or per part if blank lines separate documents
 .jsonl, .json      one JSON object per line; the value under a chosen key is one document
 + .gz, .zst        any of the kinds above, compressed
 .parquet           one document per row of a chosen column
@@ -39,15 +39,16 @@ class File(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The file's name in messages with a line number. The name includes the byte from which lines are counted."""
+        """The file's name for messages with line numbers. For a range, the name gives the byte where line 1 starts."""
         return f"{self.path} from byte {self.first_byte}" if self.first_byte else self.path
 
 
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
-    """Find the files that glob patterns match, in pattern order, sorted within each pattern, without duplicates.
+    """Find the files that match glob patterns.
 
-    A folder selects all files with a suffix in KINDS, in the folder and its subfolders. If `kind` is given, a folder
-    selects files with any suffix. Hidden files and folders are left out.
+    The files are in pattern order, sorted within each pattern, without duplicates. A folder selects all files with a
+    suffix in KINDS, in the folder and its subfolders. If `kind` is given, a folder selects files with any suffix.
+    Hidden files and folders are left out.
 
     Args:
         patterns: paths, folders or glob patterns.

@@ -1,4 +1,4 @@
-"""Use the records of the data sets to merge: sort the parts of a text, and build the record of the result."""
+"""Sort the parts of a text by their records, and build the record of the merged data set."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def in_order(parts: Sequence[Part]) -> Sequence[Part]:
     """Sort the parts of one text by number. Data sets that are not parts keep the given order.
 
     Raises:
-        ValueError: only some of the data sets are parts, the parts belong to different texts, or the parts of the text
-            are not complete.
+        ValueError: only some of the data sets are parts, the parts belong to different texts, or a part of the text
+            is missing or given twice.
     """
     first, place = parts[0], parts[0].place
     for part in parts:
@@ -62,18 +62,19 @@ def in_order(parts: Sequence[Part]) -> Sequence[Part]:
 
 
 def _text_of(part: Part) -> dict[str, Any]:
-    """The entries that are equal in all parts of one text."""
+    """The entries of a part's record that are equal for all parts of one text."""
     assert part.place
     return part.place.model_dump(exclude={"number"})
 
 
 def joined_record(parts: Sequence[Part]) -> Record | None:
-    """Merge the parts' records: keep the shared settings, and add up the counts. None if no part has a record.
+    """Merge the parts' records: keep the shared settings, and add up the counts. Returns None if no part has a record.
 
     Raises:
         ValueError: the parts' records differ, or only some parts have a record.
     """
-    # The record of an empty part with conversations names no template, so prefer the record of a part with documents.
+    # If the text has conversations, an empty part's record names no template, so prefer the record of a part with
+    # documents.
     first = next((part for part in parts if part.n_documents), parts[0])
     for part in parts:
         expected, got = _how_made(first, part), _how_made(part, part)

@@ -2,9 +2,9 @@
 
     python -m dtmega merge --input 'data/mine.part-*' --output data/mine
 
-Tokens, sequences and documents keep the order of the parts, so the result is byte-identical to tokenising the whole
-text at once. Megatron's own `merge_file_` loses the document boundaries. Memory use does not grow with the number of
-documents.
+Tokens, sequences and documents keep the order of the parts, so the result is byte-identical to the output of
+tokenising the whole text at once. Megatron's own `merge_file_` loses the document boundaries. Memory use does not grow
+with the number of documents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtmega.files.object_requests import is_object_store
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the joined `.bin/.idx` pair. If writing fails, an existing pair of that name stays unchanged.
+    """Write the joined `.bin/.idx` pair. If writing fails, an existing pair at the output's path stays unchanged.
 
     Args:
         args: the options of `python -m dtmega merge`.
@@ -73,7 +73,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def _prefixes(patterns: Sequence[str]) -> list[str]:
-    """The prefixes of the parts in the order of the patterns, and by name within each pattern: part-2 before part-10.
+    """The parts' prefixes in pattern order; within a pattern, sorted by name with part-2 before part-10.
 
     Raises:
         ValueError: a pattern matches no part, or the patterns name a part twice.
@@ -101,7 +101,7 @@ def _bin(part: Part) -> str | ObjectFile:
 
 
 def _by_numbers(name: str) -> list[str | int]:
-    """Sort key that compares the numbers in names by value: a list of pieces of text and numbers in turn."""
+    """Sort key that compares numbers in names by value: a list in which text and numbers alternate."""
     return [int(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"(\d+)", name, flags=re.ASCII))]
 
 

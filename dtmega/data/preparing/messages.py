@@ -5,7 +5,7 @@
     {"prompt": "Hi", "completion": "Hello"}
     {"instruction": "Translate", "input": "chat", "output": "cat"}     Alpaca; `input` may be missing or empty
 
-If a record has the keys of several formats, the first of these formats in the list is used. In all formats, the key
+If a record has the keys of several formats, the first matching format in this list is used. In all formats, the key
 `system` may hold the text of an additional first message, and the key `tools` may hold a list that the template reads.
 """
 
@@ -27,11 +27,11 @@ def messages_of(record: Mapping[str, Any], key: str | None, roles: Mapping[str, 
 
     Args:
         record: the record.
-        key: key of the list of messages; None to find the key automatically.
+        key: key that holds the list of messages; None to find the key automatically.
         roles: mapping from role names in the records to the template's role names.
 
     Raises:
-        ValueError: the record has none of the formats, or a message is invalid.
+        ValueError: the record matches none of the formats, or a message is invalid.
     """
     names = [key] if key else [name for name in LISTS if name in record]
     pairs = [pair for pair in PAIRS if all(isinstance(record.get(name), str) for name in pair)]

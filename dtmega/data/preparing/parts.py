@@ -42,9 +42,9 @@ class Share(NamedTuple):
 
     Attributes:
         prefix: prefix of the output.
-        files: files, or lines of a file, in reading order.
+        files: files in reading order, or a single range of lines in a file.
         part: entry `part` of the output's record; None for a whole text.
-        name: beginning of each line for the user about a part; '' for a whole text.
+        name: prefix of each message about a part; '' for a whole text.
     """
 
     prefix: str
@@ -53,13 +53,13 @@ class Share(NamedTuple):
     name: str
 
     def made(self, overwrite: bool) -> str:
-        """A line for the user if this part already exists with equal input and settings; '' in all other cases.
+        """A line for the user if this part already exists, and its input and settings match; '' otherwise.
 
         Args:
             overwrite: whether to replace any existing output.
 
         Raises:
-            ValueError: output with different input or settings has this prefix, and `overwrite` is False.
+            ValueError: output from other input or settings has this prefix, and `overwrite` is False.
         """
         if overwrite or self.part is None:
             return ""
@@ -83,7 +83,7 @@ def share_of(
     """Find the files, or the lines of a file, that one command processes.
 
     Args:
-        prefix: prefix of the output of the whole text.
+        prefix: output prefix for the whole text.
         files: all files of the text.
         part: the part to tokenise; None for the whole text.
         encoding: name of the encoding of all text files; '' for UTF-8.
@@ -111,13 +111,16 @@ def share_of(
 
 
 def _has_cuts(files: Sequence[File], encoding: str) -> bool:
-    """True if the text is cut within a file. In UTF-16, a byte that looks like a line end may be half a character."""
+    """True if the text is cut within a file.
+
+    Text is cut only in UTF-8, because in UTF-16 a byte that looks like a line end may be half a character.
+    """
     is_plain = files[0].kind in (".jsonl", ".json") and not files[0].path.endswith((".gz", ".zst"))
     return len(files) == 1 and is_plain and not encoding
 
 
 def _lines_of(file: File, part: Part) -> File:
-    """The lines of a file whose first byte lies in the part's range of bytes."""
+    """The range of a file with all lines that begin in the part's byte range."""
     start, stop = (line_start(file, file.n_bytes * number // part.of) for number in (part.number, part.number + 1))
     return file._replace(first_byte=start, n_bytes=stop - start)
 
@@ -152,8 +155,8 @@ def _files_of(files: Sequence[File], part: Part) -> list[File]:
 def _input_digest(files: Sequence[File]) -> str:
     """Digest of the files' order, kinds and sizes, and of some blocks of each file, always including the last block.
 
-    File names and times are not part of the digest, because other machines may have copies of the files. A change
-    between the blocks that keeps a file's size goes unnoticed.
+    File names and times are not part of the digest, because other machines may have copies of the files. If a
+    change between the blocks keeps the file's size, the change goes unnoticed.
     """
     digest = xxhash.xxh3_64()
     n_blocks = max(1, N_BLOCKS // len(files))

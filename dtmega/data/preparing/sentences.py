@@ -1,6 +1,6 @@
 """Split documents into the sentences that make up BERT's samples.
 
-    prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
+    prose     sentences that `sentencex` finds by rules and a list of English abbreviations
     blocks    for source code, where "." does not end a sentence: the text between two blank lines is one "sentence"
 
 No sentence has more than LONGEST_SENTENCE tokens: a longer sentence is cut at its line ends, and a line that is still
@@ -81,7 +81,7 @@ def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def _cut(ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Cut ids into pieces of at most LONGEST_SENTENCE, between words if possible."""
+    """Cut ids into pieces of at most LONGEST_SENTENCE tokens, between words if possible."""
     start = 0
     while len(ids) - start > LONGEST_SENTENCE:
         stop = start + LONGEST_SENTENCE

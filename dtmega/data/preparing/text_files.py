@@ -63,7 +63,7 @@ def read_batches(
         encoding: name of the encoding of all text files; '' for UTF-8.
 
     Raises:
-        ValueError: a file is damaged or cut off, is not in the encoding, or has no string column of this name.
+        ValueError: a file is damaged or cut off, is not in `encoding`, or has no string column `column`.
     """
     before_bytes = 0
     for file in files:
@@ -140,7 +140,7 @@ def part_starts(text: bytes) -> list[int]:
 
 
 def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
-    """Refuse a record in a compressed file if the record is too large.
+    """Raise an error if a record in a compressed file is too large.
 
     A compressed file can expand to 30,000 times its size.
 
@@ -169,8 +169,8 @@ def _range(file: File) -> Iterator[tuple[bytes, int]]:
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
     """Yield chunks of a file's text, each with the number of stored bytes read so far.
 
-    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already, which `document_text`
-    checks.
+    The text is converted to UTF-8. Without an `encoding`, the file should be UTF-8 already; `document_text`
+    checks the file.
     """
     if not encoding:
         yield from _decompressed(path)
@@ -194,10 +194,10 @@ def _decoded(
         path: path of the file, for messages.
         encoding: name of the encoding, for messages.
         before_bytes: number of decompressed bytes before this chunk.
-        is_last: whether no chunk follows.
+        is_last: whether this is the last chunk.
 
     Raises:
-        ValueError: the file is not in the encoding.
+        ValueError: the file is not in `encoding`.
     """
     kept_bytes = len(decoder.getstate()[0])
     try:
@@ -270,7 +270,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
     """Read one column of strings in batches of rows.
 
     Raises:
-        ValueError: the file is damaged, or has no string column of this name.
+        ValueError: the file is damaged, or has no string column `column`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -36,11 +36,11 @@ from dtmega.files.console import counted
 TEXT_KEY = "text"
 SHOWN = 5  # number of malformed records to print; the other malformed records are only counted
 
-Document = list[list[int]]  # token ids of each sequence: one sequence, or one for each sentence
+Document = list[list[int]]  # token ids of each sequence; a sequence is the whole document or one sentence
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the `.bin/.idx` pair. If writing fails, an existing pair of that name stays unchanged.
+    """Write the `.bin/.idx` pair. If writing fails, an existing pair at the output's path stays unchanged.
 
     Args:
         args: the options of `python -m dtmega tokenize`.
@@ -142,7 +142,7 @@ class Job:
 
     Attributes:
         tokenizer: spec of the tokenizer.
-        key: key of a JSON object, or column of a parquet file, that holds the text.
+        key: JSON key or parquet column that holds the text.
         append_eod: whether to end each document with the end-of-document id.
         longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 to leave each .txt
             whole.

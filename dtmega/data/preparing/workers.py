@@ -30,7 +30,7 @@ class Result:
     """The documents of one batch of records.
 
     Attributes:
-        ids: token ids of all documents, one after another, [sum(sizes)] in the output's dtype.
+        ids: token ids of all documents, one after another, [tokens] in the output's dtype.
         sizes: number of tokens in each sequence, as one list per document.
         n_empty: number of records whose text has no tokens.
         malformed: message "file:line: reason" for each record that could not be read.
@@ -99,7 +99,7 @@ def _receive(pipe: Connection) -> Any:
     """Receive the next result of a worker.
 
     Raises:
-        EOFError: the worker died, between two messages or while it sent a message.
+        EOFError: the worker died between two messages or while it sent a message.
     """
     try:
         return pipe.recv()
@@ -108,8 +108,8 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _start_worker(job: Job[R]) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the worker and this process's end of the worker's pipe."""
-    # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
+    """Start a worker process; return the process and the parent's end of the pipe to it."""
+    # Spawn the worker, because a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()
     process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
@@ -127,7 +127,7 @@ def _start_worker(job: Job[R]) -> tuple[BaseProcess, Connection]:
 
 
 def _serve(pipe: Connection, job: Job[R]) -> None:
-    """Run a worker process until the parent closes its end of the pipe, or is killed."""
+    """Run a worker process until the parent closes its end of the pipe or is killed."""
     batches: SimpleQueue[RecordBatch] = SimpleQueue()
 
     # A separate thread receives while the main thread computes. Otherwise both processes could block in `send`, each

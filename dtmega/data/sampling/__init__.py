@@ -1,1 +1,1 @@
-"""The tokens of sample g: ordering documents, cutting them into samples, and blending several corpora."""
+"""Find the tokens of sample g: order documents, cut documents into samples, and blend corpora."""

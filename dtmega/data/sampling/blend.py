@@ -1,13 +1,13 @@
 """Blends of corpora by weight.
 
-Sample g is a function of g alone. For every n, each corpus has its share of the first n samples, up to rounding.
+Sample g is a function of g alone. For every n, each corpus supplies its share of the first n samples, up to rounding.
 
     splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids
 
-Megatron loops over all samples of the run, takes each from the corpus that is furthest behind its share, and stores the
-choices in a table. Here there is no loop and no table. The corpora are the leaves of a binary tree, and a formula deals
-each node's samples to its two children in proportion to the children's weights.
+Megatron loops over all samples of the run, takes each sample from the corpus that is furthest behind its share, and
+stores the choices in a table. Here there is no loop and no table. The corpora are the leaves of a binary tree, and a
+formula deals each node's samples to its two children in proportion to the children's weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def split_documents(n_documents: int, weights: Sequence[float]) -> list[tuple[in
 
 
 class Node(NamedTuple):
-    """A node in the tree of a blend: one corpus (a leaf), or a group of corpora with two children.
+    """A node in the tree of a blend: a leaf, which is one corpus, or a group of corpora, which has two children.
 
     Attributes:
         weight: sum of the weights of the node's corpora, an integer.
@@ -72,7 +72,7 @@ def huffman(weights: Sequence[float]) -> Node:
 
 
 def deal(tree: Node, g: int) -> tuple[int, int]:
-    """The corpus that sample g of the blend comes from, and the number of earlier samples from that corpus."""
+    """The corpus of sample g in the blend, and the number of earlier samples from the same corpus."""
     node = tree
     while node.left is not None and node.right is not None:
         # The left child gets its share of the node's first n samples, rounded. So sample g goes to the left child if
@@ -95,8 +95,8 @@ class Blend:
     """An endless sequence of samples from several corpora, blended by weight. Sample g is a pure function of g.
 
     After any number of samples, the number taken from each corpus differs from the corpus's share by less than 1.7.
-    Each node on the way to the corpus rounds by at most half a sample, and the error of a node is scaled by the
-    corpus's share of the node. In any Huffman tree these scaled errors add up to less than 1.7.
+    Each node on the path from the root to the corpus rounds by at most half a sample, and the error of a node is scaled
+    by the corpus's share of the node. In any Huffman tree, these scaled errors add up to less than 1.7.
 
     Args:
         parts: the samples of each corpus.
@@ -111,7 +111,7 @@ class Blend:
         self._tree = huffman(weights or [part.n_tokens for part in parts])
 
     def __getitem__(self, g: int) -> Any:
-        """Sample g >= 0, in the token type of its own corpus."""
+        """Sample g >= 0; its tokens have the dtype of the corpus that the sample comes from."""
         corpus, sample = deal(self._tree, g)
         return self.parts[corpus][sample]
 
@@ -140,7 +140,7 @@ class CorpusPart(NamedTuple):
     """A range of documents of one corpus, for one split.
 
     Attributes:
-        corpus: position among the split's corpora; each position has its own shuffle.
+        corpus: position of the corpus among the split's corpora; each position has its own shuffle.
         dataset: the corpus.
         documents: range (start, stop) of units; the `SplitRule` defines the unit (document or sequence).
         weight: weight of this part in its split; None to weigh the parts by their token counts.
@@ -156,7 +156,8 @@ class Splits(NamedTuple):
     """The samples for training and evaluation.
 
     Attributes:
-        samples: samples by split ("train", "valid", "test", other validation sets); None for a split without samples.
+        samples: samples, keyed by split name ("train", "valid", "test", other validation sets); None for a split
+            without samples.
         notes: lines for the user about text that is left out.
     """
 
@@ -200,12 +201,12 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
     """The samples of each split, blended if the split has several parts.
 
     In a split other than "train", a small corpus may be too short for a single sample. The other corpora are then
-    blended without the small corpus, and a note says so.
+    blended without the small corpus, and the split's notes mention this.
 
     Args:
         objective: objective that makes the samples.
         data: the configuration's [data] section.
-        splits: parts of corpora, by split.
+        splits: corpus parts, keyed by split name.
         seed: the run's seed.
 
     Raises:

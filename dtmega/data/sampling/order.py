@@ -1,4 +1,4 @@
-"""The order of documents in an epoch. Each node makes a long order once, in a file that the node's processes map.
+"""The order of documents in an epoch. Each node stores a long order once, in a file that the node's processes map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
@@ -30,7 +30,7 @@ class Order(NamedTuple):
     Attributes:
         documents: document indices in stream order, uint32 or int64 [n]; the first document of the range has
             index 0.
-        starts: number of the epoch's tokens before each document in stream order, int64 [n + 1]; the last entry is the
+        starts: number of the epoch's tokens before each entry of `documents`, int64 [n + 1]; the last entry is the
             total number of tokens.
     """
 
@@ -77,7 +77,7 @@ def _shuffled(n: int, stream: str, epoch: int) -> NDArray[Any]:
 
 
 def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """Yield the starts of all documents but the first, then the end of the last document, CHUNK entries at a time."""
+    """Yield the start of each document after the first, then the last document's end, CHUNK entries at a time."""
     n = len(order)
     # The index is read from front to back. Only the lengths, kept in as few bytes as possible, are looked up in random
     # order.

@@ -26,10 +26,10 @@ WINDOW = 1024  # conversations packed together; a larger window fills rows sligh
 
 
 class Epoch(NamedTuple):
-    """The rows of one epoch, before they are shuffled.
+    """The rows of one epoch, before shuffling.
 
     Attributes:
-        conversations: indices of the conversations, row after row, int64 [n].
+        conversations: indices of the conversations, row by row, int64 [n].
         starts: index in `conversations` at which each row begins, then n, int64 [rows + 1].
     """
 
@@ -38,7 +38,7 @@ class Epoch(NamedTuple):
 
 
 class Packs:
-    """An endless sequence of rows of conversations from one part of a corpus.
+    """An endless sequence of rows, filled with the conversations from one part of a corpus.
 
     Args:
         dataset: data set that `dtmega tokenize --chat` has written.

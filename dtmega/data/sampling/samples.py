@@ -5,7 +5,7 @@ The tokens depend neither on the samples that were read earlier nor on the lengt
     samples = Samples(dataset, documents=(0, 1000), seq_len=256, seed=1234, split="train")
     samples[g]  # [S + 1] token ids
 
-Documents are shuffled in each epoch, laid end to end and cut into samples, as in Megatron's GPTDataset. Unlike
+Documents are shuffled in each epoch, concatenated and cut into samples, as in Megatron's GPTDataset. Unlike
 Megatron's stream, this stream has no end. Megatron's shuffle depends on the number of samples that the run asks for, so
 a longer run reads different data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
 """
@@ -49,9 +49,9 @@ class AnySamples(Protocol):
 class Samples:
     """An endless sequence of samples from one part of a corpus.
 
-    Epoch e holds the part's documents in an order keyed by (seed, e). The epochs follow each other in one stream.
-    Stream sample i consists of tokens i S to i S + S, inclusive. Neighbouring samples overlap by one token, so that
-    each token is predicted once. A sample may cross the bounds of documents and epochs.
+    Epoch e holds the part's documents in an order keyed by (seed, e). One stream joins all epochs. Stream sample i
+    consists of tokens i S to i S + S, inclusive. Neighbouring samples overlap by one token, so that each token is
+    predicted once. A sample may cross the bounds of documents and epochs.
 
     The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
     table, because the place of a sample is computed from its number. The orders of documents are tables (`order.py`);
@@ -133,8 +133,8 @@ class Samples:
         """Read `length` tokens of the epoch, starting at `offset`; fewer if the epoch ends first."""
         documents, starts = self._epoch(epoch)
         stop = min(offset + length, self.n_tokens)
-        # Entries a to b - 1 of the order hold these tokens: the sides "right" and "left" skip empty documents at both
-        # ends. Megatron's `_build_sample_idx` finds the same bounds with a loop.
+        # Entries a to b - 1 of the order hold the tokens to read. The sides "right" and "left" skip empty documents at
+        # both ends. Megatron's `_build_sample_idx` finds the same bounds with a loop.
         a = np.searchsorted(starts, offset, "right") - 1
         b = np.searchsorted(starts, stop, "left")
         # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` holds each document's place in the file

@@ -1,1 +1,1 @@
-"""Tokenizers, which turn text into token ids and back, with their files and chat templates."""
+"""Tokenizers, which turn text into token ids and back; their files and chat templates."""

@@ -1,6 +1,6 @@
 """Chat templates: the form in which a model reads conversations.
 
-    template = find_template(tokenizer)                     # the tokenizer's own, or the shipped one
+    template = find_template(tokenizer)                     # the tokenizer's own, or the shipped template
     chat = Chat(tokenizer, template)
     ids = chat.ids([{"role": "user", "content": "Hi"}])     # ends where the assistant's answer begins
 
@@ -31,7 +31,7 @@ class Template(NamedTuple):
     """The files of a chat template.
 
     Attributes:
-        own: file next to the tokenizer that holds the tokenizer's own template; None if the tokenizer has no template.
+        own: file with the tokenizer's own template, next to the tokenizer's file; None if there is no such template.
         given: file of a template that replaces the tokenizer's own template; None to use the tokenizer's own.
     """
 
@@ -40,14 +40,14 @@ class Template(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The file of the template that is used."""
+        """The file of the template in use."""
         path = self.given or self.own
         assert path is not None
         return path
 
 
 def find_template(tokenizer: Tokenizer, given: str | None = None) -> Template:
-    """Find the chat template of a tokenizer. dtmega's own tokenizers have the shipped template.
+    """Find the chat template of a tokenizer. dtmega's own tokenizers use the shipped template.
 
     Args:
         tokenizer: the tokenizer.
@@ -92,7 +92,7 @@ class Chat:
         end_ids: ids that end a turn in a run's training conversations.
 
     Attributes:
-        end_ids: ids that end the assistant's turn: the ids of the argument, the end-of-document id, and the ids that a
+        end_ids: ids that end the assistant's turn: the argument `end_ids`, the end-of-document id, and the ids that a
             generation_config.json next to the tokenizer lists.
 
     Raises:
@@ -135,7 +135,7 @@ class Chat:
 
 
 def _beside(folder: Path) -> Path | None:
-    """The file in a folder that holds the chat template; None if there is no template."""
+    """Find the file with the chat template in a folder; None if the folder has no template."""
     template = folder / "chat_template.jinja"
     if template.is_file():
         return template
@@ -144,7 +144,7 @@ def _beside(folder: Path) -> Path | None:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """Read the ids that end an answer from a folder's generation_config.json, which holds one number or a list."""
+    """Read a folder's generation_config.json for the ids that end an answer: one number or a list of numbers."""
     file = folder / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [named]

@@ -19,7 +19,7 @@ class ExportedTokenizer(NamedTuple):
 
     Attributes:
         json: text of the tokenizer.json.
-        ids: token ids for config.json, by key, such as eos_token_id.
+        ids: token ids for config.json, keyed by name, such as eos_token_id.
     """
 
     json: str
@@ -43,8 +43,8 @@ def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     mark.
 
     Raises:
-        ValueError: the tokenizer has too few sentinels; or the tokenizer's ids have gaps, so that a tokenizer.json
-            cannot give the added marks the ids that they had in training.
+        ValueError: the tokenizer has too few sentinels, or its ids have gaps, so that a tokenizer.json cannot give the
+            added marks the ids that they had in training.
     """
     mark_ids = marks(tokenizer, data.sentinels)
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}

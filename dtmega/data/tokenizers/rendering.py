@@ -1,14 +1,14 @@
 """Turn conversations into tokens, and find the tokens that bear loss. This code runs in a confined process.
 
 A chat template turns a conversation into one text. The text is encoded as a whole, because encoding the text in pieces
-would give different tokens at the borders. The learned parts of the text are found as ranges of characters, and the
-offsets of the tokens convert these ranges into ranges of tokens. A token that crosses the border of a learned part is
+would give different tokens at the borders. The learned parts of the text are found as character ranges, and the
+tokens' offsets convert these ranges into token ranges. A token that crosses the border of a learned part is
 learned, as in transformers.
 
 The learned parts are never guessed. Either the template marks them with {% generation %}, or prefixes of the
-conversation show them. Let m[:i] be the messages before answer i. The answer begins where the text of m[:i] with the
-generation prompt ends, and the answer ends where the text of m[:i + 1] ends. For each conversation, the code checks
-that both texts are prefixes of the whole text.
+conversation show them. Let m[:i] be the messages before answer i. The answer begins at the end of the text of m[:i]
+with the generation prompt, and ends at the end of the text of m[:i + 1]. For each conversation, the code checks that
+both texts are prefixes of the whole text.
 
 In both cases, the learned part of a turn ends with the token that ends the turn. Text that the template writes after
 this token, such as a line end, is not learned. A conversation is refused if a learned turn has no such token.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ALL, ASSISTANT, LAST = "all", "assistant", "last"
 MARKERS, PREFIXES = "markers", "prefixes"
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same as in transformers
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # same pattern as in transformers
 
 # Causes of a refusal, as they appear in messages and in the record.
 TEMPLATE_FAILS = "the template refuses"
@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
     Attributes:
         text: rendered text.
-        marked: ranges of characters inside {% generation %} blocks.
+        marked: character ranges inside {% generation %} blocks.
     """
 
     text: str
@@ -214,7 +214,7 @@ class Renderer:
         return Text(text, [(start, stop) for start, stop in marked[0]] if marked else [])
 
     def _difference(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> str:
-        """The first difference between a text and the text of the tokenizer's own template; '' if they are equal."""
+        """Describe where `text` first differs from the text of the tokenizer's own template; '' if both are equal."""
         expected = self._render(messages, tools, template=self._own).text
         if text == expected:
             return ""
@@ -223,7 +223,7 @@ class Renderer:
         return f"expected {expected[place : place + 20]!r} at character {place}, got {text[place : place + 20]!r}"
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, whole: Text) -> list[list[Span]]:
-        """The learned parts of each turn that bears loss, in characters.
+        """The learned parts of each turn that bears loss, as character ranges.
 
         Raises:
             Refused: the learned parts, or the tokens that end them, cannot be determined.
@@ -284,11 +284,11 @@ class Renderer:
 
 
 def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]:
-    """Yield the range of the tokens that cover each part of a text.
+    """Yield, for each part of a text, the range of the tokens that cover the part.
 
     Args:
-        parts: non-empty ranges of characters, in ascending order.
-        offsets: range of characters of each token, in ascending order. If several tokens encode the bytes of one
+        parts: non-empty character ranges, in ascending order.
+        offsets: character range of each token, in ascending order. If several tokens encode the bytes of one
             character, each of these tokens covers the character.
     """
     first = 0
@@ -302,7 +302,7 @@ def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, without the keys of objects."""
+    """Yield all strings in a JSON value, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

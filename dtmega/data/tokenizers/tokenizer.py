@@ -64,7 +64,7 @@ class Tokenizer:
         name: spec that the tokenizer was loaded from.
         vocab_size: exclusive upper bound of the ids; `[model] vocab_size` may be larger.
         eod_id: id of end-of-document, which `encode` never returns.
-        fingerprint: digest in 12 hex digits, equal for equal vocabularies.
+        fingerprint: digest of 12 hex digits, equal for equal vocabularies.
         encode: function from a text to its ids.
         encode_all: function from several texts to the ids of each text; Hugging Face vocabularies use all cores.
         decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
@@ -114,7 +114,7 @@ def is_wordpiece(spec: str) -> bool:
 
 
 def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
-    """The tokenizer and the fingerprint of a spec that names a vocab.txt.
+    """The tokenizer and the fingerprint for a spec that names a vocab.txt.
 
     Raises:
         ValueError: the file is missing or malformed.
@@ -234,7 +234,7 @@ def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> 
 
 
 def _from_json(spec: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face tokenizer.json.
+    """The tokenizer in a Hugging Face tokenizer.json.
 
     Raises:
         ValueError: the file is missing or malformed, or has no end-of-document token.
@@ -322,7 +322,7 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 
 
 def _eos_token(path: Path) -> list[str]:
-    """The name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json: a list of one name, or [].
+    """The name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json: a list with one name, or [].
 
     The tokenizer_config.json stores the token either as its name, or as an object with the name under `content`.
     """

@@ -48,7 +48,7 @@ def to_json(spec: str) -> str:
     )
     tokenizer = Tokenizer(bpe)
     # cl100k_base's rule has a possessive {1,3}+, which the Oniguruma engine would read as a repeated {1,3}. Without the
-    # "+" the rule matches the same text: {1,3} is the last part of its alternative, so {1,3} never backtracks.
+    # "+", the rule matches the same text: {1,3} is the last part of its alternative, so {1,3} never backtracks.
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
     cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

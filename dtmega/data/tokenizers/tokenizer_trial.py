@@ -1,7 +1,7 @@
 """Try out a tokenizer.json in a confined process before this process reads the file.
 
 The `tokenizers` library is written in Rust. A hostile file can make the library panic (not a Python Exception), abort
-the process, or fill the memory with a text that keeps growing.
+the process, or fill the memory with text that keeps growing.
 """
 
 from __future__ import annotations

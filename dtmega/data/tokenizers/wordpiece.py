@@ -22,7 +22,7 @@ MAX_WORD_CHARS = 100  # longer words become [UNK]; `max_input_chars_per_word` in
 
 
 def parse(path: Path, content: bytes) -> list[str]:
-    """The tokens of a vocab.txt, by id.
+    """Read the tokens of a vocab.txt, in the order of their ids.
 
     Args:
         path: path of the file, for messages.
@@ -54,7 +54,7 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
     """A tokenizer equal to BERT's, except that no text becomes a special id, not even "[MASK]".
 
     Args:
-        tokens: tokens of the vocabulary, by id.
+        tokens: tokens of the vocabulary, in the order of their ids.
         lower: whether to lowercase the text and strip its accents, as for the uncased models.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}

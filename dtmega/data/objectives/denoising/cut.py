@@ -10,9 +10,8 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code can compute, for all possible first sentences at once, where the sample would end, and then cut all
-documents in parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample
-(`pairs.py`).
+So the code can compute the end of a sample for all possible first sentences at once, and then cut all documents in
+parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Targets(NamedTuple):
     fewest: int = 2
 
     def lengths_at(self, sentences: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Target lengths of the samples that begin with these sentences, [n] -> [n]."""
+        """Target lengths of the samples that begin with the given sentences, [n] -> [n]."""
         keys = np.full(1, keyed.key64(self.stream), np.uint64)
         drawn = keyed.uniform(keyed.draws(keys, "target", sentences))
         lengths = np.full(len(drawn), self.longest)
@@ -122,7 +121,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
 
     Args:
         dataset: data set that holds the documents.
-        bounds: first sentence of each document, then one past the last document's last sentence, [documents + 1].
+        bounds: index of each document's first sentence, then one past the last sentence, [documents + 1].
         targets: target lengths of the samples.
     """
     low, high = int(bounds[0]), int(bounds[-1])
@@ -131,8 +130,8 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     starts = dataset.tokens_before(np.arange(low, high))
     lengths = targets.lengths_at(np.arange(low, high))
 
-    # For each sentence, compute the end of a sample that begins with this sentence: the first sentence that starts at
-    # least the target length after the sample's start.
+    # For each sentence, compute the end of a sample that begins with this sentence. The end is the first sentence whose
+    # start is at least the target length after the sample's start.
     ends = np.searchsorted(starts, starts + lengths)
     ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
     # If fewer than two sentences would remain in the document, the sample extends to the document's end.
@@ -157,7 +156,7 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
 
     Args:
         sizes: number of tokens in each sentence, [n].
-        bounds: first sentence of each document, then n, [documents + 1].
+        bounds: index of each document's first sentence, then n, [documents + 1].
         fewest: minimum number of sentences in a document.
     """
 

@@ -17,7 +17,7 @@ from dtmega.data.objectives.denoising.cut import Targets, cut_table
 from dtmega.files.console import counted
 from dtmega.ops import keyed
 
-SHORTEST = 2  # tokens of the shortest sample
+SHORTEST = 2  # number of tokens in the shortest sample
 
 
 class CutSamples(ABC):
@@ -100,7 +100,7 @@ class CutSamples(ABC):
     def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of tokens that an epoch reads from each sample, [n].
 
-        By default all tokens are read. A subclass may drop tokens, if it drops the same tokens in every epoch.
+        By default, all tokens are read. A subclass may drop tokens, if it drops the same tokens in every epoch.
 
         Args:
             lengths: number of tokens in each sample's sentences, [n].

@@ -22,7 +22,7 @@ from dtmega.data.objectives.denoising.ngrams import choose, n_to_hide, words_of
 from dtmega.data.objectives.denoising.pairs import Pairs, Specials
 from dtmega.ops import keyed
 
-MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a random token; the others stay
+MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a random token; the rest stay
 
 
 class Vocabulary(NamedTuple):

@@ -5,10 +5,10 @@
     hide(counts, [samples[g] for g in range(8)])  # hidden spans in texts [8, 568]
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
-`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into an equal number of pieces; every
-cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have equal counts: every
-text has the greatest length for which the encoder's sequence still fits in S. The encoder's sequence consists of the
-text that is not hidden, a sentinel for each span, and the end mark.
+`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and all other tokens are cut into an equal number of pieces;
+every cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have equal counts:
+every text has the greatest length for which the encoder's sequence still fits in S. The encoder's sequence consists of
+the text that is not hidden, a sentinel for each span, and the end mark.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.boo
 
 def _pieces(n_items: int, n_pieces: int, keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
     """Random lengths >= 1 that add up to n_items, [B, n_pieces]; each way to cut the items is equally likely."""
-    # A cut is possible after each item but the last. Choose n_pieces - 1 of these n_items - 1 places.
+    # A cut is possible after each item except the last. Choose n_pieces - 1 of these n_items - 1 places.
     order = np.argsort(keyed.draws(keys[:, None], name, np.arange(n_items - 1)), 1)
     last_items = np.sort(order[:, : n_pieces - 1], 1)
     bounds = np.pad(last_items, ((0, 0), (1, 1)), constant_values=((0, 0), (-1, n_items - 1)))

@@ -103,7 +103,7 @@ def choose(
         to_hide: number of tokens to hide in each sample, int64 [B].
         keys: keys of the samples, uint64 [B]; the order of a sample's words is a function of its key.
         max_grams: maximum number of n-grams in a sample.
-        room: maximum total number of tokens in a sample's n-grams, counting one more token per n-gram for its sentinel.
+        room: limit for each sample on the number of tokens in its n-grams plus their sentinels (one per n-gram).
     """
     n_rows, width = words.sizes.shape
     index = np.arange(width)

@@ -27,7 +27,7 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 class Masked:
     """BERT's objective: the loss of predicting masked tokens, plus the loss of predicting the order of two segments.
 
-    The first loss is averaged over the masked tokens, the second over the sequences.
+    The first loss is averaged over the masked tokens, and the second loss over the sequences.
     """
 
     sums = (

@@ -127,7 +127,8 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
     n_first = n_first - less_first
     n_second = n_second - less_second
 
-    # The index of each place within the first and within the second segment; meaningless outside the segment.
+    # `in_first` and `in_second` are the index of each place in the first and in the second segment; an index outside
+    # its segment is meaningless.
     places = np.arange(seq_len)
     in_first = places - 1
     in_second = in_first - (n_first + 1)[:, None]

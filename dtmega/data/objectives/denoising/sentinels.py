@@ -3,8 +3,8 @@
     mark_ids = marks(tokenizer, n_sentinels=100)
     mark_ids.sentinels[0]  # stands for the first hidden span of a sample
 
-If the tokenizer has sentinels (`<extra_id_0>` and so on), these ids are used. Otherwise the sentinels are new ids after
-the tokenizer's last id. If a WordPiece vocabulary lacks [BOS] and [EOS], these marks get new ids too, before the
+If the tokenizer has sentinels (`<extra_id_0>` and so on), their ids are used. Otherwise, the sentinels are new ids
+after the tokenizer's last id. If a WordPiece vocabulary lacks [BOS] and [EOS], these marks get new ids too, before the
 sentinels, as in Megatron's `_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the
 tokenizer's vocabulary.
 
@@ -20,7 +20,7 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class Marks(NamedTuple):
-    """The ids of all marks. No mark encodes text.
+    """The ids of all marks; no mark stands for text.
 
     Attributes:
         sentinels: ids of the sentinels; number i stands for hidden span i of a sample.
