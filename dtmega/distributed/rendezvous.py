@@ -73,7 +73,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
 
     Raises:
         ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or
-            ranks are missing, and rank 0 names them.
+            ranks are missing, and rank 0 names the missing ranks.
     """
     if "WORLD_SIZE" not in os.environ:
         return HashStore()

@@ -79,7 +79,7 @@ class CodePlace(NamedTuple):
 class Watch:
     """A thread that watches the main thread, because the main thread handles no signals while a collective blocks it.
 
-    Until `close()`, the signals in `process.SIGNALS` do nothing but append their number to `signals`. The training loop
+    Until `close()`, each signal in `process.SIGNALS` only appends its number to the list `signals`. The training loop
     reads this list after each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored.
 
     The thread ends the process with exit code STUCK if the loop neither begins a save nor ends within grace_s of a
@@ -199,7 +199,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
+            until: text after "no step boundary" in the message: "in 20 s", or "before this: ..." for an error.
 
         Returns:
             The exit code.
@@ -368,7 +368,7 @@ class Watch:
             process.leave(code)
 
     def _write_record(self) -> None:
-        """Write this rank's flight record. The first rank that writes prints the command to compare all records."""
+        """Write this rank's flight record. The first rank to write prints the command that compares all records."""
         if self._records is None:
             return
         folder = self._records / self._start

@@ -29,8 +29,8 @@ START_S = 60.0  # time limit for the child's imports and for reading the file; g
 ANSWER_S = 10.0  # time limit for one request
 MEMORY_BYTES = 2**30
 ANSWER_BYTES = 64 * 2**20
-# With `-I` neither the environment nor the working directory affects the child's imports. The child gets this process's
-# `sys.path` instead.
+# With `-I`, neither the environment nor the working directory affects the child's imports. The child gets `sys.path`
+# from this process instead.
 MAIN = "import sys; sys.path[:] = sys.argv[3:]; from dtmega.files import confined; confined.serve(*sys.argv[1:3])"
 
 
@@ -91,7 +91,7 @@ class Confined:
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """The child's next answer. If the child does not answer in time, or has ended, `close` is called.
+        """Read the child's next answer. If the child does not answer in time, or has ended, call `close`.
 
         Raises:
             ValueError: the child did not answer, or reported an error.

@@ -64,7 +64,7 @@ def guarded() -> Iterator[None]:
 class Copied:
     """A `Guarded` text stream that also passes each complete line to a function.
 
-    A line with a carriage return is not passed on, because it belongs to a progress bar, which redraws the same line.
+    A line with a carriage return is not passed on, because it belongs to a progress bar, which redraws its line.
 
     Args:
         stream: text stream to write to.
@@ -99,7 +99,7 @@ class Copied:
 
 @contextmanager
 def copied(take: Callable[[str], None]) -> Iterator[None]:
-    """Make stdout and stderr `Copied` within the `with` block, including in loggers that already print on them."""
+    """Replace stdout and stderr with `Copied` streams in the `with` block, also in existing log handlers."""
     with ExitStack() as undo:
         for owner, name in [(sys, "stdout"), (sys, "stderr"), *((handler, "stream") for handler in _handlers())]:
             stream = getattr(owner, name)
@@ -138,7 +138,7 @@ def printable(text: str, keep: str = "") -> str:
 
     Args:
         text: text from any source, whose control characters could move the cursor or recolour a terminal.
-        keep: characters to leave alone, such as "\n" in a text of several lines.
+        keep: characters that are not escaped, such as "\n" in text with several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 

@@ -101,7 +101,7 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn obstore's errors into `Unreachable`, and its errors about missing objects into FileNotFoundError.
+    """Turn obstore's errors about missing objects into FileNotFoundError, and its other errors into `Unreachable`.
 
     The new messages do not name the endpoint. A FileExistsError from `put_new` and an `Unreachable` pass unchanged.
     """

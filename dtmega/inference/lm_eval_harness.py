@@ -45,7 +45,7 @@ Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
     """Load the definitions of tasks.
 
-    This function first searches `folder` alone, because the harness's own collection has thousands of YAML files.
+    The harness's own collection has thousands of YAML files. If `folder` holds all tasks, the collection is not read.
 
     Args:
         names: names of the tasks.

@@ -61,7 +61,7 @@ def without_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Make the option type for whole numbers from `low` to `high`; `high` is None if there is no upper bound."""
+    """Make an option type for whole numbers from `low` to `high`; if `high` is None, there is no upper bound."""
     expected = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
 
     def read(text: str) -> int:
@@ -88,7 +88,7 @@ def temperature(text: str) -> float:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """Make the option type for numbers above `low` and up to `high`."""
+    """Make an option type for numbers above `low` and up to `high`."""
 
     def read(text: str) -> float:
         try:
@@ -155,7 +155,7 @@ def encoding(text: str) -> str:
 
 
 def places_to_cut(text: str) -> str | int:
-    """Parse the rule for cutting a text into documents: BLANK_LINES, or the number of tokens per document."""
+    """Parse the rule for cutting text into documents: BLANK_LINES, or the number of tokens per document."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

@@ -18,7 +18,7 @@ AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.ann
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a run's checkpoint, and the mesh for several processes."""
+    """Add the options that choose a run's checkpoint and, for several processes, the mesh."""
     parser.add_argument(
         "--step", type=integer(0), metavar="N", help="use the checkpoint of step N (default: the newest)"
     )
