@@ -177,7 +177,7 @@ def recipe_of(run_dir: Path, begin: int, step: int) -> Mapping[str, Mapping[str,
     Args:
         run_dir: the run directory.
         begin: step of the checkpoint that the replay resumes from.
-        step: number of the step.
+        step: number of the last step to replay.
 
     Raises:
         ValueError: the run was restarted with a different recipe after the checkpoint.
@@ -204,7 +204,7 @@ def configured(recipe: Mapping[str, Mapping[str, Any]], checkpoint: str, fixed: 
     """The configuration for a replay on the smallest possible number of processes.
 
     Args:
-        recipe: configuration of the run, by section.
+        recipe: the run's configuration, keyed by section.
         checkpoint: path of the checkpoint that the replay resumes from.
         fixed: values that the run recorded at its first step (`training/exact`).
     """

@@ -236,7 +236,7 @@ def load(argv: list[str]) -> Config:
 
 
 def run_dir_of(argv: Sequence[str]) -> Path | None:
-    """The run directory (`[run] dir`) that these arguments name, even if the rest of the configuration is invalid.
+    """The run directory (`[run] dir`) that the arguments name, even if the rest of the configuration is invalid.
 
     A refused run still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
 

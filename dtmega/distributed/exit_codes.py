@@ -112,7 +112,7 @@ class ExitStatus:
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
-        """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
+        """Read the last step and the newest checkpoint of the run in `folder`, and make `write` write to `folder`.
 
         If this attempt completes no step, the new `exit.json` holds the step and the checkpoint that this method read.
 
@@ -127,7 +127,7 @@ class ExitStatus:
 
     @contextmanager
     def recorded_in(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> Iterator[None]:
-        """Write `exit.json` at the end of this block. The caller must have claimed the folder.
+        """Write `exit.json` at the end of the `with` block. The caller must have claimed the folder.
 
         Only the first rank calls this method. The status of the other ranks is not written.
 

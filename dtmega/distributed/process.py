@@ -95,7 +95,7 @@ def tell_agent(reason: str) -> None:
         return
     wrapped = textwrap.fill(reason, AGENT_COLUMNS, break_long_words=False, break_on_hyphens=False)
     extra_info = {"py_callstack": wrapped, "timestamp": str(int(time.time()))}
-    # Write under another name, then rename: the agent crashes if it reads a half-written file.
+    # Write under a temporary name, then rename: the agent crashes if it reads a half-written file.
     part = Path(f"{path}.{threading.get_ident()}")
     try:
         part.write_text(json.dumps({"message": {"message": reason, "extraInfo": extra_info}}))
@@ -122,7 +122,7 @@ def die_with_parent() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once with this exit code.
+    """End this process at once with the exit code `code`.
 
     On the main thread, signals are ignored from here on, so that no signal can change the exit code. The interpreter's
     normal shutdown is skipped, because with gloo groups it aborted 5 of 10 finished runs.

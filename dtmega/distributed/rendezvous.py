@@ -1,4 +1,4 @@
-"""The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own store.
+"""The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own keys.
 
 torchrun keeps one store for all restarts of a job. If attempts shared the keys in this store, a new attempt would
 find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify

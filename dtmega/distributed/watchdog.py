@@ -147,7 +147,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function that the watching thread calls before it ends the process. The call may take CALLBACK_S."""
+        """Set a function that the watching thread calls before it ends the process, with limit CALLBACK_S."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
@@ -234,7 +234,7 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank exits because another rank exited first. Call this only if `record_exit` returned False.
+        """Print that this rank exits because another rank exited first. Call this if `record_exit` returned False.
 
         Args:
             error: error that the exit of the other rank caused on this rank.

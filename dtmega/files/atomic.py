@@ -60,7 +60,7 @@ def created(path: Path) -> Iterator[Any]:
 
 
 class _WholeWrites:
-    """An unbuffered file whose `write` writes all bytes, even if the kernel writes fewer per call.
+    """An unbuffered file whose `write` writes all bytes, even if the kernel writes fewer bytes per call.
 
     Errors name the file.
     """

@@ -4,10 +4,10 @@
     ids = child.ask(messages)           # any number of times, with the same child
     child.close()
 
-The child calls the named function with the arguments. This call returns a second function, which the child calls to
-answer each request. Requests and answers are JSON. If a request fails, hangs or takes too much memory, the caller gets
-a one-line `ValueError`. A child that hangs is killed. After a child has died, the next request starts a new child. The
-child cannot import torch, because torch alone needs more memory than the limit allows.
+The child calls the named function with the arguments. The named function returns a second function, which the child
+calls to answer each request. Requests and answers are JSON. If a request fails, hangs or takes too much memory, the
+caller gets a one-line `ValueError`. A child that hangs is killed. After a child has died, the next request starts a new
+child. The child cannot import torch, because torch alone needs more memory than the limit allows.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def serve(function: str, arguments: str) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a resource limit of this process, unless a lower limit is set already."""
+    """Set a resource limit for this process, unless a lower limit is already set."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

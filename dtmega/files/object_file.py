@@ -33,7 +33,7 @@ class Changed(OSError):
 
 
 class ObjectFile:
-    """An object with the size and version that it had when it was opened.
+    """An object in an object store, with the size and version that it had when it was opened.
 
     A pickled copy keeps the size and the version, so that all processes read the same content.
 

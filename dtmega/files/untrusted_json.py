@@ -38,7 +38,7 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def check_not_a_pointer(start: bytes, path: str | Path) -> None:
-    """Refuse a Git LFS pointer file. A clone made without git-lfs has pointer files where the large files should be.
+    """Refuse a Git LFS pointer file. A clone made without git-lfs has pointer files in place of large files.
 
     Args:
         start: first bytes of the file, at least 64 unless the file is shorter.

@@ -7,12 +7,12 @@
     TAKES_KEYS              (optional) True if the command accepts every configuration key; `args.keys` then holds the
                             keys that the command line sets
 
-`__main__.py` prints a command's error in one line. A command's module is imported only if the command line names that
+`__main__.py` prints a command's error on one line. A command's module is imported only if the command line names that
 command. A module imports at its top level only the code that its options need, so that `--help` and errors about
 options do not wait for torch.
 
     arguments.py      option types, and one-line error messages
-    conversation.py   conversations for `dtmega generate --interactive`
+    conversation.py   conversations for `dtmega generate --chat`, and the input loop for `--interactive`
     endings.py        message and exit code of an error that ends a command
     used.py           options that choose a trained model, and a function that loads the model
 """

@@ -18,7 +18,7 @@ from dtmega.files.object_requests import check_usable, is_object_store
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one-line error messages. argparse itself would print ten lines of usage first."""
+    """A parser with one-line error messages. argparse's own parser would print ten lines of usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -39,10 +39,10 @@ def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]
 
 
 def without_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate a run's keys, `--section.key value` or `--section.key=value`, from a command's own options.
+    """Separate configuration keys (`--section.key value` or `--section.key=value`) from a command's own options.
 
     Returns:
-        The command line without keys, and the keys with their values.
+        The command line without the keys, and the keys with their values.
     """
     rest: list[str] = []
     keys: list[str] = []
@@ -142,7 +142,7 @@ def part(text: str) -> Part:
 
 
 def encoding(text: str) -> str:
-    """Translate the name of a text encoding into Python's name for the encoding; '' for UTF-8."""
+    """Return Python's name for a text encoding; '' for UTF-8."""
     try:
         name = codecs.lookup(text).name
         # This line raises LookupError for codecs that do not encode text, such as base64.

@@ -1,7 +1,7 @@
 """Conversations for `dtmega generate --chat`: the model answers messages and, with --interactive, each line of stdin.
 
-The first process reads stdin, runs the chat template and prints the answers. All processes together
-compute each answer.
+The first process reads stdin, runs the chat template and prints the answers. All processes together compute each
+answer.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def _read_line() -> str:
 
 
 def _utf8(text: str) -> str:
-    """Return the text unchanged if it came from valid UTF-8.
+    """Return the text unchanged if its bytes were valid UTF-8.
 
     Raises:
-        ValueError: the text came from bytes that are not UTF-8; the message names the first bad byte.
+        ValueError: the bytes were not valid UTF-8; the message names the first bad byte.
     """
     try:
         text.encode()
@@ -105,7 +105,7 @@ def _from_first(read: Callable[[], T]) -> T:
     """Call a function on the first process, and return its result on all processes.
 
     Raises:
-        ValueError: the function raised ValueError on the first process. All processes raise an equal error.
+        ValueError: the function raised ValueError on the first process. Every process then raises this error.
     """
     from dtmega import mesh
 

@@ -206,7 +206,7 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
         batch_size: number of prompts to compute together.
 
     Raises:
-        ValueError: a prompt cannot be continued; the message gives the range of prompt numbers in the failed batch.
+        ValueError: a prompt cannot be continued; the message begins with the failed batch, as in "prompts 9 to 16: ".
     """
     before = ""
     for first in range(0, len(prompts), batch_size):

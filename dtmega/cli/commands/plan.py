@@ -128,7 +128,7 @@ def measure_machine(args: argparse.Namespace) -> int:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check the options for output files and for the search. Planning may take minutes, so errors must come first.
+    """Check the options for output files and for the search. Planning may take minutes, so these checks come first.
 
     Raises:
         ValueError: an output file cannot be written, two options exclude each other, or a required option is missing.
@@ -197,7 +197,7 @@ def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) ->
 
 
 def plan_one(job: Job, args: argparse.Namespace) -> int:
-    """Plan one layout, and print the answer.
+    """Plan one layout, and print the plan.
 
     Returns:
         The exit code.

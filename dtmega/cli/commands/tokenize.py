@@ -141,7 +141,7 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], when: str) -> None
     """Refuse options that do not apply.
 
     Raises:
-        ValueError: the command line gives one of these options.
+        ValueError: the command line gives an option in `names`.
     """
     for name in names:
         if getattr(args, name):
