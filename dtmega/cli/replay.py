@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 def replay(run_dir: str, step: int, keys: Sequence[str], scratch: str | None, startup: Startup) -> int:
-    """Replay a run from its newest checkpoint before `step` up to `step`. All ranks call this function.
+    """Replay a run up to `step`, from the run's newest checkpoint before `step`. All ranks call this function.
 
     Args:
         run_dir: the run directory, which is only read.

@@ -197,7 +197,7 @@ class Llama(NativeModel):
         return self
 
     def _check_window(self) -> None:
-        """Check the layers that have a window.
+        """Check `window_layers`.
 
         Raises:
             ValueError: layers are listed although no window is set, the list has all layers, the list is not strictly

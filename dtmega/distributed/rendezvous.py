@@ -167,7 +167,7 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
         The index of the attempt, from 1.
 
     Raises:
-        ValueError: ranks are missing, and no further rank has joined for `patience`.
+        ValueError: ranks are missing, and no further rank has joined within `patience`.
     """
     attempt = job.add("attempts", 1)
     absent = [*range(1, size)]

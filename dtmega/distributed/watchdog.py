@@ -147,7 +147,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function that the watching thread calls before it ends the process, with limit CALLBACK_S."""
+        """Set a function that the watching thread calls, for at most CALLBACK_S, before it ends the process."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:

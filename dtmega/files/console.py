@@ -111,7 +111,7 @@ def copied(take: Callable[[str], None]) -> Iterator[None]:
 
 
 def _handlers() -> set[logging.Handler]:
-    """The log handlers that print on this process's original stdout or stderr, such as torch's handlers."""
+    """The log handlers that print to this process's original stdout or stderr, such as torch's handlers."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     return {handler for handler in handlers if getattr(handler, "stream", handler) in (sys.__stdout__, sys.__stderr__)}

@@ -1,7 +1,7 @@
 """An export's text files: a model card, and files copied from the directory that the weights come from.
 
-    README.md           a model card with data, steps, losses and licence; for weights that were only converted, the
-                        source directory's README.md, if it exists
+    README.md           a model card that lists the data, steps, losses and licence; for weights that were only
+                        converted, the source directory's README.md, if it exists
     README-source.md    the source directory's README.md, if README.md is a model card
     LICENSE, NOTICE     unchanged copies of the source directory's files
 
@@ -88,7 +88,7 @@ def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str
     """The text files that an export has next to the weights, as a mapping from file name to content.
 
     The result also includes the directory's `tokenizer.json` and `generation_config.json`. The exporter keeps this
-    generation_config.json unless the export has a different tokenizer.json.
+    generation_config.json unless the export's tokenizer.json differs from the directory's.
 
     Args:
         directory: Hugging Face directory that the weights came from; None if unknown.

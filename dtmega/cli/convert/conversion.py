@@ -154,7 +154,8 @@ def _write_for_megatron(
     """Write a Megatron checkpoint in the format that `--format` names. The default is the family's first format.
 
     Raises:
-        ValueError: the family does not support the format, or `--tp` or `--pp` is given for a format without ranks.
+        ValueError: the family does not support the format, or `--tp` or `--pp` is given although the format is not
+            split by rank.
     """
     path = Path(args.target[1])
     possible = [name for name, program in MEGATRON_FORMATS.items() if program in family.formats]
