@@ -1,8 +1,8 @@
 """`dtmega replay`: replay steps of a run with [run] exact, on any data layout, and compare every bit.
 
-A replay is a separate run in a temporary folder. The replay resumes from the original run's newest checkpoint before
-the step, and uses the recipe that the original run had at that step. The replay does not record its digests, but
-compares them with the original run's digests (`training/exact/recorded.py`), and stops at the first step that differs.
+A replay is a separate run in a temporary folder. A replay of step N resumes from the original run's newest checkpoint
+before step N, with the recipe that the original run had at step N. The replay does not record its digests, but compares
+them with the original run's digests (`training/exact/recorded.py`), and stops at the first step that differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtmega.training.step import Run
 
 SECTIONS = ("mesh", "pipeline", "fsdp")
 KEYS = ("data.path", "data.train", "data.tokenizer", "data.num_workers", "model.path", "run.timeout_s")
-# Recipe keys that do not affect the bits of a step.
+# Keys that do not affect the bits of a step, although they are part of the recipe.
 ENDINGS = ("exit_interval", "exit_duration_min", "drift_interval", "max_skipped")
 
 
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 def replay(run_dir: str, step: int, keys: Sequence[str], scratch: str | None, startup: Startup) -> int:
-    """Replay a run from its newest checkpoint before `step` up to `step`. All ranks call this function.
+    """Replay a run up to `step`, from the run's newest checkpoint before `step`. All ranks call this function.
 
     Args:
         run_dir: the run directory, which is only read.
@@ -127,7 +127,7 @@ def go_over(run: Run, at: Progress, step: int) -> tuple[bool, int]:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Refuse keys that could change the bits of a step, or write into the run.
+    """Refuse keys that could change the bits of a step, and keys that could make the replay write to the original run.
 
     Raises:
         ValueError: a key is neither in SECTIONS nor in KEYS.
@@ -177,7 +177,7 @@ def recipe_of(run_dir: Path, begin: int, step: int) -> Mapping[str, Mapping[str,
     Args:
         run_dir: the run directory.
         begin: step of the checkpoint that the replay resumes from.
-        step: number of the step.
+        step: number of the last step to replay.
 
     Raises:
         ValueError: the run was restarted with a different recipe after the checkpoint.
@@ -201,10 +201,10 @@ def recipe_of(run_dir: Path, begin: int, step: int) -> Mapping[str, Mapping[str,
 
 
 def configured(recipe: Mapping[str, Mapping[str, Any]], checkpoint: str, fixed: Mapping[str, Any]) -> config.Config:
-    """The configuration of a replay on as few processes as possible.
+    """The configuration for a replay on the smallest possible number of processes.
 
     Args:
-        recipe: configuration of the run, by section.
+        recipe: the run's configuration, keyed by section.
         checkpoint: path of the checkpoint that the replay resumes from.
         fixed: values that the run recorded at its first step (`training/exact`).
     """

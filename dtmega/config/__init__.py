@@ -157,7 +157,7 @@ class Config(Section):
         """The configuration with [train] epochs converted into a number of samples, if [train] epochs is set.
 
         Args:
-            samples_in: function from a number of epochs to their number of samples (`Text.samples_in`).
+            samples_in: function that takes a number of epochs and returns the number of samples (`Text.samples_in`).
 
         Raises:
             ValueError: the run is too short.
@@ -177,7 +177,7 @@ class Config(Section):
         result only if the run resumes with a different batch size.
 
         Raises:
-            ValueError: [train] epochs is set, and the configuration is not `completed`.
+            ValueError: [train] epochs is set, and `completed` has not yet converted it into samples.
         """
         if self.train.epochs and not self.train.samples:
             raise ValueError(
@@ -236,7 +236,7 @@ def load(argv: list[str]) -> Config:
 
 
 def run_dir_of(argv: Sequence[str]) -> Path | None:
-    """The run directory (`[run] dir`) that these arguments name, even if the rest of the configuration is invalid.
+    """The run directory (`[run] dir`) that the arguments name, even if the rest of the configuration is invalid.
 
     A refused run still writes `exit.json` in the run directory, so the directory is needed even if `load` fails.
 
@@ -308,7 +308,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:
-    """Make a [model] section without the other sections.
+    """Make a [model] section on its own.
 
     Args:
         keys: keys of [model] and their values.

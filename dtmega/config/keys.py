@@ -52,10 +52,10 @@ class Run(Section):
         return self
 
     def collective_timeout_s(self) -> float:
-        """Seconds after which a collective gives up: twice `timeout_s`.
+        """Seconds after which a collective times out: twice `timeout_s`.
 
-        The watchdog (`distributed/watchdog.py`) must act first, because the watchdog can name the rank that hangs, but
-        a collective that times out cannot.
+        The watchdog (`distributed/watchdog.py`) must act before the collective times out, because only the watchdog can
+        name the rank that hangs.
         """
         return 2 * self.timeout_s
 
@@ -250,12 +250,12 @@ class Batch(Section):
         return range(start, self.global_batch_size + 1, increment)
 
     def size_at(self, samples: int) -> int:
-        """The global batch size of the step after `samples` consumed samples (Megatron-LM `microbatches.py`)."""
+        """The global batch size of the step that starts after `samples` samples (Megatron-LM `microbatches.py`)."""
         size, _ = next(self.stairs(samples))
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """The ramp-up's stairs, each with its own batch size, starting at `samples` consumed samples.
+        """Yield the ramp-up's stairs that remain after `samples` consumed samples, including the current stair.
 
         Yields:
             Pairs (size, until): a step that starts before `until` consumed samples has the global batch size `size`.
@@ -271,8 +271,8 @@ class Batch(Section):
         yield sizes[-1], sys.maxsize
 
 
-# [optim] name -> keys of [optim] that this optimizer does not read.
 OF_MUON = ("muon_momentum", "adjust_lr_fn", "adamw_lr")
+# Optimizer ([optim] name) -> keys of [optim] that the optimizer does not read.
 UNREAD_BY_OPTIMIZER = {
     "adamw": ("momentum", *OF_MUON),
     "adam": ("momentum", *OF_MUON),

@@ -21,7 +21,7 @@ class Share(NamedTuple):
     """A part of a corpus in a mixture.
 
     Attributes:
-        weight: share of the samples, relative to the mixture's other weights; positive.
+        weight: positive weight of the part, relative to the mixture's other weights.
         start: start of the document range, as a fraction of the corpus from 0 to 1.
         end: end of the document range, as a fraction of the corpus from 0 to 1.
         prefix: path of the corpus without suffix; the files are PREFIX.bin and PREFIX.idx.

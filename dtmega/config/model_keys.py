@@ -60,7 +60,7 @@ class NativeModel(Model):
 
     @model_validator(mode="after")
     def _check_heads(self) -> NativeModel:
-        # A family may set the width of a head separately (kv_channels), so that D need not be a multiple of H.
+        # A family may set the width of a head separately (kv_channels), and D then need not be a multiple of H.
         if self.hidden_size % self.n_heads and not getattr(self, "kv_channels", 0):
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
@@ -79,7 +79,7 @@ class NativeModel(Model):
 
 
 class DropoutModel(NativeModel):
-    """The keys of the families built from Megatron's layers with dropout (`models/layers.py`)."""
+    """The keys shared by the families that use Megatron's layers with dropout (`models/layers.py`)."""
 
     hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)
@@ -197,11 +197,11 @@ class Llama(NativeModel):
         return self
 
     def _check_window(self) -> None:
-        """Check the layers that have a window.
+        """Check `window_layers`.
 
         Raises:
-            ValueError: layers are listed although no window is set, the list has all layers, or the list is not an
-                ascending list of layer numbers.
+            ValueError: layers are listed although no window is set, the list has all layers, the list is not strictly
+                ascending, or a listed number belongs to no layer.
         """
         layers = self.window_layers
         if layers and not self.window:
@@ -230,7 +230,7 @@ class Llama(NativeModel):
 
     @property
     def rotary_dim(self) -> int:
-        """Number of channels of a query or key that are rotated."""
+        """Number of rotated channels in each query and key."""
         return self.head_dim
 
     def window_of(self, layer: int) -> int:
@@ -239,7 +239,7 @@ class Llama(NativeModel):
 
 
 class MoE(Llama):
-    """Mixtures of experts: Llama's attention, and in each layer a router with experts instead of one feed-forward."""
+    """Mixture-of-experts models: Llama, with a router and several experts in place of each layer's feed-forward."""
 
     name: Literal["moe"] = key("moe", "the family of models")  # pyright: ignore[reportIncompatibleVariableOverride]
     kv_latent_size: int = key(
@@ -410,8 +410,8 @@ class T5(NativeModel):
 
     @model_validator(mode="after")
     def _check(self) -> T5:
-        # In a decoder, each bucket in the first half holds one distance. The buckets in the second half share the
-        # distances up to the maximum.
+        # In a decoder, each bucket in the first half holds one distance. Each bucket in the second half holds a range
+        # of larger distances, up to the maximum.
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "

@@ -278,7 +278,7 @@ def _unknown(chosen: Chosen, section: str, k: str, source: str, suggester: Sugge
 
 
 def as_list(text: str) -> str:
-    """The TOML list that the user meant by a text such as `a,b` or `[a, b]`."""
+    """The TOML list that the user meant by writing `a,b` or `[a, b]`."""
     items = [item.strip().strip("\"'") for item in text.strip().strip("[]").split(",")]
     are_numbers = all(re.fullmatch(r"[+-]?[\d.]+([eE][+-]?\d+)?", item) for item in items)
     if not are_numbers:
@@ -312,7 +312,7 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
 
 
 def _explain_contradiction(message: str, section: str, source: str, overrides: Sequence[Override]) -> str:
-    """A validator's message, preceded by the file name and by the options whose keys occur in the message.
+    """Prefix a validator's message with the file name, and with the options whose keys occur in the message.
 
     Args:
         message: the validator's message.

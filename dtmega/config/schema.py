@@ -42,8 +42,8 @@ class SectionClasses:
 
     Attributes:
         discriminator: name of the key whose value chooses the class; '' if there is only one class.
-        default: value of the discriminator for a configuration that does not set the key.
-        classes: class for each value of the discriminator.
+        default: default value of the discriminator.
+        classes: mapping from each value of the discriminator to its class.
     """
 
     discriminator: str
@@ -64,7 +64,7 @@ class SectionClasses:
         return cls(discriminator, getattr(info.default, discriminator), classes)
 
     def declarations(self, k: str) -> dict[str, FieldInfo]:
-        """The declarations of key `k`, by the discriminator's value. Classes without the key are left out."""
+        """The declarations of key `k`, keyed by the discriminator's value. Classes without this key are left out."""
         return {value: cls.model_fields[k] for value, cls in self.classes.items() if k in cls.model_fields}
 
 
@@ -73,9 +73,8 @@ class Group(NamedTuple):
 
     Attributes:
         section: the section's name.
-        title: heading in the help: the section, followed by the names of the classes if only some classes have these
-            keys.
-        fields: declaration of each key.
+        title: heading in the help: the section, with the names of the classes if only some classes have these keys.
+        fields: mapping from each key to its declaration.
     """
 
     section: str
@@ -165,5 +164,5 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 
 def condition(kinds: SectionClasses, values: Sequence[str]) -> str:
-    """The condition that chooses one of these classes, for messages and headings: `name = 'bloom' or 'gpt'`."""
+    """The condition under which a section has one of these classes, as text: `name = 'bloom' or 'gpt'`."""
     return f"{kinds.discriminator} = {' or '.join(repr(value) for value in values)}"

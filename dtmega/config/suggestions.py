@@ -22,7 +22,7 @@ class SimilarKeys:
     Args:
         kind: class of the configuration, with one field per section.
         synonyms: other trainers' names for keys.
-        sections: dtmega's name for each section name of other trainers.
+        sections: mapping from other trainers' section names to dtmega's section names.
     """
 
     def __init__(self, kind: type[BaseModel], synonyms: Sequence[Synonym], sections: Mapping[str, str]) -> None:
@@ -36,13 +36,13 @@ class SimilarKeys:
         """The last part of the message about an unknown key, starting at the semicolon.
 
         The most certain explanations are tried first: the key itself with different capitals or hyphens, another
-        trainer's name for a key, a key of this name in another section, a typo of a key, a typo of another trainer's
+        trainer's name for a key, a key with this name in another section, a typo of a key, a typo of another trainer's
         name.
 
         Args:
             section: the section that the user wrote, which may not exist; '' if there was no section.
             key: the key as the user wrote it.
-            families: section with several classes -> value of the section's discriminator in the configuration.
+            families: the configuration's discriminator values, keyed by section, for the sections with several classes.
             option: whether the key comes from the command line; the suggestion is then written as an option too.
         """
         here = self.section(section)
@@ -88,13 +88,13 @@ class SimilarKeys:
         return list(chosen.model_fields)
 
     def _did_you_mean(self, targets: Sequence[str], how: str, families: Mapping[str, str], option: bool) -> str:
-        """A "did you mean" question that names these keys, with remarks on differences in meaning.
+        """A "did you mean" question about the target keys, with remarks on differences in meaning.
 
-        Targets that the chosen family does not have are left out. If the family has none of the targets, the question
-        names all targets, with the families that have these keys.
+        The question leaves out targets that the chosen family does not have. If that family has none of the targets,
+        the question names all targets and the families that have the first target.
 
         Args:
-            targets: `section.key` of each suggestion.
+            targets: suggested keys, as `section.key`.
             how: difference in meaning between the suggested keys and the user's key; '' if there is no difference.
         """
         fitting = []

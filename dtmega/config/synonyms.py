@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """Other trainers' names for one setting, and dtmega's keys for the same setting.
+    """A setting, with dtmega's keys and other trainers' names for the setting.
 
     Attributes:
         keys: dtmega's keys (`section.key`), separated by spaces; '' if dtmega has no key for the setting. There are
             several keys if dtmega splits the setting into several keys, or if model families name the key differently.
         names: other trainers' names, separated by spaces. A name with a section (`eval.freq`) counts only in that
             section.
-        how: remark for messages: a difference in meaning, or the reason why dtmega has no key; '' for equal meanings.
+        how: remark for messages about a difference in meaning, or about the lack of a key in dtmega; '' for no remark.
     """
 
     keys: str
@@ -25,7 +25,7 @@ class Synonym(NamedTuple):
     how: str = ""
 
 
-# Other trainers' section names -> dtmega's section.
+# Section name in other trainers -> section name in dtmega.
 SECTIONS = {
     "activation_checkpoint": "recompute",
     "activation_checkpointing": "recompute",

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised on a rank that waits for other ranks inside a step, if another rank has failed in this step."""
+    """Raised inside a step on a rank that waits for other ranks, because another rank has failed in this step."""
 
 
 class Refused(Exception):
@@ -112,8 +112,8 @@ class Startup:
         rank, size: rank of this process and number of ranks, from the launcher.
         store: rendezvous store of the job; None before the end of the first step.
         timeout_s: longest time, in seconds, that a rank waits for other ranks without a heartbeat from any rank.
-        on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank notices another
-            rank's heartbeat while waiting.
+        on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank, while waiting,
+            notices another rank's heartbeat.
 
     Raises:
         Refused: the launcher set invalid environment variables. The reason has already been printed.
@@ -216,7 +216,7 @@ class Startup:
         self._leave(PrefixStore("end", self._meeting))
 
     def _open_meeting(self, failure: Failure | None) -> Store:
-        """Open this step's key prefix in the store. The first step also connects to the store."""
+        """Return a view of the store under this step's key prefix. The first step also connects to the store."""
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
@@ -352,7 +352,7 @@ class Startup:
 
 
 def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """Values that must be equal on all ranks of a job, in addition to the data: configuration, device type, versions.
+    """The configuration, the device type and the versions, which (like the data) must be equal on all ranks of a job.
 
     Args:
         cfg: the run's configuration.
@@ -373,7 +373,7 @@ def _differences(contents: Sequence[tuple[Mapping[str, Any], list[int]]]) -> str
     """Describe each key whose value differs between ranks: `[optim] lr is 0.01 on ranks 0, 2, 0.02 on rank 1`.
 
     Args:
-        contents: (values, ranks) pairs: a mapping from keys to values, and the ranks that have these values.
+        contents: pairs of a mapping (key -> value) and the ranks that reported this mapping.
     """
     all_keys: set[str] = set()
     for values, _ in contents:

@@ -1,4 +1,4 @@
-"""Exit codes of a run, and `exit.json`, the record of its last exit.
+"""Exit codes of a run, and `exit.json`, the record of the run's last exit.
 
 | code | name | why the process exited | what to do |
 |---|---|---|---|
@@ -6,10 +6,10 @@
 | 1 | FAILED | a Python exception; its message is on stderr | read the message |
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints, but none is intact | restore a checkpoint, or start in another run directory |
-| 4 | DOES_NOT_FIT | a plan or dry run needs more than `--memory`; nothing was started | change the keys that it names |
+| 4 | DOES_NOT_FIT | a plan or dry run needs over `--memory`; nothing was started | change keys that the plan names |
 | 5 | DIFFERS | a replayed step's bits differ from the run's | look at the rank and host that the message names |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | run the command again |
-| 76 | STUCK | not saved: no step ended within grace_s of a signal, no save, or no data came | run the command again |
+| 76 | STUCK | not saved: grace_s ran out after a signal, a save failed, or no data came | run the command again |
 | 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; run the command again |
 
 Running the command again resumes the run, because `--checkpoint.resume` is `auto` by default.
@@ -18,7 +18,7 @@ torchrun itself exits with 0 if all workers exited with 0, and with 1 otherwise.
 reasons only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json`
 in the run directory, even if the run was refused at startup.
 
-A job script must not mistake the `exit.json` of an earlier job for its own. The script therefore sets DTMEGA_ATTEMPT to
+A job script must not mistake an earlier job's `exit.json` for its own. The script therefore sets DTMEGA_ATTEMPT to
 a name that is unique to this attempt, and `exit.json` holds this name under the key `attempt`.
 """
 
@@ -63,7 +63,7 @@ class ExitRecord(NamedTuple):
     `attempt` is for job scripts only, so it is not read here.
 
     Attributes:
-        code: exit code of the newest attempt to run, even if the attempt was refused.
+        code: exit code of the newest attempt, even if that attempt was refused.
         reason: reason why the newest attempt ended.
         step: number of steps that the run has completed.
         checkpoint: path of the run's newest checkpoint; '' while the run has no checkpoint.
@@ -112,7 +112,7 @@ class ExitStatus:
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
-        """Read the last step and the newest checkpoint of the run in this folder. `write` then writes to this folder.
+        """Read the last step and the newest checkpoint of the run in `folder`, and make `write` write to `folder`.
 
         If this attempt completes no step, the new `exit.json` holds the step and the checkpoint that this method read.
 
@@ -127,7 +127,7 @@ class ExitStatus:
 
     @contextmanager
     def recorded_in(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> Iterator[None]:
-        """Write `exit.json` at the end of this block. The caller must have claimed the folder.
+        """Write `exit.json` at the end of the `with` block. The caller must have claimed the folder.
 
         Only the first rank calls this method. The status of the other ranks is not written.
 

@@ -64,7 +64,7 @@ def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess]
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the `with` block, and block SIGINT permanently in processes that start inside it.
+    """Delay Ctrl-C until the end of the `with` block, and block SIGINT permanently in processes that the block starts.
 
     These processes inherit the signal mask. The resource tracker is started first, because up to Python 3.11 starting
     the tracker would unblock SIGINT inside the block.
@@ -88,8 +88,8 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 
 def _send_result(to: Connection, function: Callable[..., object], *args: Any) -> None:
-    """Send the result of a function, or the error that it raises."""
-    # On SIGTERM, exit through an exception, so that Python frees the objects of torch.compile without a warning.
+    """Call a function, and send its result, or the error that it raised, through a pipe."""
+    # On SIGTERM, exit through an exception, so that Python frees torch.compile's objects without a warning.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(exit_codes.FAILED))
     # torch's deprecation warnings do not concern the reader of a plan.
     warnings.simplefilter("ignore")

@@ -23,7 +23,7 @@ from dtmega.files.lock import Lock, is_held
 from dtmega.files.untrusted_json import read_object
 
 LOCK = ".lock"
-# Signals after which a run saves and exits. SLURM sends one of the last two signals on request: `--signal=USR1@120`.
+# Signals after which a run saves and exits. A SLURM job can ask for SIGUSR1 or SIGUSR2: `--signal=USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Width to which a reason is wrapped: torchrun frames its summary with lines as long as the summary's longest line.
@@ -67,7 +67,7 @@ class Claim:
 
 
 def is_claimed(folder: Path) -> bool | None:
-    """True if a process holds this folder, False if the process that last held the folder is gone.
+    """True if a process claims this folder, False if the process that last claimed the folder is gone.
 
     None if the answer is unknown: no process ever claimed the folder, the file system has no locks, or the last
     holder ran on another machine.
@@ -95,7 +95,7 @@ def tell_agent(reason: str) -> None:
         return
     wrapped = textwrap.fill(reason, AGENT_COLUMNS, break_long_words=False, break_on_hyphens=False)
     extra_info = {"py_callstack": wrapped, "timestamp": str(int(time.time()))}
-    # Write under another name, then rename: the agent crashes if it reads a half-written file.
+    # Write under a temporary name, then rename: the agent crashes if it reads a half-written file.
     part = Path(f"{path}.{threading.get_ident()}")
     try:
         part.write_text(json.dumps({"message": {"message": reason, "extraInfo": extra_info}}))
@@ -114,7 +114,7 @@ def die_with_parent() -> None:
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
-    # The result is ignored, because prctl fails here only if the number is not a signal.
+    # The result is ignored, because prctl fails here only if its argument is not a valid signal number.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     # If the parent has changed, the old parent died before the request, and the kernel will not send the signal.
     if os.getppid() != parent:
@@ -122,7 +122,7 @@ def die_with_parent() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once with this exit code.
+    """End this process at once with the exit code `code`.
 
     On the main thread, signals are ignored from here on, so that no signal can change the exit code. The interpreter's
     normal shutdown is skipped, because with gloo groups it aborted 5 of 10 finished runs.

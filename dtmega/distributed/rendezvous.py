@@ -1,4 +1,4 @@
-"""The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own store.
+"""The rendezvous: before a process group exists, a job's processes meet in a store. Each attempt has its own keys.
 
 torchrun keeps one store for all restarts of a job. If attempts shared the keys in this store, a new attempt would
 find the addresses of dead processes: with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify
@@ -73,7 +73,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
 
     Raises:
         ValueError: the launcher's variables are missing or wrong; there is no store at the launcher's address; or
-            ranks are missing, and rank 0 names them.
+            ranks are missing, and rank 0 names the missing ranks.
     """
     if "WORLD_SIZE" not in os.environ:
         return HashStore()
@@ -167,7 +167,7 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
         The index of the attempt, from 1.
 
     Raises:
-        ValueError: ranks are missing, and no further rank has joined for `patience`.
+        ValueError: ranks are missing, and no further rank has joined within `patience`.
     """
     attempt = job.add("attempts", 1)
     absent = [*range(1, size)]

@@ -79,7 +79,7 @@ class CodePlace(NamedTuple):
 class Watch:
     """A thread that watches the main thread, because the main thread handles no signals while a collective blocks it.
 
-    Until `close()`, the signals in `process.SIGNALS` do nothing but append their number to `signals`. The training loop
+    Until `close()`, each signal in `process.SIGNALS` only appends its number to the list `signals`. The training loop
     reads this list after each step. A SIGHUP that is already ignored, as under `nohup`, stays ignored.
 
     The thread ends the process with exit code STUCK if the loop neither begins a save nor ends within grace_s of a
@@ -147,7 +147,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function that the watching thread calls before it ends the process. The call may take CALLBACK_S."""
+        """Set a function that the watching thread calls, for at most CALLBACK_S, before it ends the process."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
@@ -199,7 +199,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: time limit within which no step ended, such as "in 20 s", or the error that ended the process first.
+            until: text after "no step boundary" in the message: "in 20 s", or "before this: ..." for an error.
 
         Returns:
             The exit code.
@@ -234,7 +234,7 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank exits because another rank exited first. Call this only if `record_exit` returned False.
+        """Print that this rank exits because another rank exited first. Call this if `record_exit` returned False.
 
         Args:
             error: error that the exit of the other rank caused on this rank.
@@ -368,7 +368,7 @@ class Watch:
             process.leave(code)
 
     def _write_record(self) -> None:
-        """Write this rank's flight record. The first rank that writes prints the command to compare all records."""
+        """Write this rank's flight record. The first rank to write prints the command that compares all records."""
         if self._records is None:
             return
         folder = self._records / self._start

@@ -60,7 +60,7 @@ def created(path: Path) -> Iterator[Any]:
 
 
 class _WholeWrites:
-    """An unbuffered file whose `write` writes all bytes, even if the kernel writes fewer per call.
+    """An unbuffered file whose `write` writes all bytes, even if the kernel writes fewer bytes per call.
 
     Errors name the file.
     """
@@ -83,7 +83,7 @@ class _WholeWrites:
 
 
 def empty_folder(path: Path) -> None:
-    """Make an empty folder, deleting any earlier content. The folder's own name is not synced."""
+    """Make an empty folder, and delete any earlier content. The name of the folder is not synced to disk."""
     remove_folder(path)
     make_folder(path.parent)
     os.mkdir(path)

@@ -4,10 +4,10 @@
     ids = child.ask(messages)           # any number of times, with the same child
     child.close()
 
-The child calls the named function with the arguments. This call returns a second function, which the child calls to
-answer each request. Requests and answers are JSON. If a request fails, hangs or takes too much memory, the caller gets
-a one-line `ValueError`. A child that hangs is killed. After a child has died, the next request starts a new child. The
-child cannot import torch, because torch alone needs more memory than the limit allows.
+The child calls the named function with the arguments. The named function returns a second function, which the child
+calls to answer each request. Requests and answers are JSON. If a request fails, hangs or takes too much memory, the
+caller gets a one-line `ValueError`. A child that hangs is killed. After a child has died, the next request starts a new
+child. The child cannot import torch, because torch alone needs more memory than the limit allows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ START_S = 60.0  # time limit for the child's imports and for reading the file; g
 ANSWER_S = 10.0  # time limit for one request
 MEMORY_BYTES = 2**30
 ANSWER_BYTES = 64 * 2**20
-# With `-I` neither the environment nor the working directory affects the child's imports. The child gets this process's
-# `sys.path` instead.
+# With `-I`, neither the environment nor the working directory affects the child's imports. The child gets `sys.path`
+# from this process instead.
 MAIN = "import sys; sys.path[:] = sys.argv[3:]; from dtmega.files import confined; confined.serve(*sys.argv[1:3])"
 
 
@@ -91,7 +91,7 @@ class Confined:
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """The child's next answer. If the child does not answer in time, or has ended, `close` is called.
+        """Read the child's next answer. If the child does not answer in time, or has ended, call `close`.
 
         Raises:
             ValueError: the child did not answer, or reported an error.
@@ -146,7 +146,7 @@ def serve(function: str, arguments: str) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a resource limit of this process, unless a lower limit is set already."""
+    """Set a resource limit for this process, unless a lower limit is already set."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

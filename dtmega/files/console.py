@@ -64,7 +64,7 @@ def guarded() -> Iterator[None]:
 class Copied:
     """A `Guarded` text stream that also passes each complete line to a function.
 
-    A line with a carriage return is not passed on, because it belongs to a progress bar, which redraws the same line.
+    A line with a carriage return is not passed on, because it belongs to a progress bar, which redraws its line.
 
     Args:
         stream: text stream to write to.
@@ -99,7 +99,7 @@ class Copied:
 
 @contextmanager
 def copied(take: Callable[[str], None]) -> Iterator[None]:
-    """Make stdout and stderr `Copied` within the `with` block, including in loggers that already print on them."""
+    """Replace stdout and stderr with `Copied` streams in the `with` block, also in existing log handlers."""
     with ExitStack() as undo:
         for owner, name in [(sys, "stdout"), (sys, "stderr"), *((handler, "stream") for handler in _handlers())]:
             stream = getattr(owner, name)
@@ -111,7 +111,7 @@ def copied(take: Callable[[str], None]) -> Iterator[None]:
 
 
 def _handlers() -> set[logging.Handler]:
-    """The log handlers that print on this process's original stdout or stderr, such as torch's handlers."""
+    """The log handlers that print to this process's original stdout or stderr, such as torch's handlers."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     return {handler for handler in handlers if getattr(handler, "stream", handler) in (sys.__stdout__, sys.__stderr__)}
@@ -138,7 +138,7 @@ def printable(text: str, keep: str = "") -> str:
 
     Args:
         text: text from any source, whose control characters could move the cursor or recolour a terminal.
-        keep: characters to leave alone, such as "\n" in a text of several lines.
+        keep: characters that are not escaped, such as "\n" in text with several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 

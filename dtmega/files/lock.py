@@ -54,13 +54,13 @@ class Lock:
         return True
 
     def write(self, text: str) -> None:
-        """Replace the file's content, and sync the file to disk. The lock's holder may identify itself in this text."""
+        """Replace the lock file's content with `text`, which may identify the holder, and sync the file to disk."""
         os.ftruncate(self._fd, 0)
         os.write(self._fd, text.encode())
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Release the lock. The file stays, because another process may be waiting for this lock."""
+        """Release the lock. The lock file stays, because another process may be waiting for the lock."""
         os.close(self._fd)
 
     def __enter__(self) -> Lock:

@@ -1,10 +1,10 @@
-"""Read byte ranges of an object in an object store. Each read checks that the object is unchanged since it was opened.
+"""Read byte ranges of an object in an object store. Each read checks that the object has not changed since `open`.
 
     file = ObjectFile.open("s3://bucket/data/mine.bin", "[data] path")
     first, second = file.read([(0, 4096), (9_000_000, 9_004_096)])  # two concurrent requests
 
-Ranges with small gaps between them are read in one request, because the latency of a request equals the transfer time
-of some 100 KB.
+Ranges with small gaps between them are read in one request, because a request's latency equals the transfer time of
+some 100 KB.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Changed(OSError):
 
 
 class ObjectFile:
-    """An object with the size and version that it had when it was opened.
+    """An object in an object store, with the size and version that it had when it was opened.
 
     A pickled copy keeps the size and the version, so that all processes read the same content.
 
@@ -118,7 +118,7 @@ class ObjectFile:
         return memoryview(data)
 
     def _request(self, send: Any) -> Any:
-        """Send a request, and return its answer. Errors name the object, but quote nothing from the store's answer."""
+        """Send a request, and return the answer. Errors name the object, but quote nothing from the store's answer."""
         from obstore.exceptions import BaseError
 
         try:

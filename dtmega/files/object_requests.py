@@ -45,7 +45,7 @@ def check_usable(url: str, key: str) -> None:
     """
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
-    # Azure's URLs have the container before the host: abfss://container@account.dfs.core.windows.net/run.
+    # Azure URLs name the container before the host: abfss://container@account.dfs.core.windows.net/run.
     container = parts.scheme in ("abfs", "abfss") and ":" not in user
     if (at and not container) or parts.query or parts.fragment:
         raise ValueError(
@@ -101,7 +101,7 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn obstore's errors into `Unreachable`, and its errors about missing objects into FileNotFoundError.
+    """Turn obstore's errors about missing objects into FileNotFoundError, and its other errors into `Unreachable`.
 
     The new messages do not name the endpoint. A FileExistsError from `put_new` and an `Unreachable` pass unchanged.
     """

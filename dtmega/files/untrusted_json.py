@@ -38,10 +38,10 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def check_not_a_pointer(start: bytes, path: str | Path) -> None:
-    """Refuse a Git LFS pointer file. A clone made without git-lfs has pointer files where the large files should be.
+    """Refuse a Git LFS pointer file. A clone made without git-lfs has pointer files in place of large files.
 
     Args:
-        start: first bytes of the file: at least 64, or the whole file if it is shorter.
+        start: first bytes of the file, at least 64 unless the file is shorter.
         path: name of the file, for the message.
 
     Raises:
@@ -54,17 +54,17 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
 
 
 def dangling(path: str | Path) -> str:
-    """End of a message about a path that cannot be opened: the target of a broken link; '' for any other path."""
+    """The end of an error message about a path: the target of a broken link; '' if the path is not a broken link."""
     if os.path.islink(path) and not os.path.exists(path):
         return f" (it is a link to {os.readlink(path)}, which is not there)"
     return ""
 
 
 def download(name: str) -> str:
-    """End of a message about a missing folder: the command that downloads the model `name` from the Hugging Face hub.
+    """The end of an error message about a missing folder: the command that downloads model `name` from Hugging Face.
 
     Returns:
-        The text; '' if a file or folder `name` exists, or if `name` cannot be an id on the hub.
+        The text; '' if a file or folder `name` exists, or if `name` cannot be a model's id on the Hugging Face hub.
     """
     if os.path.lexists(name) or not HUB_ID.fullmatch(name):
         return ""
@@ -96,7 +96,7 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML text.
+    """Parse TOML text.
 
     Raises:
         ValueError: the text is not TOML, has a number with thousands of digits, or is nested too deeply.

@@ -45,7 +45,7 @@ Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
     """Load the definitions of tasks.
 
-    This function first searches `folder` alone, because the harness's own collection has thousands of YAML files.
+    The harness's own collection has thousands of YAML files. If `folder` holds all tasks, the collection is not read.
 
     Args:
         names: names of the tasks.
@@ -82,7 +82,7 @@ def evaluate(
         limit: number of questions per task, counted from the first; None for all questions.
 
     Returns:
-        The harness's scores, with checkpoint, step, date, version of the harness, and limit.
+        The harness's scores, together with the checkpoint, step, date, harness version and limit.
     """
     # Keep the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
@@ -149,7 +149,7 @@ class RunLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Score pairs in one forward pass. A text that is too long is truncated at the beginning.
+        """Score pairs of context and continuation in one forward pass. Texts that are too long lose their beginning.
 
         Returns:
             The log-likelihood of each pair's continuation, and whether greedy decoding would produce the

@@ -4,14 +4,15 @@
     add_arguments(parser)   adds the command's options
     command(args) -> int    runs the command, and returns the exit code or raises an error
     TAKES_FLAGS             (optional) options whose value may begin with a dash
-    TAKES_KEYS              (optional) True if the command takes any key of a run, which `args.keys` then lists
+    TAKES_KEYS              (optional) True if the command accepts every configuration key; `args.keys` then holds the
+                            keys that the command line sets
 
-`__main__.py` prints a command's error in one line. A command's module is imported only if the command line names that
-command. The top-level imports of a module are limited to the code that its options need, so that `--help` and errors
-about options do not wait for torch.
+`__main__.py` prints a command's error on one line. A command's module is imported only if the command line names that
+command. A module imports at its top level only the code that its options need, so that `--help` and errors about
+options do not wait for torch.
 
     arguments.py      option types, and one-line error messages
-    conversation.py   conversations for `dtmega generate --interactive`
+    conversation.py   conversations for `dtmega generate --chat`, and the input loop for `--interactive`
     endings.py        message and exit code of an error that ends a command
     used.py           options that choose a trained model, and a function that loads the model
 """
@@ -59,7 +60,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse a command line into `command` and its options. A wrong option ends the process with exit code 2."""
+    """Parse a command line into `command` and its options. An invalid option ends the process with exit code 2."""
     form = argparse.RawDescriptionHelpFormatter
     about = "Train BLOOM, GPT, Llama, BERT, T5 and Hugging Face models, on one CPU or many GPUs."
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)

@@ -18,7 +18,7 @@ from dtmega.files.object_requests import check_usable, is_object_store
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one-line error messages. argparse itself would print ten lines of usage first."""
+    """A parser with one-line error messages. argparse's own parser would print ten lines of usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -39,10 +39,10 @@ def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]
 
 
 def without_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate a run's keys, `--section.key value` or `--section.key=value`, from a command's own options.
+    """Separate configuration keys (`--section.key value` or `--section.key=value`) from a command's own options.
 
     Returns:
-        The command line without keys, and the keys with their values.
+        The command line without the keys, and the keys with their values.
     """
     rest: list[str] = []
     keys: list[str] = []
@@ -61,7 +61,7 @@ def without_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Make the option type for whole numbers from `low` to `high`; `high` is None if there is no upper bound."""
+    """Make an option type for whole numbers from `low` to `high`; if `high` is None, there is no upper bound."""
     expected = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
 
     def read(text: str) -> int:
@@ -88,7 +88,7 @@ def temperature(text: str) -> float:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """Make the option type for numbers above `low` and up to `high`."""
+    """Make an option type for numbers above `low` and up to `high`."""
 
     def read(text: str) -> float:
         try:
@@ -142,7 +142,7 @@ def part(text: str) -> Part:
 
 
 def encoding(text: str) -> str:
-    """Translate the name of a text encoding into Python's name for the encoding; '' for UTF-8."""
+    """Return Python's name for a text encoding; '' for UTF-8."""
     try:
         name = codecs.lookup(text).name
         # This line raises LookupError for codecs that do not encode text, such as base64.
@@ -155,7 +155,7 @@ def encoding(text: str) -> str:
 
 
 def places_to_cut(text: str) -> str | int:
-    """Parse the rule for cutting a text into documents: BLANK_LINES, or the number of tokens per document."""
+    """Parse the rule for cutting text into documents: BLANK_LINES, or the number of tokens per document."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

@@ -1,6 +1,7 @@
 """Conversations for `dtmega generate --chat`: the model answers messages and, with --interactive, each line of stdin.
 
-The first process reads stdin, runs the chat template and prints. All processes compute the answer.
+The first process reads stdin, runs the chat template and prints the answers. All processes together compute each
+answer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Conversation:
     Args:
         trained: the model.
         chat: chat template of the model's tokenizer.
-        options: fields of `Sampling`, and `tokens`, the maximum number of tokens in an answer.
+        options: keyword arguments of `Sampling`, and `tokens`, the maximum number of tokens in an answer.
     """
 
     def __init__(self, trained: TrainedModel, chat: Chat, options: Mapping[str, Any]) -> None:
@@ -55,9 +56,9 @@ class Conversation:
         return [self._trained.tokenizer.decode(answer) for answer in answers]
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation, up to the beginning of the next answer."""
-        # Run the template on the first process only. If every process ran the template, some processes
-        # might exceed the time limit while other processes stayed within it.
+        """The token ids of a conversation, up to the point where the next answer begins."""
+        # Run the template on the first process only. If every process ran the template, some processes might exceed the
+        # time limit although the first process did not.
         return _from_first(lambda: self._chat.ids(messages))
 
 
@@ -87,10 +88,10 @@ def _read_line() -> str:
 
 
 def _utf8(text: str) -> str:
-    """Return the text unchanged if it came from valid UTF-8.
+    """Return the text unchanged if its bytes were valid UTF-8.
 
     Raises:
-        ValueError: the text came from bytes that are not UTF-8; the message names the first bad byte.
+        ValueError: the bytes were not valid UTF-8; the message names the first bad byte.
     """
     try:
         text.encode()
@@ -104,7 +105,7 @@ def _from_first(read: Callable[[], T]) -> T:
     """Call a function on the first process, and return its result on all processes.
 
     Raises:
-        ValueError: the function raised ValueError on the first process. All processes raise an equal error.
+        ValueError: the function raised ValueError on the first process. Every process then raises this error.
     """
     from dtmega import mesh
 

@@ -77,9 +77,9 @@ def command(args: argparse.Namespace) -> int:
 
 
 def file_name(step: int, tasks: list[str]) -> str:
-    """The file name for a step's scores on these tasks.
+    """The name of the file for a step's scores on the given tasks.
 
-    A later evaluation of this step on these tasks replaces the file.
+    If the step is evaluated again on these tasks, the new scores replace the file.
     """
     names = "+".join(task.replace("/", "-") for task in tasks)
     if len(names) > LONGEST_NAME:
@@ -88,5 +88,5 @@ def file_name(step: int, tasks: list[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON cannot hold: a NumPy number into a Python number, anything else into text."""
+    """Convert a value that JSON cannot hold: a NumPy number into a Python number, any other value into text."""
     return value.item() if hasattr(value, "item") else str(value)

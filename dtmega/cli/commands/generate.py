@@ -126,7 +126,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     """Check that the options name exactly one run, and give a prompt or start a conversation.
 
     Raises:
-        ValueError: the options name no run or two runs, or give no prompt.
+        ValueError: the options name no run or two runs, give no prompt, or give a chat template without `--chat`.
     """
     if (args.path is None) == (args.run is None):
         raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
@@ -148,9 +148,9 @@ def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedMod
 
 
 def _start_chat(args: argparse.Namespace, trained: TrainedModel, rank: int) -> Chat:
-    """Make the `Chat` for the template that the command names, or for the tokenizer's own template.
+    """Make the `Chat` with the template that the command line names, or else with the tokenizer's own template.
 
-    On rank 0, also start the process that runs the template.
+    Rank 0 also starts the process that runs the template.
 
     Raises:
         ValueError: the model does not continue texts, there is no template, the template cannot be read, or
@@ -206,7 +206,7 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
         batch_size: number of prompts to compute together.
 
     Raises:
-        ValueError: a prompt cannot be continued; the message gives the range of prompt numbers in the failed batch.
+        ValueError: a prompt cannot be continued; the message begins with the failed batch, as in "prompts 9 to 16: ".
     """
     before = ""
     for first in range(0, len(prompts), batch_size):

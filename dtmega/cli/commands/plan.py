@@ -1,4 +1,4 @@
-"""`dtmega plan`: says whether a run fits on N devices, what each rank holds and sends, and how long a step takes.
+"""`dtmega plan`: predicts whether a run fits on N devices, what each rank holds and sends, and how long a step takes.
 
 dtmega plan --config bloom-7b1.toml --world 64 --mesh.tp 2 --memory 80GiB
 dtmega plan --config bloom-176b.toml --world 384 --mesh.tp 4 --mesh.pp 12 --fabric a100-ib --json plan.json
@@ -105,7 +105,7 @@ def measure_machine(args: argparse.Namespace) -> int:
         The exit code.
 
     Raises:
-        ValueError: an option for planning was given too, or the file's folder does not exist.
+        ValueError: a planning option is given together with `--calibrate`, or the fabric file's folder does not exist.
     """
     from dtmega import config, mesh
     from dtmega.planning.prices import calibrate
@@ -128,10 +128,10 @@ def measure_machine(args: argparse.Namespace) -> int:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check the output files before planning, because planning may take minutes.
+    """Check the options for output files and for the search. Planning may take minutes, so these checks come first.
 
     Raises:
-        ValueError: an output file cannot be written, or an option needs `--search`, excludes `--search`, or is missing.
+        ValueError: an output file cannot be written, two options exclude each other, or a required option is missing.
     """
     for option in ("json", "write"):
         path = getattr(args, option)
@@ -160,7 +160,7 @@ def check_folder(option: str, path: str) -> None:
 
 
 def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) -> int:
-    """Search for the fastest layout that fits, and print what was found.
+    """Search for the fastest layout that fits, and print the results.
 
     Returns:
         The exit code.
@@ -197,7 +197,7 @@ def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) ->
 
 
 def plan_one(job: Job, args: argparse.Namespace) -> int:
-    """Plan one layout, and print the answer.
+    """Plan one layout, and print the plan.
 
     Returns:
         The exit code.

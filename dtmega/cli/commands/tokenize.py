@@ -138,7 +138,11 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], when: str) -> None:
-    """Raise a ValueError if one of these options is given, because the option does not apply."""
+    """Refuse options that do not apply.
+
+    Raises:
+        ValueError: the command line gives an option in `names`.
+    """
     for name in names:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} means nothing {when}")

@@ -1,4 +1,4 @@
-"""Options that choose a checkpoint and a mesh, a check of a run's path, and a function that loads a run's model."""
+"""Code shared by the commands that read a run: checkpoint and mesh options, a path check, and a model loader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.ann
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a run's checkpoint, and the mesh for several processes."""
+    """Add the options that choose a run's checkpoint and, for several processes, the mesh."""
     parser.add_argument(
         "--step", type=integer(0), metavar="N", help="use the checkpoint of step N (default: the newest)"
     )
@@ -30,7 +30,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_is_folder(run: str) -> None:
-    """Refuse a URL where a command needs the files of a run directory.
+    """Check that `run` is a local path, because the command needs the files in the run directory.
 
     Raises:
         ValueError: `run` is a URL.

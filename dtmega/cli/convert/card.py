@@ -1,7 +1,7 @@
-"""An export's text files: a model card, and files copied from the source directory of the weights.
+"""An export's text files: a model card, and files copied from the directory that the weights come from.
 
-    README.md           a model card with data, steps, losses and licence; for weights that were only converted, the
-                        source directory's README.md, if there is one
+    README.md           a model card that lists the data, steps, losses and licence; for weights that were only
+                        converted, the source directory's README.md, if it exists
     README-source.md    the source directory's README.md, if README.md is a model card
     LICENSE, NOTICE     unchanged copies of the source directory's files
 
@@ -85,10 +85,10 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:
-    """The contents of the text files that an export has next to the weights, by file name.
+    """The text files that an export has next to the weights, as a mapping from file name to content.
 
     The result also includes the directory's `tokenizer.json` and `generation_config.json`. The exporter keeps this
-    generation_config.json unless the export has a different tokenizer.json.
+    generation_config.json unless the export's tokenizer.json differs from the directory's.
 
     Args:
         directory: Hugging Face directory that the weights came from; None if unknown.
@@ -153,7 +153,7 @@ def heading(written: str) -> str:
 
 
 def _texts_of(directory: Path) -> dict[str, bytes]:
-    """Read a directory's files that an export copies or compares. Returns the contents by file name.
+    """Read the files that an export copies or compares. Returns a mapping from file name to content.
 
     READMEs and licences larger than MAX_TEXT_BYTES are left out.
     """
@@ -191,7 +191,7 @@ def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record of the run that wrote the checkpoint; None if not found.
+    """The record of the run that wrote the checkpoint; None if there is no record.
 
     The record is in the directory that the user named, or in the run directory that contains the checkpoint.
     """

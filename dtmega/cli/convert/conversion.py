@@ -10,8 +10,8 @@
                           from which a run can resume
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun, all ranks write the folder
     --to megatron DIR     weights for Megatron-LM. With --format core, Megatron's current models load the weights on
-                          any number of ranks. With --format legacy, the weights are for earlier models of Megatron,
-                          on --tp times --pp ranks
+                          any number of ranks. With --format legacy, Megatron's earlier models load the weights on
+                          --tp times --pp ranks
 
 If a run trained a Hugging Face model, --to hf writes the layout of the model's original directory. If this directory
 has moved, --original names its new path. Tensors are converted one by one, so the model need not fit in memory.
@@ -52,7 +52,7 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
     """Convert the weights that `--from` names into the target that `--to` names.
 
     Args:
-        args: arguments of `python -m dtmega convert`.
+        args: parsed command line of `python -m dtmega convert`.
         startup: `Startup` of the ranks that take part.
 
     Raises:
@@ -76,7 +76,7 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
             print(note)
     with startup.step("output"):
         # Ranks that have nothing to write wait at the end of this step. Each writing rank sends a heartbeat before
-        # each tensor, to show the waiting ranks that the writing continues.
+        # each tensor, to show the waiting ranks that it is still writing.
         stored = Renamed(source.weights, {name: name for name in expected}, startup.heartbeat)
         unchanged = families.stored_buffers(model)
         weights = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
@@ -151,10 +151,11 @@ def _write_adapters(
 def _write_for_megatron(
     args: argparse.Namespace, family: Family, model: config.Model, weights: Cast, tokenizer: str
 ) -> None:
-    """Write a Megatron checkpoint in the format that `--format` names, by default in the family's first format.
+    """Write a Megatron checkpoint in the format that `--format` names. The default is the family's first format.
 
     Raises:
-        ValueError: the family does not support the format, or `--tp` or `--pp` is given for a format without ranks.
+        ValueError: the family does not support the format, or `--tp` or `--pp` is given although the format is not
+            split by rank.
     """
     path = Path(args.target[1])
     possible = [name for name, program in MEGATRON_FORMATS.items() if program in family.formats]
@@ -239,10 +240,10 @@ def _left_out(
     """The names of stored tensors that the model does not have.
 
     Args:
-        expected: shapes of the model's tensors, by name.
+        expected: shapes of the model's tensors, keyed by tensor name.
 
     Raises:
-        ValueError: a tensor of the model is not stored, or is stored in a different shape.
+        ValueError: a tensor of the model is not stored, or is stored with a different shape.
     """
     left_out = sorted(source.weights.tensors)
     for name, shape in expected.items():
@@ -264,7 +265,7 @@ def _dtype(name: str) -> torch.dtype | None:
     """The dtype that `--dtype` names; None if the option is not given, so that each tensor keeps its own dtype.
 
     Raises:
-        ValueError: weights cannot have this dtype.
+        ValueError: the option names a dtype that weights cannot have.
     """
     if not name:
         return None
@@ -275,9 +276,9 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """Add a check of Adam's moments to the training state.
+    """Wrap Adam's moments in a check for NaN and infinity.
 
-    Reading a moment that contains NaN or infinity raises an error, unless `--allow-nonfinite` names the tensor.
+    The check raises an error when a moment with NaN or infinity is read, unless `--allow-nonfinite` names the tensor.
     """
     if training is None:
         return None

@@ -84,7 +84,7 @@ def _about_base(state: State) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """A line for each difference in `State` or tensors between two checkpoints. Tensors are compared by value."""
+    """Yield a line for each item of `State` and each tensor that differs between two checkpoints, compared by value."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):
@@ -102,7 +102,7 @@ def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:
     if entry_a is None or entry_b is None or entry_a.shape != entry_b.shape or entry_a.dtype != entry_b.dtype:
         return f"{name}: {_kind(entry_a)} | {_kind(entry_b)}"
     # If all chunks and digests are equal, the tensors need not be read. Otherwise the values may still be equal,
-    # because layouts may divide a tensor into different chunks.
+    # because different layouts divide a tensor into different chunks.
     if _digests(entry_a) == _digests(entry_b):
         return ""
     tensor_a, tensor_b = a.read(name), b.read(name)

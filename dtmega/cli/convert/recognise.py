@@ -21,7 +21,7 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
         model: the [model] section that config.json must agree with; None to make the section from config.json.
 
     Returns:
-        The weights, keyed by our names, and the [model] section.
+        The weights under dtmega's names, and the [model] section.
 
     Raises:
         ValueError: the model belongs to no built-in family, or config.json does not agree with the section.

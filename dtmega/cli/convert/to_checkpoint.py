@@ -24,7 +24,7 @@ class Training(NamedTuple):
     """The training state of another program's run.
 
     Attributes:
-        moments: kind of Adam's moments ("exp_avg" or "exp_avg_sq") -> source of the moments, under dtmega's names.
+        moments: sources of Adam's moments under dtmega's names, keyed by kind ("exp_avg" or "exp_avg_sq").
         progress: numbers of steps and samples that the run had completed.
         updates: number of updates that Adam has made.
         loss_scale: state of float16's loss scale; None if the run had no loss scale.
@@ -88,7 +88,7 @@ def write(
         if warning := files.publish(folder, manifest.dump(written), attempt):
             raise OSError(warning)
     except BaseException:
-        # If this deletion fails too, the leftover files only take up space, so the user sees the first error.
+        # Ignore a failed deletion: the leftover files only take up space, and the user must see the first error.
         with contextlib.suppress(Exception):
             files.discard(folder, attempt)
         raise
@@ -101,7 +101,7 @@ def _fill(files: Place, folder: str, name: str, tensors: Mapping[str, tuple[Sour
         files: place that holds the folder.
         folder: name of the folder.
         name: name of the data file.
-        tensors: pair (source, name in the source) for each tensor, by name in the checkpoint.
+        tensors: mapping from each tensor's name in the checkpoint to a pair (source, name in the source).
         state: the run's state, to record in the manifest.
     """
     entries: dict[str, Entry] = {}
