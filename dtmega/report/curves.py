@@ -1,4 +1,4 @@
-"""Compute curves for the report that are small enough for a browser.
+"""Compute the report's curves, with few enough points for a browser.
 
 Thinned curves have fewer points but keep the extremes. The other curves are running means, the shares of the phases and
 the distribution of step times.
@@ -102,12 +102,12 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
     """The fraction of the step time that each phase takes.
 
     Args:
-        series: all series of a run, by key. Steps that lack one of the recorded phases are left out.
+        series: key in the record -> series of a run. Steps that lack one of the recorded phases are left out.
         most: maximum number of points. If there are more steps, each point covers several consecutive steps.
 
     Returns:
         The last step that each point covers, and a mapping from each phase to its shares, one per point. A share is the
-        fraction, from 0 to 1, of the time of the covered steps that the phase takes.
+        time of the phase divided by the time of all phases, summed over the steps that the point covers.
     """
     recorded = {phase: series[key] for key, phase in STEP_PHASES.items() if key in series}
     if not recorded:
@@ -209,6 +209,6 @@ def restarted_after(run: Run) -> list[int]:
 
 
 def plain(text: str, most: int = MAX_CHARACTERS) -> str:
-    """Put a text on one line: escape control and invisible characters, then keep at most `most` characters."""
+    """Make text fit on one line: escape control and invisible characters, then truncate to `most` characters."""
     text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

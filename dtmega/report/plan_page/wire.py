@@ -93,7 +93,7 @@ def section(plan: Plan, time: StepTime | None, places: Sequence[Places]) -> list
 
 
 def _bar(row: AxisWire, longest_s: float) -> str:
-    """The HTML of a bar that shows an axis's exposed and covered time in two colours; '' if nothing takes time."""
+    """The HTML of a bar that shows an axis's exposed and covered time in two colours; '' if no axis takes time."""
     if not longest_s:
         return ""
     covered_s = max((row.seconds or 0.0) - row.exposed_s, 0.0)

@@ -78,7 +78,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
 
 
 def proved(way: str) -> tuple[Any, ...]:
-    """The names of the model families that keep every bit when they run in a given way, a word from `Family.exact`."""
+    """The names of the model families that are proved to keep every bit when they run in this way (`Family.exact`)."""
     return tuple(name for name, family in families.FAMILIES.items() if way in family.exact)
 
 
@@ -98,7 +98,7 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
     n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
-    # With this text, the digests of the tp and cp ranks differ even if their gradients are equal.
+    # This text makes the digests of the tp and cp ranks differ even if the ranks' gradients are equal.
     share = f"tp {world.coordinate('tp')}, cp {world.coordinate('cp')}"
     found = ExactSums(sizes, n_parts, groups, world.device, share)
     for number, stage in stages.items():
