@@ -319,7 +319,7 @@ def pieces_of_run(cfg: config.Config) -> list[Piece]:
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of the whole model's tensors, in order, keyed by checkpoint name. Tied tensors are listed once."""
+    """The shapes of the whole model's tensors, keyed by checkpoint name. A tied tensor is listed only once."""
     with torch.device("meta"):
         built = of(model).build(model)
     return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}

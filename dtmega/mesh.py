@@ -135,7 +135,7 @@ class World:
 
 
 def world_size() -> int:
-    """The size of the process group; before the group exists, the launcher's number of processes (1 without launcher).
+    """The number of processes: the size of the process group if it exists; otherwise WORLD_SIZE, or 1 if that is unset.
 
     Raises:
         ValueError: the launcher's RANK or WORLD_SIZE is not a number, or is out of range.
@@ -144,7 +144,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Number of this process, counted from 0. Raises the same errors as `world_size`."""
+    """The number of this process, counted from 0. Raises the same errors as `world_size`."""
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 

@@ -395,7 +395,7 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
     Args:
         run: the run.
-        step: the step that has just ended.
+        step: number of the step that has just ended.
         minutes: minutes since training started in this process.
 
     Returns:

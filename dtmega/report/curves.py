@@ -1,4 +1,4 @@
-"""Compute the report's curves, with few enough points for a browser.
+"""Compute the report's curves, each with few enough points for a browser.
 
 Thinned curves have fewer points but keep the extremes. The other curves are running means, the shares of the phases and
 the distribution of step times.
@@ -50,7 +50,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index in `values` of each bucket's extreme; the first such index if a bucket contains the extreme repeatedly.
+    """For each bucket, the index in `values` at which the bucket's extreme first occurs.
 
     Args:
         ufunc: np.minimum for the smallest values, np.maximum for the largest.

@@ -205,7 +205,7 @@ def _written(*paths: Path) -> datetime | None:
 
 
 def _config(directory: Path) -> Config:
-    """The configuration in config.toml, by section; {} if the file is missing or damaged."""
+    """The configuration in config.toml, as section -> key -> value; {} if the file is missing or damaged."""
     try:
         table = read_toml(directory / "config.toml")
     except ValueError:

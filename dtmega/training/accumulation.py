@@ -1,4 +1,4 @@
-"""Choose [fsdp] accumulate: whether a rank keeps whole gradients or shards between the microbatches of a step."""
+"""Choose [fsdp] accumulate: whether a rank keeps whole or sharded gradients between the microbatches of a step."""
 
 from __future__ import annotations
 

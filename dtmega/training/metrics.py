@@ -228,7 +228,7 @@ class Metrics:
             step: number of steps done.
             loss: validation loss.
             name: name of the set in [data] validation; '' for the validation split.
-            more: name -> mean, for each mean of which the loss is a weighted sum; empty if the loss is one mean.
+            more: name -> mean, if the loss is a weighted sum of several means; otherwise empty.
         """
         self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 

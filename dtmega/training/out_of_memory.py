@@ -30,7 +30,7 @@ def find(error: BaseException | None) -> BaseException | None:
 
 
 def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemory) -> str:
-    """Explain the error to the user in one line.
+    """Explain an out-of-memory error to the user in one line.
 
     Args:
         error: error that the allocator raised.

@@ -231,7 +231,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Pairs (parameter, mask). The mask marks the elements of one local box that affect no output."""
+        """Pairs (parameter, mask), one per local box of a parameter. The mask marks elements that affect no output."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -367,7 +367,7 @@ class ShardedModel:
 
 
 def _do_nothing() -> None:
-    """Do nothing: the default of `on_reduce`."""
+    """Do nothing, as the default of `on_reduce`."""
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:

@@ -42,7 +42,7 @@ def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> N
     """Raise an error if the configured profile cannot be recorded.
 
     Raises:
-        ValueError: [profile] ranks has a rank beyond the last process, or a memory history is requested on a CPU.
+        ValueError: a number in [profile] ranks is too large for this run, or a memory history is requested on a CPU.
     """
     if max(cfg.ranks) >= world_size:
         raise ValueError(

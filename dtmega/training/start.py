@@ -90,7 +90,7 @@ def read_configuration(
 
     Args:
         argv: arguments of the command line.
-        startup: meeting point of the ranks.
+        startup: object through which the ranks meet at the end of each startup step.
         elsewhere: number of processes, device and device memory (`mesh.memory_bytes`) of the job that a dry run
             examines; None for this job.
     """

@@ -29,8 +29,8 @@ class LoadColumns(NamedTuple):
         edges: boundaries of the columns, int64 [C + 1]. Column c covers the steps edges[c] + 1 to edges[c + 1].
         loads: number of a layer -> number of tokens that used each of the layer's E experts in each column, float64
             [E, C].
-        last_used: number of a layer -> last step of the newest line with a token for each expert, int64 [E]; 0 for an
-            expert without tokens.
+        last_used: number of a layer -> for each expert, the last step of the newest line in which a token used the
+            expert, int64 [E]; 0 if there is no such line.
         damaged_lines: number of lines that were left out.
     """
 

@@ -88,7 +88,7 @@ def _add_panel(
         picture: plotly figure to draw in.
         role: role whose memory is drawn.
         row: number of the panel, from 1.
-        unit_bytes: bytes of one unit on the vertical axis.
+        unit_bytes: number of bytes in one unit of the vertical axis.
         limit_bytes: height of the line that shows the device's memory; None for no line.
         shown: names that the legend already contains; the function adds the names that it draws.
     """

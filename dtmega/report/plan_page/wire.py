@@ -1,4 +1,4 @@
-"""Add up the messages of a step by axis, and show their bytes, their time, and the exposed part of the time."""
+"""Add up a step's messages on each axis, and show the bytes, the time, and the exposed part of the time."""
 
 from __future__ import annotations
 

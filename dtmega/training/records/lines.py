@@ -75,7 +75,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     Args:
         path: path of the file, which need not exist.
         step: number of steps done before this start.
-        finished: whether the run has done all its steps. The run will then repeat the evaluations after the last
+        finished: whether the run has done all its steps. If so, the run will repeat the evaluations after the last
             step, so the lines of these evaluations are removed.
     """
     if not path.exists():

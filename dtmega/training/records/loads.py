@@ -6,9 +6,9 @@ A line covers the steps `first` to `step`. `loads` maps the number of each layer
 number per expert: how many tokens of the global batches used the expert. Only tokens with a label count, as in the
 balance loss. A skipped step adds nothing.
 
-Each of the first 100 steps has its own line. Later lines cover about a hundredth of the steps done so far, so the file
-gets about 100 lines each time the number of steps grows by a factor of 2.7. The lines are thus always as fine as the
-columns that `dtmega report` draws. Each save also ends a line, so that a resumed run counts each step once.
+Each of the first 100 steps has its own line. Each later line covers about a hundredth of the steps done so far, so the
+file gets about 100 lines each time the number of steps grows by a factor of 2.7. The lines are thus always as fine as
+the columns that `dtmega report` draws. Each save also ends a line, so that a resumed run counts each step once.
 """
 
 from __future__ import annotations
