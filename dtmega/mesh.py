@@ -1,6 +1,6 @@
 """The processes of a job: their ranks, their devices, the 5-axis mesh, and all process groups.
 
-Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
+Ranks are numbered as in Megatron: tp varies fastest, followed by cp, dp_shard, dp_replicate and pp. So tp, which
 communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has a name:
 
     data       dp_replicate x dp_shard: each rank takes its slice of the global batch
@@ -10,7 +10,7 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
     ep         ep neighbours in fsdp: these ranks divide the experts of a layer, and exchange the experts' tokens
     efsdp      fsdp / ep: each expert's parameters are sharded over these ranks
-    pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
+    pp 0+2     ranks at places 0 and 2 of a pipeline, if the stages there share a parameter (`World.between`)
     place      dp_replicate x dp_shard x cp x tp: these ranks hold the same stages (`World.at_place`); only for Muon
 """
 
@@ -135,7 +135,7 @@ class World:
 
 
 def world_size() -> int:
-    """The number of processes: the size of the process group if it exists; otherwise WORLD_SIZE, or 1 if that is unset.
+    """The number of processes: the size of the process group if it exists, otherwise WORLD_SIZE (1 if not set).
 
     Raises:
         ValueError: the launcher's RANK or WORLD_SIZE is not a number, or is out of range.

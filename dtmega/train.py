@@ -1,9 +1,9 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
-From top to bottom: `begin` reads the configuration and the data (an error in either ends the run with exit code 2),
-makes the process group and the model, and resumes from a checkpoint. `train` runs the loop and the last evaluation,
-and generates a sample. `--help` lists every key. `--dry-run` checks whether training would start and prints each rank's
-memory (`planning/answers/dry_run.py`).
+From top to bottom: `begin` reads the configuration and the data, makes the process group and the model, and resumes
+from a checkpoint. `train` runs the loop and the last evaluation, and generates a sample. An error in the configuration
+or in the data ends the run with exit code 2. `--help` lists every key. `--dry-run` checks whether training would start,
+and prints each rank's memory (`planning/answers/dry_run.py`).
 
 On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal, the run finishes its step, saves and exits with code 75. To
 continue the run, repeat the command; the numbers are the same as in an uninterrupted run. All exit codes are in
@@ -105,7 +105,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         settings = start.read_configuration(argv, startup)
         settings, text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Open the log early: the exit stack then closes the log after everything that takes time to close.
+    # Open the log early, so that the exit stack closes the log late, after everything that takes time to close.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -233,7 +233,7 @@ def train(run: Run, at: Progress) -> int:
 
 
 def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
-    """Decide whether to train, and evaluate a new run before its first step if [eval] interval is set.
+    """Look for a reason not to train. If [eval] interval is set, also evaluate a new run before its first step.
 
     Returns:
         The reason not to train, such as high losses that stopped the run earlier; '' if there is no reason.
@@ -336,9 +336,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         end: configured end of the run, which affects the learning rate.
 
     Returns:
-        The progress after the step, and a flag: True for a faulty step, False for a good step, and None for neither. A
-        step is neither if it was passed over, or if it was skipped only because float16's loss scale is too large and
-        can still be halved.
+        The progress after the step, and whether the step was faulty. The second value is None if the step was passed
+        over, or if the step was skipped only because float16's loss scale is too large and can still be halved.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)

@@ -124,7 +124,7 @@ def validation_name(key: str) -> str:
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; none if the file does not exist. Longer lines are cut into pieces of MAX_LINE_BYTES."""
+    """The lines of a file; no lines if it does not exist. Lines longer than MAX_LINE_BYTES are cut into pieces."""
     try:
         file: BinaryIO = path.open("rb")
     except FileNotFoundError:

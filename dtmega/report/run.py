@@ -64,7 +64,7 @@ class Run(NamedTuple):
     Attributes:
         directory: run directory.
         name: name of the run, unique on the page.
-        record: content of metrics.jsonl, plus one series for each score.
+        record: content of metrics.jsonl, plus the series of the scores.
         config: configuration of the newest start.
         starts: starts of the run in order of time. The first is the most recent start at step 0.
         parts: parts of the run in the order of their steps; at least one part.

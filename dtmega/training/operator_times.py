@@ -34,7 +34,7 @@ class _OperatorTime:
 
 
 def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> list[dict[str, Any]]:
-    """The operators with the largest self times, or on a GPU the kernels with the largest times.
+    """The operators with the largest self times; on a GPU, the kernels with the largest times.
 
     An operator's self time excludes the time of the operators that it calls.
 

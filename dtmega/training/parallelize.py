@@ -305,7 +305,7 @@ class ShardedModel:
                 yield model.full_name(name), tensor
 
     def weights(self) -> list[Tensor]:
-        """The local parts of parameters. Each element of the model occurs on exactly one rank of the `shards` group."""
+        """The local parts of parameters. The ranks of a `shards` group together return each element exactly once."""
         return [local(p.detach()) for p in self.counted_once().values()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:

@@ -125,7 +125,7 @@ def _head(answer: Answer, title: str) -> list[str]:
 
 
 def _verdict(answer: Answer) -> str:
-    """The HTML of the verdict, one line: whether the fullest rank's memory fits into its device."""
+    """The verdict in one line of HTML: whether the fullest rank's memory fits into its device."""
     peak = answer.plan.fullest.peak
     at = f"the fullest rank, {answer.plan.fullest.rank}, holds {binary(peak.peak_bytes)} at {peak.action}"
     usable = answer.limits.usable_bytes

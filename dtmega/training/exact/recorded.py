@@ -1,4 +1,4 @@
-"""Read the digests of a run with [run] exact (`record.py`), and find the first difference between run and replay.
+"""Read the digests of a run with [run] exact (`record.py`), and find the first difference in a replay of the run.
 
 recorded = read(run_dir)
 recorded.difference(step, found)     # "step 4, microbatch 6 of 8: ..., computed by rank 2 on node-2"
