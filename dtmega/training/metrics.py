@@ -50,9 +50,9 @@ class Metrics:
         device: device on which this process computes. MFU assumes that all processes have the same kind of device.
         world_size: number of processes.
         end: configured end of the run (`config.end`).
-        start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
-            last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
-            TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
+        start_step: number of steps done before this start; 0 for a new run. If a killed attempt has left lines of
+            later steps, the lines are removed from metrics.jsonl and hidden in TensorBoard. A new run starts with an
+            empty metrics.jsonl and an empty TensorBoard.
         write: whether this rank writes the reports; only one rank does so.
         loads: loads of a mixture's experts, to be written to expert_loads.jsonl; None if there are no experts.
 

@@ -10,7 +10,7 @@ import torch
 from dtmega.config import Config
 from dtmega.training.device_peaks import PeakMemory
 
-# torch's CPU allocator raises a plain RuntimeError with one of these texts in the message.
+# torch's CPU allocator raises a plain RuntimeError whose message contains one of these strings.
 CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
