@@ -63,7 +63,7 @@ DECODER: Mapping[str, Objective] = MappingProxyType(
 
 @dataclass(frozen=True)
 class BuiltInFamily:
-    """A family whose model and plan are part of dtmega. `Family` documents all methods and all further attributes.
+    """A family whose model and plan are part of dtmega. `Family` documents all methods and the remaining attributes.
 
     Attributes:
         model: class of the model, called with the [model] section.
@@ -186,8 +186,8 @@ class BuiltInFamily:
         Args:
             model: the [model] section.
             program: a key of `formats`.
-            kind: program's name for the family, in a stored configuration. If several formats fit the section, the
-                format of this kind is taken, otherwise the first one.
+            kind: name that the program's stored configuration gives to the family. If several formats fit the section,
+                the method returns the format of this kind, or the first of these formats if none is of this kind.
 
         Raises:
             ValueError: the program has no model with the values in this section.
@@ -260,7 +260,7 @@ def objective(cfg: config.Config) -> Objective:
     """The training objective of a run.
 
     Raises:
-        ValueError: the family has no objective of this name.
+        ValueError: the family does not have the objective that [data] objective names.
     """
     known = of(cfg.model).objectives
     if cfg.data.objective not in known:
@@ -272,7 +272,7 @@ def objective(cfg: config.Config) -> Objective:
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:
-    """The options of `Show.text`, keyed by name, that depend on how the run was trained.
+    """The options of `Show.text` that depend on how the run was trained, keyed by option name.
 
     Raises:
         ValueError: the family does not have the run's objective.
@@ -298,7 +298,7 @@ def build(cfg: config.Config) -> Model:
 
 
 def elements(cfg: config.Config) -> trainable.Elements:
-    """The numbers of elements of the trained and of the frozen parameters of the whole model."""
+    """Count the trained elements and the frozen elements in the whole model's parameters."""
     with torch.device("meta"):
         return trainable.elements(build(cfg).parameters())
 
@@ -312,14 +312,14 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def pieces_of_run(cfg: config.Config) -> list[Piece]:
-    """The pieces of the whole model as a run trains it: adapters and frozen weights cost what they cost in this run."""
+    """The pieces of the whole model, in pipeline order. The costs reflect the run's adapters and frozen weights."""
     with torch.device("meta"):
         whole = build(cfg)
     return of(cfg.model).pieces(whole)
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of the whole model's tensors, in order, keyed by checkpoint name. Tied tensors are listed once."""
+    """The shapes of the whole model's tensors, keyed by checkpoint name. A tied tensor is listed only once."""
     with torch.device("meta"):
         built = of(model).build(model)
     return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}

@@ -1,6 +1,6 @@
 """The processes of a job: their ranks, their devices, the 5-axis mesh, and all process groups.
 
-Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
+Ranks are numbered as in Megatron: tp varies fastest, followed by cp, dp_shard, dp_replicate and pp. So tp, which
 communicates most, connects neighbours on one machine. Each set of ranks that sums or copies tensors has a name:
 
     data       dp_replicate x dp_shard: each rank takes its slice of the global batch
@@ -8,9 +8,9 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     loss       pp x data x cp: token losses add up over these ranks
     shards     pp x dp_shard x cp x tp: together these ranks hold every parameter once
     model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
-    ep         ep neighbours in fsdp: together these ranks hold each expert of a layer once, and exchange its tokens
+    ep         ep neighbours in fsdp: these ranks divide the experts of a layer, and exchange the experts' tokens
     efsdp      fsdp / ep: each expert's parameters are sharded over these ranks
-    pp 0+2     pipeline places whose stages share a parameter (`World.between`); only for models that share parameters
+    pp 0+2     ranks at places 0 and 2 of a pipeline, if the stages there share a parameter (`World.between`)
     place      dp_replicate x dp_shard x cp x tp: these ranks hold the same stages (`World.at_place`); only for Muon
 """
 
@@ -49,17 +49,17 @@ DERIVED = {
 ON_DEMAND = {"place": (*DATA, "cp", "tp")}
 # The mesh dims that parameters are laid out on. fsdp includes cp, so cp ranks hold different shards too.
 LAID_OUT = ("pp", "dp_replicate", "fsdp", "tp")
-# The mesh dims that experts are laid out on if ep > 1: fsdp is divided in two.
+# The mesh dims that experts are laid out on if ep > 1. The dims efsdp and ep replace fsdp.
 EXPERTS_LAID_OUT = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 TIMEOUT_S = 600.0
 
 
 class ExpertMesh(NamedTuple):
-    """Slices of the mesh that experts are laid out on.
+    """Two slices of the experts' mesh, which has the dims EXPERTS_LAID_OUT.
 
     Attributes:
-        held: the ranks that a layer's experts are divided over, (ep, tp), or (ep,) if tp is 1.
-        sharded: the ranks that a rank's experts are sharded over: (efsdp,), or for HSDP (dp_replicate, efsdp).
+        held: slice over which a layer's experts are divided: (ep, tp), or (ep,) if tp is 1.
+        sharded: slice over which each rank's experts are sharded: (efsdp,), or (dp_replicate, efsdp) for HSDP.
     """
 
     held: DeviceMesh
@@ -72,13 +72,13 @@ class World:
 
     Attributes:
         rank, size: index of this process, from 0, and number of processes.
-        device: the device that this process computes on.
+        device: device on which this process computes.
         sizes: size of each axis.
-        mesh: the mesh that parameters are laid out on, with the dims LAID_OUT.
+        mesh: mesh on which parameters are laid out, with the dims LAID_OUT.
         tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
-        experts: slices of a second mesh, for experts, if ep > 1; otherwise None.
+        experts: slices of the experts' mesh; None if ep is 1.
         data_rank, data_size: index of this process's slice of the global batch, and number of slices.
-        groups: this process's groups, by name: one group for each axis and for each set of ranks in DERIVED.
+        groups: process groups of this process, keyed by the name of an axis or of a set of ranks, such as "fsdp".
         timeout: timeout of every group's collectives.
     """
 
@@ -101,7 +101,7 @@ class World:
         return self.groups[axis].rank()
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of ranks at the given places in this process's pipeline; None if this process is at none of them.
+        """The group of the ranks at these places of this process's pipeline; None if the process is at another place.
 
         The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". All
         processes must call this method for the same sets of places, in the same order.
@@ -122,8 +122,8 @@ class World:
     def at_place(self) -> dist.ProcessGroup:
         """The group of all ranks at this process's place in the pipelines, in the order of AXES.
 
-        The first call makes the group and adds it to `groups`, unless it is one that exists. All processes must call
-        this method together.
+        If no existing group has exactly these ranks, the method makes the group and adds it to `groups`. All processes
+        must call this method together.
         """
         lists = rank_groups(self.sizes, ON_DEMAND["place"])
         (mine,) = (ranks for ranks in lists if self.rank in ranks)
@@ -135,7 +135,7 @@ class World:
 
 
 def world_size() -> int:
-    """Size of the process group. Before the group exists: the launcher's number of processes, or 1 without a launcher.
+    """The number of processes: the size of the process group if it exists, otherwise WORLD_SIZE (1 if not set).
 
     Raises:
         ValueError: the launcher's RANK or WORLD_SIZE is not a number, or is out of range.
@@ -144,7 +144,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Number of this process, counted from 0. Raises the same errors as `world_size`."""
+    """The number of this process, counted from 0. Raises the same errors as `world_size`."""
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 
@@ -190,7 +190,7 @@ def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
 
 
 def expert_groups(sizes: dict[str, int], ep: int) -> dict[str, list[list[int]]]:
-    """Divide each fsdp group into neighbours (ep), and into the ranks at one place among their neighbours (efsdp)."""
+    """Divide each fsdp group into "ep" groups of neighbours, and into "efsdp" groups with one rank per "ep" group."""
     groups: dict[str, list[list[int]]] = {"efsdp": [], "ep": []}
     for ranks in rank_groups(sizes, DERIVED["fsdp"]):
         groups["ep"] += [ranks[first : first + ep] for first in range(0, len(ranks), ep)]
@@ -260,7 +260,7 @@ def start(
     """Join the process group (nccl on GPUs, gloo on CPUs) and make the mesh, with or without torchrun.
 
     Args:
-        ep: number of ranks that a layer's experts are divided over; it divides dp_shard x cp.
+        ep: number of ranks over which a layer's experts are divided, a divisor of dp_shard x cp.
         timeout_s: timeout of the rendezvous and of every collective. An existing process group keeps its own timeout.
         store: store that an earlier call to `rendezvous` returned; None if there was no such call.
 
@@ -313,7 +313,7 @@ def start(
 def _lay_out(
     dims: tuple[str, ...], lengths: dict[str, int], groups: dict[str, dist.ProcessGroup], device: torch.device
 ) -> DeviceMesh:
-    """Make the mesh of all ranks with these dims and their lengths, the last dim varying fastest."""
+    """Make a mesh of all ranks with the given dims and lengths. The last dim varies fastest."""
     grid = torch.arange(dist.get_world_size()).view([lengths[dim] for dim in dims])
     return DeviceMesh.from_group([groups[dim] for dim in dims], device.type, grid, mesh_dim_names=dims)
 
@@ -323,9 +323,9 @@ def make_groups(
 ) -> dict[str, dist.ProcessGroup]:
     """Make the groups that contain this process, keyed by name. Names for identical sets of ranks share one group.
 
-    Each process makes only its own groups, one of each kind, however many processes there are. All processes make
-    the kinds in the same order, so overlapping groups cannot wait for each other in a cycle. torch derives a
-    group's name from the number of groups that the process has made, so all members give a group the same name.
+    Each process makes only its own groups, one of each kind. All processes make the kinds in the same order, so
+    overlapping groups cannot wait for each other in a cycle. torch derives a group's name from the number of groups
+    that the process has made, so all members give a group the same name.
 
     Raises:
         ValueError: the ranks made different numbers of groups before this call.
@@ -372,7 +372,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 
 
 def rendezvous(timeout_s: float) -> Store:
-    """The process group's store. Before the group exists: a new store that only this attempt of the job uses.
+    """The process group's store; before the group exists, a new store that only this attempt of the job uses.
 
     Raises:
         ValueError: `rendezvous.meet` failed.

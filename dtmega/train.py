@@ -1,12 +1,12 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
-From top to bottom: `begin` reads the configuration and the data (an error in either ends the run with exit code 2),
-makes the process group and the model, and resumes from a checkpoint. `train` runs the loop and the last evaluation,
-and generates a sample. `--help` lists every key. `--dry-run` says what a start would find out, and
-whether it fits (`planning/answers/dry_run.py`).
+From top to bottom: `begin` reads the configuration and the data, makes the process group and the model, and resumes
+from a checkpoint. `train` runs the loop and the last evaluation, and generates a sample. An error in the configuration
+or in the data ends the run with exit code 2. `--help` lists every key. `--dry-run` checks whether training would start,
+and prints each rank's memory (`planning/answers/dry_run.py`).
 
-On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and exits with code 75. To
-continue the run, repeat the command; the numbers are those of an uninterrupted run. All exit codes are in
+On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal, the run finishes its step, saves and exits with code 75. To
+continue the run, repeat the command; the numbers are the same as in an uninterrupted run. All exit codes are in
 `dtmega/distributed/exit_codes.py`.
 """
 
@@ -89,11 +89,11 @@ def main(argv: list[str]) -> int:
 
 
 def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: ExitStatus) -> tuple[Run, Progress]:
-    """Start a run, in steps that all ranks take together.
+    """Start a run. All ranks take the steps of the startup together.
 
     Args:
         argv: arguments of the command line.
-        startup: meeting point of the ranks at the end of each step.
+        startup: object through which the ranks meet at the end of each startup step.
         closing: exit stack that closes everything that this function opens.
         exit_status: record of how the run ends.
 
@@ -105,7 +105,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         settings = start.read_configuration(argv, startup)
         settings, text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Open the log early: the exit stack then closes the log after everything that takes time to close.
+    # Open the log early, so that the exit stack closes the log late, after everything that takes time to close.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -233,7 +233,7 @@ def train(run: Run, at: Progress) -> int:
 
 
 def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
-    """Decide whether to train, and evaluate a new run before its first step if [eval] interval is set.
+    """Look for a reason not to train. If [eval] interval is set, also evaluate a new run before its first step.
 
     Returns:
         The reason not to train, such as high losses that stopped the run earlier; '' if there is no reason.
@@ -267,10 +267,10 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
         run: the run.
         at: progress of the run after the step.
         wanted: whether to save regardless of the interval, because the run stops here or was just validated.
-        last: whether no step follows. The function then waits for all saves to end.
+        last: whether this is the last step. If so, the function waits for all saves to end.
 
     Returns:
-        The outcomes of the saves that have ended: this save, or earlier saves that a thread wrote in the meantime.
+        The outcomes of all saves that have ended: this save, or an earlier save that a thread has finished meanwhile.
     """
     cfg = run.cfg.checkpoint
     if due(at.step, cfg.interval) or wanted or (last and cfg.final):
@@ -327,7 +327,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
 
 
 def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Progress, bool | None]:
-    """Train on a batch, or pass the batch over, and report the step.
+    """Train on a batch, or pass over the batch, and report the step.
 
     Args:
         run: the run.
@@ -336,8 +336,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         end: configured end of the run, which affects the learning rate.
 
     Returns:
-        The progress after the step, and a flag: True for a faulty step, False for a good step, and None for a step that
-        was passed over, or was skipped only because float16's loss scale is too large and can be halved.
+        The progress after the step, and whether the step was faulty. The second value is None if the step was passed
+        over, or if the step was skipped only because float16's loss scale is too large and can still be halved.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
@@ -390,15 +390,15 @@ def evaluate_only(run: Run, at: Progress) -> int:
 
 
 def meet_after_step(run: Run, step: int, minutes: float) -> str:
-    """Share reasons to stop, and requests to profile the next steps, among all ranks.
+    """Exchange reasons to stop, and requests to profile the next steps, among all ranks.
 
     Args:
         run: the run.
-        step: the step that has just ended.
+        step: number of the step that has just ended.
         minutes: minutes since training started in this process.
 
     Returns:
-        The reason to save and exit before the last step, the same on all ranks; '' if no rank has a reason.
+        The reason to save and exit before the last step; '' if no rank has a reason. All ranks get the same reason.
     """
     cfg = run.cfg.train
     # If several reasons apply, on one rank or on different ranks, the last of them in this dict wins.
@@ -432,7 +432,7 @@ def killed_before_it_began(run: Run) -> bool:
 
 
 def due(step: int, interval: int) -> bool:
-    """True for every `interval`-th step; never True if the interval is 0."""
+    """True if `step` is a multiple of `interval`; always False if `interval` is 0."""
     return interval > 0 and step % interval == 0
 
 

@@ -19,7 +19,7 @@ PHASE_COLOURS = {
     "sample": "#e58fa5",
     "other": "#b9c1ca",
 }
-# Class of memory in a plan -> colour of the class, in the order of the areas from the bottom of the picture to the top.
+# Class of memory in a plan -> colour of the class. The order is that of the stacked areas, from bottom to top.
 MEMORY_COLOURS = {
     "parameters": "#2266cc",
     "frozen parameters": "#9fb4cf",
@@ -35,7 +35,7 @@ MEMORY_COLOURS = {
     "rooms for messages": "#e3b341",
     "other": "#b9c1ca",
 }
-# Kind of action -> colour of the action in the drawing of a schedule.
+# Kind of action in a pipeline schedule -> colour in the schedule's drawing.
 ACTION_COLOURS = {"F": "#3b7dc4", "B": "#3f964b", "I": "#238e86", "W": "#d08a1d"}
 COVERED, EXPOSED, BUBBLE = "#8fb6ec", "#c22f45", "#dde3e9"
 OTHER_COLOURS = ("#8f98a3", "#5a5f6b")

@@ -81,7 +81,7 @@ def different_keys(configs: Sequence[Config]) -> list[tuple[str, list[Any]]]:
 
 
 def equal_keys(configs: Sequence[Config]) -> Config:
-    """The keys that have the same value in all configurations, by section."""
+    """The keys that have the same value in all configurations, grouped by section."""
     equal: dict[str, dict[str, Any]] = {}
     for (section, key), values in _keys(configs).items():
         if all(value == values[0] for value in values):

@@ -1,4 +1,4 @@
-"""Compute curves for the report that are small enough for a browser.
+"""Compute the report's curves, each with few enough points for a browser.
 
 Thinned curves have fewer points but keep the extremes. The other curves are running means, the shares of the phases and
 the distribution of step times.
@@ -50,7 +50,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The index in `values` of each bucket's extreme; the first such index if a bucket contains the extreme repeatedly.
+    """For each bucket, the index in `values` at which the bucket's extreme first occurs.
 
     Args:
         ufunc: np.minimum for the smallest values, np.maximum for the largest.
@@ -102,12 +102,12 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
     """The fraction of the step time that each phase takes.
 
     Args:
-        series: all series of a run, by key. Steps that lack one of the recorded phases are left out.
+        series: key in the record -> series of a run. Steps that lack one of the recorded phases are left out.
         most: maximum number of points. If there are more steps, each point covers several consecutive steps.
 
     Returns:
         The last step that each point covers, and a mapping from each phase to its shares, one per point. A share is the
-        fraction, from 0 to 1, of the time of the covered steps that the phase takes.
+        time of the phase divided by the time of all phases, summed over the steps that the point covers.
     """
     recorded = {phase: series[key] for key, phase in STEP_PHASES.items() if key in series}
     if not recorded:
@@ -209,6 +209,6 @@ def restarted_after(run: Run) -> list[int]:
 
 
 def plain(text: str, most: int = MAX_CHARACTERS) -> str:
-    """Put a text on one line: escape control and invisible characters, then keep at most `most` characters."""
+    """Make text fit on one line: escape control and invisible characters, then truncate to `most` characters."""
     text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

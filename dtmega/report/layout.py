@@ -87,7 +87,7 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
     """An SVG drawing of the pipeline's schedule, and the title of the drawing.
 
     Args:
-        values: recorded configuration, by section. A different version of dtmega may have written it.
+        values: recorded configuration, as section -> key -> value. Another version of dtmega may have written it.
         sizes: size of each axis of the mesh.
 
     Returns:

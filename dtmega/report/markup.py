@@ -18,7 +18,7 @@ WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narr
 
 
 def text(value: object, keep: str = "") -> str:
-    """Escape a text for HTML, between tags or in an attribute. Control and invisible characters are escaped too.
+    """Escape text for HTML, between tags or in an attribute. Control and invisible characters are escaped too.
 
     Args:
         value: text, or any object that `str` can convert to text.
@@ -35,7 +35,7 @@ def breakable(value: object) -> str:
 
 
 def unbroken(value: str) -> str:
-    """Escape a text, and prevent line breaks in the text if it is short enough for a narrow window."""
+    """Escape text. If the text is short enough for a narrow window, also prevent line breaks in it."""
     return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_CHARACTERS else text(value)
 
 
@@ -45,7 +45,7 @@ def times(html_text: str) -> str:
 
 
 def cut(value: str, keep: str = "") -> str:
-    """Escape a long text, show the beginning, and fold away the rest.
+    """Escape a long text. The beginning is shown, and the rest is folded away.
 
     Everything after the first MAX_CHARACTERS characters is left out.
 

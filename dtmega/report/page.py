@@ -1,4 +1,4 @@
-"""The report's page about runs: its sections from top to bottom.
+"""The sections of the report's page about runs, from top to bottom.
 
 Names, configurations, exit reasons and samples may come from untrusted files, so `markup.text` escapes them. As a
 second safeguard, the page allows no scripts except those that `document.html` inserts.
@@ -39,7 +39,7 @@ def page(
     Args:
         runs: runs to show.
         figures: id of an HTML element -> JSON of the plotly figure to draw there. The ids are "curves", "tail" if there
-            are step times, and one for the loads of each mixture of experts.
+            are step times, and one id for each run with expert loads.
         plotly: plotly's JavaScript.
         colours: colour of each run.
         page_folder: folder that will contain the page. Links to files are relative to this folder.
@@ -170,7 +170,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: a description and, for several processes, the drawings that are small enough."""
+    """The HTML of one part's layout: a description and, if several processes ran, drawings that are small enough."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']

@@ -19,7 +19,7 @@ def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) 
 
     Args:
         figure: plotly figure to draw in.
-        series: all series of the run, by key.
+        series: key in the record -> series of the run.
         row, column: position of the panel in the figure, counted from 1.
     """
     steps, shares = curves.phase_shares(series)

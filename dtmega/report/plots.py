@@ -393,12 +393,12 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
 
 
 def written(text: str, most: int = curves.MAX_CHARACTERS) -> str:
-    """Escape a name from a file or a user, because plotly interprets <b>, <a href> and entities in texts."""
+    """Escape a name from a file or a user, because plotly interprets <b>, <a href> and entities in labels."""
     return html.escape(curves.plain(text, most), quote=False)
 
 
 def _lines(event: Event) -> str:
-    """The text of an event's hover box, escaped, with a line break after every 90 characters."""
+    """The escaped text of an event's hover box, with a line break after every 90 characters."""
     text = curves.plain(event.text, most=400)
     rows = (text[i : i + 90] for i in range(0, len(text), 90))
     return f"after step {event.step}: " + "<br>".join(html.escape(row, quote=False) for row in rows)

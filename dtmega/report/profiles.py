@@ -62,7 +62,8 @@ class Operator(BaseModel):
 class Summary(BaseModel):
     """The content of a summary file, which describes one rank in one window of steps.
 
-    Links do not trust the trace's name in the file: they use the summary's file name with a different suffix.
+    A summary also contains the name of its trace. The file is not trusted, so links ignore that name, and use the
+    summary's own file name with a different suffix.
 
     Attributes:
         rank: rank that the file describes.

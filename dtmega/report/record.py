@@ -22,7 +22,7 @@ NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # keys whos
 
 
 class Series(NamedTuple):
-    """The values of one metric of a run over the steps.
+    """One metric of a run: the metric's value at each step.
 
     Attributes:
         steps: step numbers, ascending, int64 [n].
@@ -124,7 +124,7 @@ def validation_name(key: str) -> str:
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, with longer lines cut into pieces of MAX_LINE_BYTES; no lines if the file does not exist."""
+    """The lines of a file; no lines if it does not exist. Lines longer than MAX_LINE_BYTES are cut into pieces."""
     try:
         file: BinaryIO = path.open("rb")
     except FileNotFoundError:

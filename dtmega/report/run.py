@@ -64,16 +64,16 @@ class Run(NamedTuple):
     Attributes:
         directory: run directory.
         name: name of the run, unique on the page.
-        record: content of metrics.jsonl, with the scores as further series.
+        record: content of metrics.jsonl, plus the series of the scores.
         config: configuration of the newest start.
-        starts: starts of the run, oldest first: the newest start at step 0, and all later starts.
+        starts: starts of the run in order of time. The first is the most recent start at step 0.
         parts: parts of the run in the order of their steps; at least one part.
         end: last planned step; 0 if this step is not known.
         ended: exit record of the newest attempt, which may be a refusal; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is no sample.
         scores: evaluations of the run's checkpoints.
-        profiles: profiles of windows of steps.
-        loads: loads of a mixture's experts over the steps; None if there are none.
+        profiles: profiles of the run.
+        loads: loads of a mixture's experts over the steps; None if no loads are recorded.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if all three files are missing.
         is_claimed: whether a running process holds the claim on the directory; None if unknown (`process.is_claimed`).
     """
@@ -158,7 +158,7 @@ def read(directories: Sequence[str]) -> list[Run]:
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The names of the runs: each path's last component if these components differ, otherwise the whole paths."""
+    """The names of the runs: the last components of the paths if all of them differ, otherwise the whole paths."""
     folder_names = [Path(directory).resolve().name for directory in directories]
     return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 
@@ -205,7 +205,7 @@ def _written(*paths: Path) -> datetime | None:
 
 
 def _config(directory: Path) -> Config:
-    """The configuration in config.toml, by section; {} if the file is missing or damaged."""
+    """The configuration in config.toml, as section -> key -> value; {} if the file is missing or damaged."""
     try:
         table = read_toml(directory / "config.toml")
     except ValueError:
@@ -250,7 +250,7 @@ def layout_in_words(layout: Mapping[str, int]) -> str:
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """The most important numbers of a run, formatted, by label. Numbers that are not recorded are left out."""
+    """The most important numbers of a run, as label -> formatted number. Numbers that are not recorded are left out."""
     series = run.record.series
     in_words: dict[str, str] = {}
     last_step = run.record.last_step

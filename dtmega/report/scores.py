@@ -68,7 +68,7 @@ class Scores(NamedTuple):
 
     @property
     def series(self) -> dict[str, Series]:
-        """The scores over the checkpoints' steps, one series per metric, by panel title.
+        """The scores over the checkpoints' steps, as panel title -> series. Each metric of each task has a series.
 
         Losses, and metrics with a score for only one checkpoint, are left out.
         """

@@ -28,7 +28,7 @@ def duration(value: float) -> str:
 def moment(time: str) -> str:
     """Format an ISO 8601 time in UTC: 2026-11-23T23:27:33+00:00 -> 2026-11-23 23:27:33 UTC.
 
-    A text that is not a time is returned unchanged.
+    If the text is not a time, the function returns it unchanged.
     """
     try:
         return f"{datetime.fromisoformat(time).astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"

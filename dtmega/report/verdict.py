@@ -36,7 +36,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         state: "finished", "stopped", "killed", "stalled", "going on" or "not begun".
-        why: words that follow the state in a sentence: the step that the run has reached, and the reason for its end.
+        why: words that follow the state in a sentence, with the step that the run has reached and the reason for its
+            end.
         diverging: reason why the loss counts as diverging; '' if the loss is not diverging.
     """
 

@@ -27,7 +27,7 @@ def default_output(directories: Sequence[str]) -> Path:
 
 
 def write(directories: Sequence[str], output: Path, png: bool = False) -> list[Path]:
-    """Write the page of these runs.
+    """Write the page about these runs and, if requested, a picture of the curves.
 
     Args:
         directories: run directories.

@@ -1,4 +1,4 @@
-"""Choose [fsdp] accumulate: whether a rank keeps whole gradients or shards between the microbatches of a step."""
+"""Choose [fsdp] accumulate: whether a rank keeps whole or sharded gradients between the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _n_trained(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def with_accumulation(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> config.Config:
-    """Copy the configuration, and set [fsdp] accumulate to the result of `accumulates`."""
+    """Return a copy of the configuration in which [fsdp] accumulate is the result of `accumulates`."""
     chosen = accumulates(cfg, sizes, memory_bytes)
     return cfg.model_copy(update={"fsdp": cfg.fsdp.model_copy(update={"accumulate": chosen})})
 

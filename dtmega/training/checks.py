@@ -1,4 +1,4 @@
-"""Refuse combinations of keys and layouts that cannot work, before anything starts."""
+"""Before anything starts, refuse combinations of keys and layouts that cannot work."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_matrices(cfg: config.Config) -> None:
 def check_pipeline(
     cfg: config.Config, sizes: Mapping[str, int], device: torch.device, pieces: Sequence[cost.Piece]
 ) -> None:
-    """Refuse a pipeline that cannot run, or keys that do not work with a pipeline. This is the second part of `check`.
+    """Refuse a pipeline that cannot run, keys that do not work with a pipeline, and [pipeline] keys without a pipeline.
 
     Args:
         cfg: configuration of the run.

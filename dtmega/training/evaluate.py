@@ -49,7 +49,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
 
 
 def mean_losses(run: Run, split: str) -> dict[str, float] | None:
-    """Mean losses by name, over the first `eval.steps` global batches of a split; None if a signal came first.
+    """The mean losses over a split's first `eval.steps` global batches, keyed by name; None if a signal came first.
 
     Each mean is a sum over all batches divided by a count over all batches, not an average of the batches' means.
     """

@@ -44,7 +44,7 @@ class Start(BaseModel):
         parameters: number of parameters in the whole model.
         frozen: number of parameters that are not trained.
         steps: last planned step of the run at this start.
-        versions: versions of dtmega, torch and Python, by name.
+        versions: versions of dtmega, torch and Python, keyed by name.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)  # a later version may write more keys

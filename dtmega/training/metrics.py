@@ -50,11 +50,11 @@ class Metrics:
         device: device on which this process computes. MFU assumes that all processes have the same kind of device.
         world_size: number of processes.
         end: configured end of the run (`config.end`).
-        start_step: number of steps done before this start; 0 for a new run. A run that was killed after its
-            last checkpoint leaves lines of later steps. These lines are removed from metrics.jsonl and hidden in
-            TensorBoard. A new run starts with an empty metrics.jsonl and an empty TensorBoard.
+        start_step: number of steps done before this start; 0 for a new run. If a killed attempt has left lines of
+            later steps, the lines are removed from metrics.jsonl and hidden in TensorBoard. A new run starts with an
+            empty metrics.jsonl and an empty TensorBoard.
         write: whether this rank writes the reports; only one rank does so.
-        loads: loads of the experts in a mixture, which are written to expert_loads.jsonl; None if there are no experts.
+        loads: loads of a mixture's experts, to be written to expert_loads.jsonl; None if there are no experts.
 
     Attributes:
         peak_memory: memory counter of this process, set on all ranks, even if `write` is False.
@@ -144,7 +144,7 @@ class Metrics:
             lr: learning rate of the step.
             samples: global indices of the step's sequences.
             step_time_s: duration of the step, in seconds.
-            more: further numbers by name, as they appear in the record, such as `loss_scale` with float16.
+            more: further numbers for the record, keyed by name, such as `loss_scale` with float16.
         """
         if not self.write:
             return
@@ -228,7 +228,7 @@ class Metrics:
             step: number of steps done.
             loss: validation loss.
             name: name of the set in [data] validation; '' for the validation split.
-            more: individual means, by name, if the loss is a weighted sum of several means.
+            more: name -> mean, if the loss is a weighted sum of several means; otherwise empty.
         """
         self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 
@@ -237,7 +237,7 @@ class Metrics:
         self._evaluation("test", step, loss, more)
 
     def sample(self, step: int, text: str) -> None:
-        """Print a text that the model generated after `step` steps, and write the text to sample.json."""
+        """Print text that the model generated after `step` steps, and write the text to sample.json."""
         if not self.write:
             return
         self.message(f"a sample:\n{text}")

@@ -34,7 +34,7 @@ class _OperatorTime:
 
 
 def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> list[dict[str, Any]]:
-    """The operators with the largest self times, or on a GPU the kernels with the largest times.
+    """The operators with the largest self times; on a GPU, the kernels with the largest times.
 
     An operator's self time excludes the time of the operators that it calls.
 
@@ -63,7 +63,7 @@ def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> li
 
 
 def _kernel_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
-    """The total time of each kernel on the device, by kernel name."""
+    """The total time of each kernel on the device, keyed by kernel name."""
     times: dict[str, _OperatorTime] = {}
     for event in events:
         if event.device_type().name == "CUDA" and not event.is_user_annotation():
@@ -72,7 +72,7 @@ def _kernel_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
 
 
 def _self_times(events: Iterable[Any]) -> dict[str, _OperatorTime]:
-    """The total self time of each operator on the host, by operator name."""
+    """The total self time of each operator on the host, keyed by operator name."""
     of_threads: dict[int, list[Any]] = {}
     for event in events:
         # Allocations are events without a duration.

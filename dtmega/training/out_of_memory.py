@@ -10,7 +10,7 @@ import torch
 from dtmega.config import Config
 from dtmega.training.device_peaks import PeakMemory
 
-# torch's CPU allocator raises a plain RuntimeError with one of these texts in the message.
+# torch's CPU allocator raises a plain RuntimeError whose message contains one of these strings.
 CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
@@ -30,7 +30,7 @@ def find(error: BaseException | None) -> BaseException | None:
 
 
 def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemory) -> str:
-    """Explain the error to the user in one line.
+    """Explain an out-of-memory error to the user in one line.
 
     Args:
         error: error that the allocator raised.

@@ -42,7 +42,8 @@ class Pace:
         Args:
             n_tokens: number of tokens that all ranks together read in this step.
             times: times of the step on this rank.
-            exchange: whether the ranks exchange their own times after this step. Only then can a warning follow.
+            exchange: whether the ranks exchange their own times after this step. Without an exchange, there is no
+                warning.
 
         Returns:
             The warning, which is given only once per process; '' if there is no warning.

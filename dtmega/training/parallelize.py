@@ -5,7 +5,7 @@
     plan       shard matrices over tp and experts over ep, and insert the collectives into the modules
     recompute  wrap blocks so that the backward pass recomputes them, including tp's collectives
     compile    compile each block together with its recomputation
-    fsdp       shard the tp rank's part over the fsdp ranks too; FSDP's hooks stay outside the compiled blocks
+    fsdp       shard each tp rank's part over the fsdp ranks; FSDP's hooks stay outside the compiled blocks
     memory     allocate only this rank's part; the parameter values are loaded or drawn later
 
 Nothing in this file depends on a model family: families.py defines how each model is built and sharded. Before
@@ -231,7 +231,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Pairs (parameter, mask). Each mask marks elements of a local box of the parameter that affect no output."""
+        """Pairs (parameter, mask), one per local box of a parameter. The mask marks elements that affect no output."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -243,8 +243,8 @@ class ShardedModel:
     def _fill_missing_gradients(self) -> None:
         """Give a zero gradient to each parameter that none of this rank's tokens has used.
 
-        AdamW would skip a parameter without a gradient. The parameter's decay and moments would then depend on the
-        tokens and layers of a rank. Frozen parameters remain without a gradient.
+        AdamW would skip a parameter without a gradient. The parameter's decay and moments would then depend on which
+        tokens and layers the rank has. Frozen parameters remain without a gradient.
 
         Raises:
             RuntimeError: an adapter has no gradient, because nothing calls its linear layer.
@@ -275,7 +275,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def settle_counts(self, skipped: bool) -> None:
-        """Add up the counts that the model made in a step, such as the loads of experts, and pass the sum to the model.
+        """Sum a step's counts, such as the loads of experts, over all ranks, and pass the sums to the model.
 
         Args:
             skipped: whether the step was skipped, so that no weight has changed.
@@ -305,7 +305,7 @@ class ShardedModel:
                 yield model.full_name(name), tensor
 
     def weights(self) -> list[Tensor]:
-        """The local parts of parameters. Each element of the model occurs on exactly one rank of the `shards` group."""
+        """The local parts of parameters. The ranks of a `shards` group together return each element exactly once."""
         return [local(p.detach()) for p in self.counted_once().values()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
@@ -332,7 +332,7 @@ class ShardedModel:
         return values
 
     def counted_once(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank counts in sums over the `shards` group, by name.
+        """The parameters that this rank counts in sums over the `shards` group, keyed by name.
 
         If tp ranks hold copies of a parameter, only the first tp rank counts it. If several stages hold copies, only
         the first of these stages counts it.
@@ -345,7 +345,7 @@ class ShardedModel:
         return counted
 
     def owned(self) -> dict[str, Tensor]:
-        """The stored tensors of this rank's stages, by name. Copies of an earlier stage's parameters are left out."""
+        """The stored tensors of this rank's stages, keyed by name, without copies of an earlier stage's parameters."""
         duplicates = set[int]()
         for tied in self.tied:
             duplicates.update(map(id, tied.duplicates))
@@ -367,7 +367,7 @@ class ShardedModel:
 
 
 def _do_nothing() -> None:
-    """Do nothing: the default of `on_reduce`."""
+    """Do nothing, as the default of `on_reduce`."""
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
@@ -415,7 +415,11 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
-    """Raise a ValueError if a small clone, cut over tp like the model, has adapters that do not learn."""
+    """Verify that every adapter learns in a small clone of the model, which is sharded over tp like the model.
+
+    Raises:
+        ValueError: an adapter of the clone does not learn.
+    """
     family, tp = families.of(cfg.model), world.tp.size()
     lora = cfg.lora.model_copy(update={"targets": lora_proof.everywhere(targets(whole, cfg.lora.targets))})
     length = {"seq_len": 8 * tp, "decoder_seq_len": 8 * tp}
@@ -481,8 +485,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             divide(module, world.experts.held)
 
     # recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the input again
-    # in backward. In two cases, tp keeps the gathered input. In recomputed blocks, the recomputation has just gathered
-    # the input when backward needs it. If backward is split in two, torch's own matrix product is required, which keeps
+    # in backward. tp keeps the gathered input in two cases. In recomputed blocks, the recomputation has just gathered
+    # the input when backward needs it. A backward that is split in two requires torch's own matrix product, which keeps
     # its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])

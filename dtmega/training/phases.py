@@ -36,7 +36,7 @@ class StepTimes(NamedTuple):
 
     Attributes:
         step_s: time from the beginning of the wait for data until the device has finished the update.
-        phases: time of each phase by its key in metrics.jsonl, and `other_s`. These times add up to step_s.
+        phases: key in metrics.jsonl -> time of the phase, including the key `other_s`. These times add up to step_s.
         own_s: time that this rank spent on its own work rather than waiting for other ranks.
     """
 

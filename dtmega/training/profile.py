@@ -6,7 +6,7 @@
 
 A profile covers a window of consecutive steps, and the step in the file names is the first step of the window. A window
 is either configured (`[profile] steps`) or requested during the run, by a file `profile-now` in the run directory. A
-window ends when the step after its last step begins, so the profile also shows the work after a step: evaluation,
+window ends only when the step after the window begins, so the profile also shows the work between steps: evaluation,
 checkpoint, output.
 """
 
@@ -42,7 +42,7 @@ def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> N
     """Raise an error if the configured profile cannot be recorded.
 
     Raises:
-        ValueError: [profile] ranks names a rank that does not exist, or a memory history is requested on a CPU.
+        ValueError: a number in [profile] ranks is too large for this run, or a memory history is requested on a CPU.
     """
     if max(cfg.ranks) >= world_size:
         raise ValueError(
@@ -178,8 +178,8 @@ class _Window:
             profile_memory=cfg.with_memory,
         )
         with warnings.catch_warnings():
-            # This object records one window only, and torch 2.11 warns that it drops older windows. The option
-            # acc_events would prevent the warning, but then torch makes a Python object of each event at the end.
+            # This object records only one window, and torch 2.11 warns that it drops older windows. The option
+            # acc_events would prevent the warning, but torch would then create one Python object per event at the end.
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             # Starting the first profiler in a process takes about a second, which the window's clock does not count.
             self._profile.start()

@@ -51,7 +51,7 @@ class Settings(NamedTuple):
         device: device of this rank.
         sizes: size of each axis of the mesh, by name.
         pieces: pieces of the model, with their parameter counts and FLOPs.
-        elements: numbers of the model's trained and frozen parameters.
+        elements: numbers of trained and frozen elements in the model's parameters.
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, passed to all ranks; None on CPUs.
         auto_dtype: whether the configuration left the parameters' dtype open.
@@ -90,9 +90,9 @@ def read_configuration(
 
     Args:
         argv: arguments of the command line.
-        startup: meeting point of the ranks.
-        elsewhere: number of processes, their device and its memory (`mesh.memory_bytes`), for a dry run of another job;
-            None for this job.
+        startup: object through which the ranks meet at the end of each startup step.
+        elsewhere: number of processes, device and device memory (`mesh.memory_bytes`) of the job that a dry run
+            examines; None for this job.
     """
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))

@@ -52,7 +52,7 @@ class Run(NamedTuple):
         phases: phase timer, which also reports each phase to the watch and the profiler.
         health: counters of high losses; too many high losses end the run.
         pace: monitor of the tokens per second, and of each rank's own time.
-        digests: writer of each step's digests, with [run] exact.
+        digests: writer of each step's digests, which writes nothing without [run] exact.
         log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
         digest: digest of the directory from which the model is read; '' if the model is not read from a directory.
@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
 
 class EnterPhase(Protocol):
-    """A receiver of the names of a step's phases."""
+    """An object that receives the name of each phase of a step when the phase begins."""
 
     def enter(self, name: str) -> None: ...
 
@@ -117,12 +117,12 @@ class StepResult(NamedTuple):
     Attributes:
         loss: weighted sum of `means`.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
-        skipped: whether the weights did not change, because the loss or gradient norm is not finite or a spike.
-        means: means of the objective over the global batch, by name.
+        skipped: whether the weights stayed the same because the loss or gradient norm was not finite or was a spike.
+        means: name of an objective sum -> mean over the global batch.
         loss_scale: loss scale of the step's float16 gradients; None in other precisions.
         overflowed: whether the step was skipped because a float16 gradient is not finite.
-        beyond_grid: names of the tensors whose gradients exceeded the grid of [run] exact, so that the step was
-            skipped.
+        beyond_grid: names of the tensors whose gradients exceeded the grid of [run] exact. If there are any, the step
+            was skipped.
         digests: digests of the step's gradients and weights; None without [run] exact.
     """
 

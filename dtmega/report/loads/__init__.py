@@ -1,6 +1,6 @@
-"""The loads of a mixture's experts over the steps, in the report about a run.
+"""The report's section about the loads of a mixture's experts over the steps.
 
-columns.py   expert_loads.jsonl, read into at most 100 columns of steps
-plot.py      the heat map, drawn by plotly
-section.py   the section of the page: how to read the map, and the experts that no token uses
+columns.py   reads expert_loads.jsonl into at most 100 columns of steps
+plot.py      draws the heat map with plotly
+section.py   writes the section: how to read the map, and which experts no token uses
 """

@@ -1,7 +1,7 @@
 """Read `expert_loads.jsonl` into at most 100 columns of steps.
 
-A line that nothing of ours would write is left out and counted. The file is read twice, line by line: first for the
-steps that it covers, then for the loads. So a long file takes no memory.
+Lines that dtmega would never write are left out and counted. To save memory, the file is read twice, line by line:
+first to find the steps that the lines cover, then to add up the loads.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from dtmega.training.records.lines import parse_line
 from dtmega.training.records.loads import NAME
 
 COLUMNS = 100  # maximum number of columns
-MAX_EXPERTS = 100_000  # of all layers; a line with more is left out
+MAX_EXPERTS = 100_000  # maximum number of experts in all layers together; a line with more experts is left out
 
 
 class LoadColumns(NamedTuple):
-    """The loads of a run's experts, by column. Each column covers about the same number of steps.
+    """The loads of a run's experts in C columns. Each column covers about the same number of steps.
 
     Attributes:
-        edges: steps between the columns, int64 [C + 1]. Column c covers the steps after edges[c], up to edges[c + 1].
-        loads: by number of the layer, the tokens of each expert in each column, float64 [E, C].
-        last_used: by number of the layer, the last step of the newest line in which each expert has a token, or 0,
-            int64 [E].
+        edges: boundaries of the columns, int64 [C + 1]. Column c covers the steps edges[c] + 1 to edges[c + 1].
+        loads: number of a layer -> number of tokens that used each of the layer's E experts in each column, float64
+            [E, C].
+        last_used: number of a layer -> for each expert, the last step of the newest line in which a token used the
+            expert, int64 [E]; 0 if there is no such line.
         damaged_lines: number of lines that were left out.
     """
 
@@ -44,12 +45,12 @@ class LoadColumns(NamedTuple):
 
     @property
     def n_recent(self) -> int:
-        """The number of columns that count as recent: a tenth of them, and at least one."""
+        """The number of columns that count as recent: a tenth of all columns, but at least one."""
         return max(1, self.n_columns // 10)
 
     @property
     def first_recent(self) -> int:
-        """The first step of the recent columns."""
+        """The first step that the recent columns cover."""
         return int(self.edges[self.n_columns - self.n_recent]) + 1
 
     @property
@@ -57,13 +58,16 @@ class LoadColumns(NamedTuple):
         return int(self.edges[-1])
 
     def multiples(self, layer: int) -> NDArray[np.float64]:
-        """The loads of a layer's experts as multiples of their mean, [E, C]; NaN in a column without loads."""
+        """The loads of a layer's experts, divided by each column's mean load, [E, C]; NaN in a column without loads."""
         loads = self.loads[layer]
         mean = loads.mean(0)
         return np.divide(loads, mean, out=np.full_like(loads, np.nan), where=mean > 0)
 
     def unused(self) -> dict[int, list[int]]:
-        """The experts without a token in the recent columns, by number of the layer; without layers that have none."""
+        """Number of a layer -> the layer's experts that no token used in the recent columns.
+
+        Layers without such experts are left out, and so are layers that have no tokens in the recent columns at all.
+        """
         found = {}
         for layer, loads in self.loads.items():
             recent = loads[:, -self.n_recent :].sum(1)
@@ -72,14 +76,14 @@ class LoadColumns(NamedTuple):
         return found
 
     def joined(self, n: int) -> LoadColumns:
-        """The same loads with n columns, from the first on, joined to one."""
+        """A copy with fewer columns: each n consecutive columns, beginning with the first, are joined into one."""
         firsts = np.arange(0, self.n_columns, n)
         loads = {layer: np.add.reduceat(loads, firsts, axis=1) for layer, loads in self.loads.items()}
         return self._replace(edges=np.append(self.edges[firsts], self.edges[-1]), loads=loads)
 
 
 class _Line(NamedTuple):
-    """A line of the file: the loads of the steps after `before`, up to `last`, by number of the layer."""
+    """The content of a line. `loads` maps the number of a layer to the loads in the steps `before` + 1 to `last`."""
 
     before: int
     last: int
@@ -87,7 +91,7 @@ class _Line(NamedTuple):
 
 
 def read(run_dir: Path) -> LoadColumns | None:
-    """Read the loads of a run's experts; None if the run has none."""
+    """Read the loads of a run's experts; None if no loads are recorded."""
     lines = [(line.before, line.last) for line in _lines(run_dir) if line is not None]
     if not lines:
         return None
@@ -103,7 +107,11 @@ def read(run_dir: Path) -> LoadColumns | None:
 
 
 def _add(found: LoadColumns, line: _Line) -> bool:
-    """Add a line, in proportion to its steps in each column. Returns False if the first line has other experts."""
+    """Divide the loads of a line among the columns, in proportion to the number of the line's steps in each column.
+
+    Returns:
+        True if the loads were added; False if the layers or numbers of experts differ from those in the first line.
+    """
     n_experts = {layer: loads.size for layer, loads in line.loads.items()}
     if found.loads and n_experts != {layer: len(loads) for layer, loads in found.loads.items()}:
         return False
@@ -118,7 +126,7 @@ def _add(found: LoadColumns, line: _Line) -> bool:
 
 
 def _lines(run_dir: Path) -> Iterator[_Line | None]:
-    """The lines of the file, None for a damaged one; no lines if the file does not exist."""
+    """The contents of the file's lines, with None for each damaged line; no lines if the file does not exist."""
     for raw in raw_lines(run_dir / NAME):
         record = parse_line(raw)
         yield None if record is None else _parsed(record)

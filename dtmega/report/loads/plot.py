@@ -1,4 +1,4 @@
-"""The heat map of the loads, drawn by plotly: a panel for each layer, in it a row for each expert."""
+"""Draw the loads as a heat map with plotly. Each layer has a panel, and the panel has a row for each expert."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from plotly.subplots import make_subplots  # pyright: ignore[reportMissingImport
 from dtmega.report.loads.columns import LoadColumns
 from dtmega.report.plots import INK, style
 
-MAX_PANELS = 64  # more layers are thinned out
-MAX_CELLS = 400_000  # of all maps of a page; with more, columns are joined
-MIN_COLUMNS = 25
-WIDE, NARROW = 4, 2  # panels beside each other; in a narrow window
-EXPERT_HEIGHT, MIN_HEIGHT, MAX_HEIGHT = 12, 60, 128  # pixels of an expert, and of a panel
-GAP, TOP, EDGE = 46, 84, 40  # pixels above a panel, and above and below all panels
+MAX_PANELS = 64  # maximum number of layers that are drawn
+MAX_CELLS = 400_000  # maximum number of cells in all maps of a page; columns are joined to stay below it
+MIN_COLUMNS = 25  # minimum number of columns that joining leaves
+WIDE, NARROW = 4, 2  # maximum number of panels side by side, in a wide window and in a narrow window
+EXPERT_HEIGHT, MIN_HEIGHT, MAX_HEIGHT = 12, 60, 128  # pixels: height of an expert's row, limits of a panel's height
+GAP, TOP, EDGE = 46, 84, 40  # pixels above each panel, above all panels, and below all panels
 SIDE_GAP, NARROW_SIDE_GAP = 0.045, 0.12  # space between two panels, as a fraction of the whole width
-HIGHEST = 3.0  # multiple of the mean from which on the colour stays the same
-LOWEST = -0.15  # lower end of the bar of colours, so that the colour of a load of 0 can be seen there
-# Multiple of the mean -> colour. The mean has the colour of the paper, and a load of 0 that of the text.
+HIGHEST = 3.0  # multiple of the mean above which the colour no longer changes
+LOWEST = -0.15  # lower end of the colour bar; negative, so that the bar shows the colour of a load of 0
+# Multiple of the mean -> colour. A load equal to the mean has the page's colour, and a load of 0 has the text's colour.
 COLOURS = ((LOWEST, INK), (0.001, INK), (0.001, "#2266cc"), (1.0, "#ffffff"), (HIGHEST, "#c22f45"))
 
 
 def drawn_layers(found: LoadColumns) -> list[int]:
-    """The layers that are drawn: all, or MAX_PANELS of them, evenly spaced."""
+    """The numbers of the layers to draw: all layers or, if there are more, MAX_PANELS evenly spaced layers."""
     layers = [*found.loads]
     if len(layers) <= MAX_PANELS:
         return layers
@@ -32,11 +32,11 @@ def drawn_layers(found: LoadColumns) -> list[int]:
 
 
 def heat_map(found: LoadColumns, max_cells: int = MAX_CELLS) -> str:
-    """Draw the loads of a run.
+    """Draw the loads of a run's experts.
 
     Args:
-        found: the loads.
-        max_cells: maximum number of cells. With more, columns are joined, but at least MIN_COLUMNS stay.
+        found: loads of the experts.
+        max_cells: maximum number of cells. To meet this limit, columns are joined, but at least MIN_COLUMNS remain.
 
     Returns:
         JSON of the plotly figure. The key "narrow" holds a second layout, for phones.
@@ -53,7 +53,7 @@ def heat_map(found: LoadColumns, max_cells: int = MAX_CELLS) -> str:
         multiples = found.multiples(layer)
         figure.add_heatmap(
             z=multiples.astype(np.float32),
-            # With one more number than columns, plotly takes these numbers as the edges of the columns.
+            # x has one number more than there are columns, so plotly takes the numbers as the edges of the columns.
             x=found.edges.astype(np.float64) + 0.5,
             y=np.arange(len(multiples), dtype=np.int32),
             coloraxis="coloraxis",
@@ -67,12 +67,12 @@ def heat_map(found: LoadColumns, max_cells: int = MAX_CELLS) -> str:
 
 
 def _empty(found: LoadColumns, layers: list[int], columns: int, side_gap: float) -> go.Figure:
-    """Make a figure that has titles, axes and the bar of colours, but no maps yet.
+    """Make a figure that has titles, axes and the colour bar, but no maps yet.
 
     Args:
-        found: the loads.
+        found: loads of the experts.
         layers: numbers of the layers to draw.
-        columns: maximum number of panels beside each other.
+        columns: maximum number of panels side by side.
         side_gap: space between two panels, as a fraction of the whole width.
     """
     columns = min(columns, len(layers))

@@ -1,4 +1,4 @@
-"""The section "Loads of the experts" of the page: the heat map, how to read it, and the experts that no token uses."""
+"""Write the section "Loads of the experts": the heat map, how to read it, and the experts that no token uses."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HOW_TO_READ = (
 
 
 def place_of(number: int) -> str:
-    """The id of the HTML element in which the map of the run with this number is drawn."""
+    """The id of the HTML element for the heat map of a run, given the run's number on the page."""
     return f"loads-{number}"
 
 
 def section(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The HTML of the section, which shows every run that has recorded loads; [] if no run has."""
+    """The HTML of the section, which shows every run with recorded loads; [] if no run has recorded loads."""
     out = []
     for number, (run, colour) in enumerate(zip(runs, colours, strict=True)):
         if run.loads is None:
@@ -45,7 +45,7 @@ def section(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _unused(found: LoadColumns) -> list[str]:
-    """A table of the experts that no token has used lately; a sentence if there are none."""
+    """The HTML of a table of experts that no token used recently; a sentence if tokens used every expert."""
     first, last = found.first_recent, found.last_step
     steps = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}"
     rows = []

@@ -22,8 +22,8 @@ SCHEDULE_NOTE = (
 def parts(time: StepTime) -> dict[str, tuple[float, str]]:
     """The parts of a step: name -> (seconds, colour). The seconds are means over the pipeline's places.
 
-    The seconds add up to the step time. The names are the same as in `StepTime`: the kind of action or the phase for
-    computing time, "exposed: AXIS", and "bubble".
+    The seconds add up to the step time. The parts are the computing time of each kind of action and of each phase, the
+    exposed communication of each axis ("exposed: AXIS"), and the bubble.
     """
     out: dict[str, tuple[float, str]] = {}
     for place, (kind, compute_s) in enumerate(time.compute_by_action.items()):

@@ -88,7 +88,7 @@ def _add_panel(
         picture: plotly figure to draw in.
         role: role whose memory is drawn.
         row: number of the panel, from 1.
-        unit_bytes: bytes of one unit on the vertical axis.
+        unit_bytes: number of bytes in one unit of the vertical axis.
         limit_bytes: height of the line that shows the device's memory; None for no line.
         shown: names that the legend already contains; the function adds the names that it draws.
     """
@@ -124,7 +124,7 @@ def _add_line(
     dash: str = "",
     stackgroup: str | None = None,
 ) -> None:
-    """Add an area (with `stackgroup`) or a line. The value is constant during each action.
+    """Add an area, or a line if `stackgroup` is None. The value is constant during each action.
 
     Args:
         picture: plotly figure to draw in.
@@ -134,7 +134,7 @@ def _add_line(
         row: number of the panel, from 1.
         shown: names that the legend already contains; the function adds `name`.
         colour: colour of the area or line.
-        dash: plotly's name for the dashes of a line.
+        dash: plotly's name for the line's dash pattern; '' for none.
         stackgroup: name that stacked areas share; None for a line.
     """
     picture.add_scatter(

@@ -38,7 +38,7 @@ def class_of(owner: str) -> str:
     for beginning, name in BEGINNINGS.items():
         if owner.startswith(beginning):
             return name
-    # The owner of a temporary is named after a phase and an operator of torch, for example "optimizer: mul".
+    # The owner of a temporary is named after a phase and a torch operator, for example "optimizer: mul".
     return "temporaries of other phases" if ": " in owner else "other"
 
 
@@ -51,7 +51,7 @@ def by_class(owners: Mapping[str, int]) -> dict[str, int]:
 
 
 class Places(NamedTuple):
-    """Places of the pipeline with the same work.
+    """Pipeline places that do the same work.
 
     Attributes:
         numbers: numbers of the places, ascending.
@@ -81,7 +81,7 @@ class Places(NamedTuple):
 
 
 def distinct_places(plan: Plan) -> list[Places]:
-    """The places of the pipeline, in groups that share a role."""
+    """The pipeline's places, grouped by role."""
     stages_of_places = [[0]] if plan.table is None else stages_in(plan.table)
     groups = []
     for numbers in plan.places_by_role:

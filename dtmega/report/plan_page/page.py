@@ -125,7 +125,7 @@ def _head(answer: Answer, title: str) -> list[str]:
 
 
 def _verdict(answer: Answer) -> str:
-    """One line of HTML that says whether the fullest rank fits into its device."""
+    """The verdict in one line of HTML: whether the fullest rank's memory fits into its device."""
     peak = answer.plan.fullest.peak
     at = f"the fullest rank, {answer.plan.fullest.rank}, holds {binary(peak.peak_bytes)} at {peak.action}"
     usable = answer.limits.usable_bytes
@@ -139,7 +139,7 @@ def _verdict(answer: Answer) -> str:
 
 
 def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
-    """The section about memory: the figure, and for each role a table of the owners at the peak."""
+    """The section about memory: the figure and, for each role, a table of the memory's owners at the peak."""
     plan = answer.plan
     notes = [MEMORY_NOTE]
     if plan.table is not None:
@@ -163,7 +163,7 @@ def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
 
 
 def _owners(role: Role) -> str:
-    """The HTML of a table of the owners at a role's peak, largest first. Only the first SHOWN_OWNERS are unfolded."""
+    """The HTML of a table of the owners at a role's peak, largest first. Owners after SHOWN_OWNERS are folded away."""
     peak = role.peak
     rows = []
     for owner, n_bytes in sorted(peak.at_peak.items(), key=lambda pair: pair[1], reverse=True):

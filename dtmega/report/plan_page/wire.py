@@ -1,4 +1,4 @@
-"""Add up the messages of a step by axis, and show their bytes, their time, and the exposed part of the time."""
+"""Add up a step's messages on each axis, and show the bytes, the time, and the exposed part of the time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def section(plan: Plan, time: StepTime | None, places: Sequence[Places]) -> list
 
 
 def _bar(row: AxisWire, longest_s: float) -> str:
-    """The HTML of a bar that shows an axis's exposed and covered time in two colours; '' if nothing takes time."""
+    """The HTML of a bar that shows an axis's exposed and covered time in two colours; '' if no axis takes time."""
     if not longest_s:
         return ""
     covered_s = max((row.seconds or 0.0) - row.exposed_s, 0.0)

@@ -1,4 +1,4 @@
-"""Write the page of a plan: `dtmega plan --page FILE.html`."""
+"""Write the page about a plan: `dtmega plan --page FILE.html`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.planning.prices.step_time import StepTime
 
 
 def check_page(path: str | Path) -> None:
-    """Check that the page can be written. Call this function first, because making a plan takes long.
+    """Check that the page can be written. Call this function before making the plan, which takes a long time.
 
     Args:
         path: path of the page.

@@ -4,7 +4,7 @@
     recorded.py   reads the digests of a run, and compares them with the digests of `dtmega replay`
 
 Every setting is refused unless a list below allows it. The lists contain the settings for which benchmarks/exact.py has
-proved that every bit is equal. `fsdp/exact.py` adds the gradients, and `ops/fixed_point.py` does the arithmetic.
+proved that every bit is equal. `fsdp/exact.py` adds up the gradients, and `ops/fixed_point.py` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _told: list[Callable[[str], object]] = []  # functions that `another_machine_all
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
-    """Refuse settings that are not proved to keep every bit on all layouts.
+    """Refuse settings that are not proved to give identical bits on all layouts.
 
     Args:
         cfg: configuration of the run.
@@ -78,7 +78,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
 
 
 def proved(way: str) -> tuple[Any, ...]:
-    """The names of the model families that keep every bit when they run in a given way, a word from `Family.exact`."""
+    """The names of the model families that are proved to give identical bits when run in this way (`Family.exact`)."""
     return tuple(name for name, family in families.FAMILIES.items() if way in family.exact)
 
 
@@ -88,8 +88,8 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     Args:
         world: processes and mesh of the run.
         whole: whole model.
-        stages: number of each of this rank's stages -> the stage.
-        partial: number of a stage -> names of the parameters whose gradients must be summed over tp.
+        stages: stage number -> stage, for each of this rank's stages.
+        partial: stage number -> names of the parameters whose gradients must be summed over tp.
     """
     sizes = {whole.full_name(name): parameter.numel() for name, parameter in whole.named_parameters()}
     n_readers = len(whole.blocks()) if whole.read_by_layers else 1
@@ -98,7 +98,7 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
     n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
-    # With this text, the digests of the tp and cp ranks differ even if their gradients are equal.
+    # This text makes the digests of the tp and cp ranks differ even if the ranks' gradients are equal.
     share = f"tp {world.coordinate('tp')}, cp {world.coordinate('cp')}"
     found = ExactSums(sizes, n_parts, groups, world.device, share)
     for number, stage in stages.items():
@@ -197,7 +197,7 @@ def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
 
 @contextmanager
 def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
-    """Inside the `with` block, allow a version of torch or a kind of processor that differs from the start of the run.
+    """Inside the `with` block, allow the torch version and the kind of processor to differ from the checkpoint's.
 
     Args:
         tell: function that is called with a description of each change.

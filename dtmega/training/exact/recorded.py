@@ -1,4 +1,4 @@
-"""Read the digests of a run with [run] exact (`record.py`), and find the first difference from a replay.
+"""Read the digests of a run with [run] exact (`record.py`), and find the first difference in a replay of the run.
 
 recorded = read(run_dir)
 recorded.difference(step, found)     # "step 4, microbatch 6 of 8: ..., computed by rank 2 on node-2"
@@ -107,7 +107,7 @@ class Recorded(NamedTuple):
 
 
 class Comparison(Record):
-    """A `Record` for a replay: it writes nothing, and compares each step with the recorded run.
+    """A `Record` for a replay, which writes nothing and compares each step with the recorded run.
 
     Args:
         recorded: digests of the run; None on ranks that do not compare.

@@ -1,8 +1,8 @@
-"""The numbers of a run's steps, as a run writes them down.
+"""Files and experiment trackers that record the numbers of a run's steps.
 
-    lines.py      files with one JSON object per line, each with its step: opened, cut when a run resumes, written
-    loads.py      expert_loads.jsonl, the loads of a mixture's experts
-    trackers.py   the experiment trackers wandb, mlflow and trackio
+    lines.py      opens, trims and writes files with one JSON object per line, such as metrics.jsonl
+    loads.py      writes expert_loads.jsonl, the loads of a mixture's experts
+    trackers.py   sends numbers to the experiment trackers wandb, mlflow and trackio
 
-`metrics.py` beside this folder uses all three.
+`training/metrics.py` uses all three modules.
 """

@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, each with its `step`: metrics.jsonl, digests.jsonl, expert_loads.jsonl.
+"""Write files with one JSON object per line, each with a `step`: metrics.jsonl, digests.jsonl, expert_loads.jsonl.
 
 keep_until(path, step)              # a run that resumes first removes damaged lines, and lines of later steps
 lines = StepLines(path, say=print)
@@ -23,11 +23,11 @@ from dtmega.files.untrusted_json import parse_object
 
 
 class StepLines:
-    """A writer that appends lines to a file. If a line cannot be written, a warning says so, and the run goes on.
+    """A writer that appends lines to a file. If a line cannot be written, the writer warns and the run continues.
 
     Args:
-        path: path of the file, in a folder that exists.
-        say: receiver of warnings.
+        path: path of the file, in an existing folder.
+        say: function that prints a warning.
 
     Raises:
         OSError: the file cannot be opened.
@@ -67,15 +67,15 @@ class StepLines:
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:
-    """Remove damaged lines, and lines that a resumed run will write again, from metrics.jsonl.
+    """Remove damaged lines, and lines that a resumed run will write again, from a file such as metrics.jsonl.
 
     The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the first
     free name of metrics.1.jsonl, metrics.2.jsonl, ...
 
     Args:
-        path: path of metrics.jsonl, which need not exist.
+        path: path of the file, which need not exist.
         step: number of steps done before this start.
-        finished: whether the run has done all its steps. The run will then repeat the evaluations after the last
+        finished: whether the run has done all its steps. If so, the run will repeat the evaluations after the last
             step, so the lines of these evaluations are removed.
     """
     if not path.exists():

@@ -1,14 +1,14 @@
-"""`expert_loads.jsonl`: how many tokens used each expert of a mixture, over the steps.
+"""`expert_loads.jsonl`: the number of tokens that used each expert of a mixture, over the steps.
 
     {"first": 203, "step": 205, "loads": {"1": [731, 802, ...], "2": [699, 815, ...]}}
 
-`loads` has a list for each layer with experts, by the layer's number from 0: for each expert, the tokens of the global
-batches of steps `first` to `step` that used it. As for the balance, only tokens with a label count. A skipped step adds
-nothing.
+A line covers the steps `first` to `step`. `loads` maps the number of each layer with experts, counted from 0, to one
+number per expert: how many tokens of the global batches used the expert. Only tokens with a label count, as in the
+balance loss. A skipped step adds nothing.
 
-Each of the first 100 steps has a line; later a line covers a hundredth of the steps so far. So a long run has about
-100 lines for each factor of 2.7 in steps, as fine as `dtmega report` draws them at any time. A line ends at each save,
-too, so that a resumed run has each step once.
+Each of the first 100 steps has its own line. Each later line covers about a hundredth of the steps done so far, so the
+file gets about 100 lines each time the number of steps grows by a factor of 2.7. The lines are thus always as fine as
+the columns that `dtmega report` draws. Each save also ends a line, so that a resumed run counts each step once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtmega.models.routing import Loads
 from dtmega.training.records.lines import StepLines, keep_until
 
 NAME = "expert_loads.jsonl"
-LINES = 100  # a line covers at least this fraction of the steps so far
+LINES = 100  # a line covers at least 1 / LINES of the steps done so far
 
 
 class LoadsFile:
@@ -32,7 +32,7 @@ class LoadsFile:
         path: path of the file. Lines of steps that the run will repeat are removed; a new run sets the old file aside.
         loads: loads of the run's experts.
         at_step: number of steps done before this start.
-        say: receiver of warnings.
+        say: function that prints a warning.
     """
 
     def __init__(self, path: Path, loads: Loads, at_step: int, say: Callable[[str], object]) -> None:
@@ -41,10 +41,10 @@ class LoadsFile:
         self._lines: StepLines | None = None
         self._first = at_step + 1
         self._newest = at_step
-        self._sum: Tensor | None = None  # since the last line, [L, E]
+        self._sum: Tensor | None = None  # loads since the last line, [L, E]
 
     def after_step(self, step: int) -> None:
-        """Add the loads of a step that has changed the weights, and write a line if it is time."""
+        """Add the loads of a step that has changed the weights, and write a line once it covers enough steps."""
         loads = self._loads.last
         if loads is None:
             return

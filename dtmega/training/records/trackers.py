@@ -5,11 +5,11 @@
     trackers.close(finished=True, within_s=CLOSE_S)
 
 Each tracker has its own thread, which imports the library during the first steps, opens the run, and sends the queued
-rows. If a tracker fails or is slow, one line on stderr reports it. Training never waits for a tracker, and continues if
-a tracker fails.
+rows. If a tracker fails or is slow, one line on stderr reports the problem. Training never waits for a tracker, and
+continues if a tracker fails.
 
-`trackers.json` in the run directory keeps the run's id at each tracker, and the last step that was sent. With this
-file, a resumed run continues its own run at each tracker, and steps that are repeated after a resume are sent once.
+`trackers.json` in the run directory keeps the run's id at each tracker, and the last step sent to the tracker. With
+this file, a resumed run continues its own run at each tracker, and steps that a resumed run repeats are sent only once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
     Attributes:
         step: step number.
-        values: numbers by key.
+        values: key in metrics.jsonl -> number.
         time_s: time at which the line was written, in seconds since 1970.
     """
 
