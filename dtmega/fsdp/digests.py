@@ -25,7 +25,7 @@ class Digest:
         keys: result of `first_keys`.
 
     Attributes:
-        total: digest of all pieces so far, an int64 scalar.
+        total: digest of all pieces added so far, an int64 scalar.
     """
 
     def __init__(self, keys: Tensor) -> None:
@@ -50,7 +50,9 @@ def first_keys(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The digest of this rank's part of the weights, an int64 scalar. The cuts of the weights do not affect the total.
+    """Compute the digest of this rank's part of the weights, an int64 scalar.
+
+    The sum of all ranks' digests does not depend on how the weights are cut.
 
     Args:
         weights: name in the whole model -> fp32 weight, which is a DTensor if it is cut. No weight may be a scalar.

@@ -38,7 +38,7 @@ class ShardSums:
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)][::-1]
 
     def expect(self, last: bool) -> None:
-        """Prepare for the gradients of a microbatch's weights.
+        """Prepare to sum the weight gradients of one microbatch.
 
         Args:
             last: whether this is the last microbatch of a step.

@@ -50,8 +50,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # With compiled or recomputed blocks, a split backward would still give exact gradients. But it would repeat work,
-    # and the repeated work would cost more time than the filled bubbles save.
+    # With compiled or recomputed blocks, a split backward would still give exact gradients, but would repeat work. The
+    # repeated work would cost more time than the filled bubbles save.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -65,7 +65,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
 
 
 def splits_backward(cfg: config.Config, pp: int) -> bool:
-    """True if the schedule runs backward in two parts: first for input gradients, later for weight gradients."""
+    """Return True if the schedule runs backward in two parts: first for input gradients, later for weight gradients."""
     if pp == 1:
         return False
     if cfg.pipeline.csv:
@@ -96,18 +96,19 @@ class Pipeline:
     (`scale_grads` is off), because the loss is already divided by global counts.
 
     Under FSDP, torch's stages gather weights once, before the first forward, and reduce gradients once, after the last
-    backward (after the last W, if backward runs in two parts), or with `sums` after each backward. The modules must
-    therefore be wrapped with reshard_after_forward=False; the stages set all other FSDP switches themselves. With more
-    than three stages per rank, torch keeps only three stages gathered at a time, and gathers the other stages again.
+    backward (after the last W, if backward runs in two parts). With `sums`, gradients are reduced after each backward.
+    The modules must therefore be wrapped with reshard_after_forward=False; the stages set all other FSDP switches
+    themselves. With more than three stages per rank, torch keeps only three stages gathered at a time, and gathers the
+    remaining stages again.
 
     *Memory:* torch keeps two receive buffers per microbatch, one for the activation and one for the gradient
     (pytorch#136380). With one hidden state and n microbatches, the buffers hold 2 n B S D elements.
 
     Args:
         pipeline: [pipeline] section of the configuration.
-        stages: this rank's modules by stage index, in ascending order; `stage.Stage` describes a module's interface.
+        stages: this rank's modules keyed by stage index, in ascending order; `stage.Stage` describes their interface.
         group: process group of the pp ranks.
-        boundaries: for each stage except the last, meta tensors that describe the tensors it passes to the next stage.
+        boundaries: meta tensors for each stage except the last, which describe the stage's tensors for the next stage.
         device: device on which this rank computes.
         sums: stage index -> `Sums` object that sums gradients after each microbatch; {} to sum gradients once per step.
     """

@@ -32,8 +32,8 @@ class Stage(PipelineStage):
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the previous stage). The
-            module returns the tensors for the next stage and the sums for the tally, by name. An input tensor that the
-            module does not return is passed to the next stage unchanged.
+            module returns the tensors for the next stage and the sums for the tally, keyed by name. An input tensor
+            that the module does not return is passed to the next stage unchanged.
         number: index of the stage.
         n_stages: number of stages in the pipeline.
         device: device on which this rank computes.
@@ -145,7 +145,7 @@ class Stage(PipelineStage):
         return self._sums.finish()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first messages between neighbouring stages, without messages from this rank to itself.
+        """List the first messages between neighbouring stages, without messages from this rank to itself.
 
         torch 2.11 includes messages from a rank to itself, and gloo does not support such messages.
         """
