@@ -1,4 +1,4 @@
-"""The base of a run with frozen parameters: the weights that the run started from and its checkpoints leave out.
+"""The base of a run with frozen parameters: initial weights that the run's checkpoints leave out.
 
 With [lora] or [train] freeze, a checkpoint holds the trained parameters, the path of the base, and a digest of each
 frozen tensor. The digests are computed while the base is loaded, so that nothing is read twice:
@@ -31,7 +31,7 @@ MOVED = "if it has moved, [lora] base_path says where it is"
 
 
 class Base(NamedTuple):
-    """The part of a run's state that describes its base.
+    """The part of a run's state that describes the run's base.
 
     Attributes:
         path: directory or checkpoint of the base.

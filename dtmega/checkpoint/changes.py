@@ -145,7 +145,7 @@ def lines(
         samples: number of samples that the run has read.
         samples_in: function that converts a number of epochs to a number of samples.
         overflowed: numbers of steps and of samples that were skipped because a gradient overflowed in float16. These
-            steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
+            steps do not advance the learning rate, but are included in `steps` and `samples`.
     """
     printed = changed(then, now, "printed")
     course_changes = [change for change in printed if change.within(COURSE)]

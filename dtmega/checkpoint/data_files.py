@@ -81,7 +81,7 @@ class Extent(NamedTuple):
     stop: int
 
     def tensor(self, blocks: Tensor) -> Tensor:
-        """The content of the box.
+        """Verify the blocks, and return the content of the box.
 
         Args:
             blocks: bytes of the blocks, uint8; fewer than `stop - start` if the file is too short.
@@ -107,7 +107,7 @@ class Extent(NamedTuple):
 
 
 def extent(manifest: Manifest, name: str, chunk: StoredChunk, box: Slices) -> Extent:
-    """The blocks that hold the rows of a box.
+    """Find the blocks that hold the rows of a box.
 
     Args:
         manifest: manifest of the checkpoint.

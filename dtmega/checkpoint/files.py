@@ -80,7 +80,7 @@ class Disk:
         return True
 
     def new_attempt(self) -> str:
-        """The suffix for the names of one save's data files, before `.bin`."""
+        """The suffix that one save appends to the names of its data files, before `.bin`."""
         return ""
 
     def unpublished(self, folder: str) -> str:

@@ -119,8 +119,8 @@ def block_bytes_for(n_bytes: int) -> int:
     """The smallest block size for which tensors of `n_bytes` in total have N_BLOCKS blocks or fewer.
 
     The size is at most MOST_BLOCK_BYTES. A rank that reads some rows of a chunk reads whole blocks. If more ranks load
-    than have saved, a block may contain rows of two ranks, and both ranks read the block. Blocks must therefore be
-    small compared with a rank's part of a matrix.
+    a checkpoint than saved it, a block may contain rows of two ranks, and both ranks read the block. Blocks must
+    therefore be small compared with a rank's part of a matrix.
     """
     size = LEAST_BLOCK_BYTES
     while size < MOST_BLOCK_BYTES and size * N_BLOCKS < n_bytes:

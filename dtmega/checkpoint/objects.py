@@ -73,7 +73,7 @@ class Objects:
         return self._exists(f"{folder}/{NAME}")
 
     def new_attempt(self) -> str:
-        """The suffix for the names of one save's data files, before `.bin`."""
+        """The suffix that one save appends to the names of its data files, before `.bin`."""
         return f"-{uuid4().hex}"
 
     def unpublished(self, folder: str) -> str:
@@ -138,8 +138,8 @@ class Objects:
     def discard(self, folder: str, attempt: str) -> None:
         """Delete the data files of a failed attempt.
 
-        Does nothing if the store may still publish the attempt's manifest, because the store has not responded to the
-        request.
+        Keep the files if the store has not responded to the request for the attempt's manifest, because the store may
+        still publish the manifest.
         """
         if attempt not in self._in_doubt:
             with reported():
@@ -216,7 +216,7 @@ class Objects:
         sizes = self.sizes(folder)
         try:
             named = self._named(folder)
-        # A damaged manifest is no reliable list of the checkpoint's files.
+        # A damaged manifest does not list the checkpoint's files reliably.
         except ValueError:
             return sizes
         return {name: size for name, size in sizes.items() if name in named or not DATA_FILE.fullmatch(name)}
@@ -244,7 +244,7 @@ class Objects:
     def _delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         if keys:
-            # S3 ignores names that do not exist; other stores raise this error.
+            # S3 ignores names that do not exist; other stores raise FileNotFoundError.
             with reported(), contextlib.suppress(FileNotFoundError):
                 self._store.delete(keys)
 

@@ -50,7 +50,7 @@ def root_of(cfg: config.Config) -> str:
 
 
 def split_path(path: str) -> tuple[Place, str]:
-    """Open the parent folder of a checkpoint's path, and return it with the name of the checkpoint's folder."""
+    """Open the parent folder of a checkpoint's path. Return the parent and the name of the checkpoint's folder."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
 

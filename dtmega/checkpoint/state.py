@@ -71,8 +71,8 @@ class State(BaseModel):
         exact: grids and fixed values of [run] exact; None without [run] exact.
         health: counts of high losses.
         base: weights that the run started from, if the checkpoint holds only trained weights; otherwise None.
-        identity: everything except the weights that determines the run's results, such as the seed and the digests of
-            the data and the tokenizer; empty in a checkpoint that holds only weights.
+        identity: everything that determines the run's results apart from the weights, such as the seed and the digests
+            of the data and the tokenizer; empty in a checkpoint that holds only weights.
         config: resolved configuration of the run, keyed by section.
         digest: digest of the directory from which the model is read; '' if there is no such directory.
         layout: number of processes, and size of each mesh axis; for human readers.

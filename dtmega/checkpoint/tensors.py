@@ -63,7 +63,7 @@ def targets_of(
     kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}
     optimizer.state.clear()
-    # Muon stores other moments for its matrices than AdamW stores for the remaining parameters.
+    # Muon and AdamW keep different moments for their parameters.
     kinds_of: dict[Tensor, Sequence[str]] = {}
     for group in optimizer.param_groups if kinds else ():
         kinds_of |= dict.fromkeys(group["params"], group.get("moments", kinds))

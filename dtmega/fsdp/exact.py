@@ -1,12 +1,12 @@
-"""Add gradients as integers: data layout, pipeline and order of microbatches then change no bit ([run] exact).
+"""Add gradients as integers, so that all layouts and microbatch orders yield identical bits ([run] exact).
 
-After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to the grid of their
-parameter (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
+After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to their parameter's
+grid (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
 of each microbatch are reduce-scattered at once. All other sums stay whole, and are all-reduced once per step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
-    sums.finish(tied)                    # after the last microbatch: sets each parameter's gradient, or fails
+    sums.finish(tied)                    # after the last microbatch: sets all parameters' gradients, or none
     sums.settle(skipped)                 # after the step: chooses the next grids from this step's largest gradients
 
 A grid is chosen from a number that is equal on all layouts: the largest gradient of any microbatch in the last step

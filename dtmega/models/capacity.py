@@ -2,9 +2,9 @@
 
 If T tokens of a document count, an expert takes at most ceil(f T k / E) pairs from the document: f times an even share.
 The expert takes the pairs at the earliest places. A token uses an expert at most once, so no two pairs of an expert
-have the same place. A later token never displaces an earlier token. In GShard a later token may do so, because all
-first choices come before all second choices; the same holds for `--moe-token-drop-policy probs`, Megatron's default.
-T is the only number that depends on the whole document.
+have the same place. A later token never displaces an earlier token. GShard and Megatron's default,
+`--moe-token-drop-policy probs`, allow this: in GShard, all first choices come before all second choices. T is the only
+number that depends on the whole document.
 
 A token counts if it has a label. Tokens without a label, such as prompts and padding, use no capacity and are never
 dropped, because dropping a prompt token would harm the tokens that attend to the prompt. So without labels, as in
@@ -68,7 +68,7 @@ def capacity_of(
     """Compute the capacity of a model's experts for the documents of a microbatch.
 
     Args:
-        cfg: the model's sizes and its capacity factor.
+        cfg: sizes and capacity factor of the model.
         counts: flag for each token, [B, S / cp] bool; True if the token counts.
         document: number of each token's document, [B, S / cp] int64.
         length: number of tokens that count in each document, [documents] fp32.

@@ -40,8 +40,8 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
     """Sort the pairs by expert.
 
     Args:
-        experts: expert numbers, [N, k] int64 for N tokens or [N k] for their pairs. A pair with the number E has no
-            expert and is sorted last.
+        experts: expert numbers, [N, k] int64 for N tokens or [N k] for their pairs. A pair with the expert number E
+            has no expert and is sorted last.
         n_experts: E, the number of experts.
     """
     flat = experts.flatten()

@@ -101,7 +101,7 @@ class Family(Protocol):
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:
-        """Complete an objective of this family with the additional sums that this model returns."""
+        """Extend an objective of this family with the additional sums that the model returns."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
@@ -236,7 +236,7 @@ class Family(Protocol):
 
 
 def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
-    """The hidden state between two stages, [B, S / parts, D] on meta.
+    """Make a meta tensor with the shape and dtype of the hidden state between two stages, [B, S / parts, D].
 
     Args:
         cfg: configuration of the run.

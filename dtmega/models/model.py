@@ -20,10 +20,10 @@ Per = Literal["token", "label", "decoder", "sequence"]
 class Model(nn.Module):
     """A whole model, or one pipeline stage of a model. Every model that dtmega trains is a subclass.
 
-    A model is called as `model(**tensors of a microbatch, **tensors from the previous stage)` and returns
-    tensors keyed by name: tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch
-    as fp32 scalars (listed by the family's objective). Without labels the last stage returns predictions instead of a
-    loss; a language model's predictions are the logits [B, S, V].
+    A model is called as `model(**tensors of a microbatch, **tensors from the previous stage)` and returns tensors keyed
+    by name: tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32
+    scalars (listed by the family's objective). Without labels the last stage returns predictions instead of a loss; a
+    language model's predictions are the logits [B, S, V].
 
     A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. If the
     boundary lists a tensor that a stage receives but does not return, the tensor is passed to the next stage unchanged.
@@ -55,7 +55,7 @@ class Model(nn.Module):
         outputs: names of the weights that compute predictions from the last hidden state.
         one_backward: reason why backward cannot run in two parts; '' if it can.
         read_by_layers: names of the parameters that all layers of a stack read, although no layer contains them.
-        layers_apart: whether each layer reads the parameters of `read_by_layers` by a separate call, so that the
+        layers_apart: whether each layer reads the parameters of `read_by_layers` in a separate call, so that the
             gradients of these parameters can be taken layer by layer ([run] exact).
     """
 
@@ -251,7 +251,7 @@ class Model(nn.Module):
         return masks
 
     def matrices(self) -> dict[str, Cut]:
-        """The weights of a whole model that Muon trains: all trained matrices except embeddings and `outputs`.
+        """The weights that Muon trains in a whole model: all trained matrices except embeddings and `outputs`.
 
         A module whose weight consists of several matrices has a method `fused` that returns a `Cut` for the weight.
 
@@ -280,9 +280,8 @@ class Model(nn.Module):
     def counts_of_step(self) -> Tensor | None:
         """Return the counts over this rank's tokens since the last `after_step`; None if the model counts nothing.
 
-        The counts have the whole model's shape.
-
-        The counts of all ranks and stages add up to the counts of the global batch.
+        The counts have the whole model's shape. The counts of all ranks and stages add up to the counts of the global
+        batch.
         """
         return None
 

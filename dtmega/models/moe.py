@@ -57,8 +57,8 @@ class Mixture(nn.Module):
 
         Args:
             x: activations, [B, S, D].
-            texts: tokens that count for the balance and the capacity, grouped by document; None for neither report nor
-                capacity.
+            texts: tokens that count for the balance and the capacity, grouped by document; None to make no report
+                and apply no capacity.
         """
         routing = self.router(x)
         found = None if texts is None else report(routing, texts, self.has_losses)
@@ -137,7 +137,7 @@ class MoE(Llama):
 
         Returns:
             The result of `Llama.forward`. With labels, every stage also returns {"balance": ..., "router_z": ...,
-            "dropped": ...}, fp32 [layers with experts]. These sums are each layer's losses, if the losses have a
+            "dropped": ...}, fp32 [layers with experts]. The tensors hold each layer's losses, if the losses have a
             weight, and each layer's number of dropped pairs.
         """
         rules, rotation = self.rules_and_rotation(
@@ -206,7 +206,7 @@ class MoE(Llama):
             if router.bias is None or not router.weight.requires_grad:
                 continue
             load = counts[layer]
-            # Compare each load with the mean load, but without a division, which would round.
+            # Compare each load with the mean load without dividing, because a division would round.
             lacks = torch.sign(load.sum() - len(load) * load)
             router.bias += self.cfg.router_bias_rate * lacks.float()
 

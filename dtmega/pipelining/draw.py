@@ -42,8 +42,8 @@ class Clock(NamedTuple):
         end: end of the axis, in the timeline's unit.
         pixels: width of one unit of the timeline, in pixels.
         every: distance between two ticks, in the timeline's unit.
-        factor: factor from the timeline's unit to the unit of the labels: 1000 for a timeline in seconds with labels in
-            milliseconds.
+        factor: factor from the timeline's unit to the labels' unit, such as 1000 for a timeline in seconds with labels
+            in milliseconds.
         unit: unit of the labels; '' if the unit is one forward of a stage.
     """
 
@@ -99,7 +99,7 @@ def svg(
         timeline: the table's timeline in seconds; None for F = I = W = 1, B = 2, and transfers that take no time.
         until_s: minimum end of the time axis, in seconds, for work after the last action.
         fits_page: whether to draw a timeline in seconds as wide as a page, no matter how narrow the cells become; if
-            False, the median action is as wide as a forward.
+            False, the median action is drawn as wide as one forward.
     """
     if timeline is None:
         timeline = simulate(table)

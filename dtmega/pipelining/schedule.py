@@ -95,11 +95,11 @@ class Pipeline:
     All ranks of a pipeline get the same microbatches. Gradients are summed over microbatches without scaling
     (`scale_grads` is off), because the loss is already divided by global counts.
 
-    Under FSDP, torch's stages gather weights once, before the first forward, and reduce gradients once, after the last
-    backward (after the last W, if backward runs in two parts). With `sums`, gradients are reduced after each backward.
-    The modules must therefore be wrapped with reshard_after_forward=False; the stages set all other FSDP switches
-    themselves. With more than three stages per rank, torch keeps only three stages gathered at a time, and gathers the
-    remaining stages again.
+    Under FSDP, torch's stages gather weights once, before the first forward. The modules must therefore be wrapped with
+    reshard_after_forward=False; the stages set all other FSDP switches themselves. With more than three stages per
+    rank, torch keeps only three stages gathered at a time, and gathers the remaining stages again. Gradients are
+    reduced once, after the last backward (after the last W, if backward runs in two parts), or, with `sums`, after each
+    backward.
 
     *Memory:* torch keeps two receive buffers per microbatch, one for the activation and one for the gradient
     (pytorch#136380). With one hidden state and n microbatches, the buffers hold 2 n B S D elements.
@@ -130,7 +130,7 @@ class Pipeline:
         self._built: tuple[tuple[int, bool], PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
     def step(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward and backward of all microbatches: add up gradients, and add the modules' sums to the tally."""
+        """Run all microbatches forward and backward, add up gradients, and add the modules' sums to the tally."""
         self._run(microbatches, tally, training=True)
 
     @torch.no_grad()

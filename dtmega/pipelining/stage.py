@@ -27,8 +27,8 @@ Boundary = Mapping[str, Tensor]  # name of a tensor -> meta tensor with its shap
 class Stage(PipelineStage):
     """torch's `PipelineStage`, for a module that takes and returns tensors by name.
 
-    In a V-shaped schedule, two neighbouring stages may be on one rank. This class leaves out messages between two
-    stages on one rank, and in evaluation leaves out the gradients that torch would pass between these stages.
+    In a V-shaped schedule, two neighbouring stages may be on one rank. This class omits messages between two
+    stages on one rank and, in evaluation, the gradients that torch would pass between these stages.
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the previous stage). The
@@ -40,8 +40,8 @@ class Stage(PipelineStage):
         group: process group of the pp ranks.
         before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage passes to the next stage; empty for the last stage.
-        take: function that takes the module's outputs and returns the sums in the loss, each with a factor
-            (`Tally.add`).
+        take: function that takes the module's outputs and returns the sums that belong to the loss, each
+            with a factor (`Tally.add`).
         n_microbatches: number of microbatches in a step.
         sums: object that sums gradients over the data ranks after each microbatch; None if torch sums gradients once
             per step.
@@ -86,8 +86,8 @@ class Stage(PipelineStage):
         """Run a microbatch through the module.
 
         Returns:
-            The tensors for the next stage. The last stage returns the loss instead: the total of the sums in the loss,
-            each multiplied by its factor.
+            The tensors for the next stage. The last stage returns the loss instead: the total of the sums that belong
+            to the loss, each multiplied by its factor.
         """
         inputs = dict(zip(self._input_names, carried, strict=True))
         outputs = self.submod(**rows, **inputs)
@@ -127,7 +127,7 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Gradients:
-        """Run a backward or one of its parts. With `sums`, sum weights' gradients as soon as they are computed."""
+        """Run a backward or one of its parts. With `sums`, sum the gradients of weights once they are computed."""
         if self._sums is None or backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         # torch's `last_backward` does not count an input part that `backward_one_chunk` runs as a whole backward.

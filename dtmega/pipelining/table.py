@@ -22,8 +22,8 @@ class Action(NamedTuple):
 
     Attributes:
         stage: index of the stage.
-        kind: letter of the computation: F for forward, B for a whole backward, I for the part of backward that computes
-            the gradients of inputs, W for the part that computes the gradients of weights.
+        kind: letter F for forward, B for a whole backward, I for the part of backward that computes the gradients of
+            inputs, or W for the part that computes the gradients of weights.
         microbatch: index of the microbatch.
     """
 

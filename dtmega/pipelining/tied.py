@@ -37,7 +37,7 @@ def shared(
         stages: names of each stage's pieces.
 
     Returns:
-        First name of each shared parameter in the model -> indices of the stages that share it, in ascending order.
+        First name of each shared parameter -> indices of the stages that share the parameter, in ascending order.
     """
     parameters_of_stages = []
     for pieces in stages:
