@@ -126,7 +126,7 @@ def extent(manifest: Manifest, name: str, chunk: StoredChunk, box: Slices) -> Ex
 
 
 def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
-    """Divide extents into groups that one read can fetch: gapless ranges of at most `most_bytes`.
+    """Divide extents into groups, each of which is a gapless range of at most `most_bytes` that one read can fetch.
 
     An extent that is longer than `most_bytes` forms its own group.
 

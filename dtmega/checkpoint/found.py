@@ -59,7 +59,7 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 @contextlib.contextmanager
 def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: bool) -> Iterator[None]:
-    """Record an exception from the `with` block in `exit.json`. Used until the run directory is claimed.
+    """Write `exit.json` if the `with` block raises an exception. Used until the run directory is claimed.
 
     Nothing is written if the directory has never held a run, or if another process has claimed the directory.
 

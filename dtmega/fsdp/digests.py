@@ -19,7 +19,7 @@ from dtmega.ops.shards import boxes
 
 
 class Digest:
-    """A digest of tensors that are always cut into the same pieces.
+    """A digest of tensors whose division into pieces never changes.
 
     Args:
         keys: result of `first_keys`.

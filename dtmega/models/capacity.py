@@ -1,9 +1,10 @@
-"""Expert capacity: each expert takes a limited number of pairs from each document; later pairs are dropped.
+"""Expert capacity: each expert takes a limited number of (token, expert) pairs per document; later pairs are dropped.
 
-If T tokens of a document count, an expert takes at most ceil(f T k / E) pairs from the document: f times an even share.
-The expert takes the pairs at the earliest places. A token uses an expert at most once, so no two pairs of an expert
-have the same place. A later token never displaces an earlier token. GShard and Megatron's default,
-`--moe-token-drop-policy probs`, allow this: in GShard, all first choices come before all second choices. T is the only
+Let T be the number of tokens that count in a document (see below). An expert takes at most ceil(f T k / E) pairs from
+the document, which is f times an even share. The expert takes the pairs at the earliest places. A token uses an expert
+at most once, so no two pairs of an expert have the same place. A later token never displaces an earlier token. In
+GShard, a later token may displace an earlier token, because all first choices come before all second choices. With
+`--moe-token-drop-policy probs`, Megatron's default, a later token may displace an earlier token as well. T is the only
 number that depends on the whole document.
 
 A token counts if it has a label. Tokens without a label, such as prompts and padding, use no capacity and are never

@@ -121,7 +121,7 @@ def filled(
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """Return a prompt's token ids, enclosed in [CLS] and [SEP], and the indices of the masks in this list.
+    """Return the list of a prompt's token ids, enclosed in [CLS] and [SEP], and the masks' indices in the list.
 
     Raises:
         ValueError: the prompt has no mask.

@@ -16,8 +16,8 @@ from dtmega.ops.key_value_cache import KeyValueCache
 class Relay:
     """Pipeline stages that run one after the other. The rank of each stage broadcasts the stage's output to all ranks.
 
-    While one stage runs, the ranks of all other stages wait. A pipeline schedule would use this time, but a schedule
-    needs a fixed sequence length and the shapes of gradients.
+    While one stage runs, the ranks of all other stages wait. A pipeline schedule would use the waiting time, but a
+    schedule needs a fixed sequence length and the shapes of gradients.
 
     Args:
         stages: stage index -> model of the stage, for this rank's stages.

@@ -108,7 +108,7 @@ class Pipeline:
         pipeline: [pipeline] section of the configuration.
         stages: this rank's modules keyed by stage index, in ascending order; `stage.Stage` describes their interface.
         group: process group of the pp ranks.
-        boundaries: meta tensors for each stage except the last, which describe the stage's tensors for the next stage.
+        boundaries: one dict per stage except the last, with meta tensors for the tensors that the next stage receives.
         device: device on which this rank computes.
         sums: stage index -> `Sums` object that sums gradients after each microbatch; {} to sum gradients once per step.
     """
