@@ -177,11 +177,10 @@ def release(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sharded: bool = False) -> None:
-    """Choose which gradients the next backward reduces over the data ranks, in a run without a pipeline.
+    """Choose, before each backward in a run without a pipeline, which gradients are reduced over the data ranks.
 
-    Call this function before each microbatch's backward. Until the last microbatch of a step, the root's weights stay
-    gathered. The blocks' weights stay gathered too, unless `reshard` is True, which saves the memory of the blocks'
-    weights but causes more traffic.
+    Until the last microbatch of a step, the root's weights stay gathered. The blocks' weights stay gathered too, unless
+    `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
 
     Args:
         model: model that trains.

@@ -94,10 +94,7 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Build a small model on the default device, and return the small model with its configuration.
-
-        tp cuts the small model in the same way as the configured model.
-        """
+        """Make, on the default device, a small model that tp cuts like the configured model. Return (config, model)."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:
@@ -134,9 +131,7 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """Build meta tensors for the tensors that a stage passes to the next stage, keyed by name.
-
-        The meta tensors have this rank's shapes.
+        """Build meta tensors, with this rank's shapes and keyed by name, for the tensors that a stage passes on.
 
         Args:
             cfg: configuration of the run.

@@ -98,8 +98,7 @@ class Pipeline:
     Under FSDP, torch's stages gather weights once, before the first forward. The modules must therefore be wrapped with
     reshard_after_forward=False; the stages set all other FSDP switches themselves. With more than three stages per
     rank, torch keeps only three stages gathered at a time, and gathers the remaining stages again. Gradients are
-    reduced once, after the last backward (after the last W, if backward runs in two parts), or, with `sums`, after each
-    backward.
+    reduced after the last backward (the last W, if backward runs in two parts) or, with `sums`, after each backward.
 
     *Memory:* torch keeps two receive buffers per microbatch, one for the activation and one for the gradient
     (pytorch#136380). With one hidden state and n microbatches, the buffers hold 2 n B S D elements.
