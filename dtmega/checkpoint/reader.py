@@ -159,7 +159,7 @@ class Checkpoint:
                 raise Damaged("it was deleted while it was read, as the run that writes there has gone on") from None
 
     def verify(self) -> None:
-        """Verify every digest, by reading every tensor.
+        """Verify every digest by reading every tensor.
 
         Raises:
             Damaged: a block does not match its digest.

@@ -54,7 +54,7 @@ class SaveOutcome(NamedTuple):
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run, one at a time, and loads them.
+    """Saves and loads the checkpoints of a run, one at a time.
 
     All ranks call each method at the same step, except `purge_strays`, which only rank 0 calls.
 

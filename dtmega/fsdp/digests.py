@@ -90,7 +90,7 @@ def _hashed(keys: Tensor, bits: Tensor, name: str) -> Tensor:
 
     Args:
         keys: hashes of the elements' indices, int64.
-        bits: bits of the elements, int64 in the same shape.
+        bits: bits of the elements, int64 in the shape of `keys`.
         name: name that all elements share.
     """
     x = keys ^ bits
@@ -99,7 +99,7 @@ def _hashed(keys: Tensor, bits: Tensor, name: str) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """Convert an unsigned 64-bit number to the int64 with the same bits."""
+    """Reinterpret the bits of an unsigned 64-bit number as an int64."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 

@@ -32,7 +32,8 @@ class Capacity(NamedTuple):
     Attributes:
         document: document number of each token in whole sequences, [B, S] int64. The last number is reserved for tokens
             that do not count.
-        limit: maximum number of pairs that an expert takes from each document, [documents] int64.
+        limit: maximum number of pairs that an expert takes from each document, [documents + 1] int64. The last entry,
+            for tokens that do not count, is never reached.
         n_experts: E, the number of experts.
         context: ranks that share the sequences; None if this rank has whole sequences.
     """
