@@ -1,7 +1,7 @@
 """Checkpoints of a run: complete or absent, verified on every read, and never unpickled.
 
     manifest.py      description of a checkpoint: JSON, with a digest of every block of bytes
-    cover.py         check that the stored boxes of a tensor cover it exactly
+    cover.py         check that a tensor's stored boxes cover the tensor exactly
     files.py         file operations that checkpoints need, on a disk or under a URL
     reader.py        a finished checkpoint, verified while it is read
     tensor_files.py  tensors of any layout, written and read through torch.distributed.checkpoint
@@ -10,7 +10,7 @@
     run.py           saves during training: writes and publishes checkpoints, and keeps the newest ones
     resume.py        finds the checkpoint that a run resumes from, and refuses a checkpoint of a different run
     changes.py       configuration keys that may change when a run resumes
-    found.py         startup of a run: rank 0 claims the folders and finds checkpoints, and all ranks open them
+    found.py         startup of a run: rank 0 claims folders and finds checkpoints, and all ranks open the checkpoints
     weights.py       initial weights, from a checkpoint or from another program's files
 
 The commands that convert and inspect checkpoints are in cli/convert/.

@@ -1,13 +1,14 @@
-"""The base of a run with frozen parameters: the weights that the run started from, and that its checkpoints leave out.
+"""The base of a run with frozen parameters: initial weights that the run's checkpoints leave out.
 
 With [lora] or [train] freeze, a checkpoint holds the trained parameters, the path of the base, and a digest of each
 frozen tensor. The digests are computed while the base is loaded, so that nothing is read twice:
 
     digest(T) = sum of bits(T[i, j, ...]) * a_i * b_j * ...  modulo 2^64
 
-The sum is over all elements, converted to fp32. A factor depends on the tensor's name, the dim, and the index along the
-dim. The digests of the ranks' parts therefore add up to the same number on every layout. The digest detects a base that
-is wrong by mistake. It does not protect against an attacker who constructs a different base with the same digest.
+The sum runs over all elements, converted to fp32. Each factor depends on the tensor's name, the dim, and the index
+along the dim. The digests of the ranks' parts therefore add up to the same number on every layout. The digest detects
+an accidentally wrong base, but does not protect against an attacker who constructs a different base with the same
+digest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MOVED = "if it has moved, [lora] base_path says where it is"
 
 
 class Base(NamedTuple):
-    """The part of a run's state that describes its base.
+    """The part of a run's state that describes the run's base.
 
     Attributes:
         path: directory or checkpoint of the base.
@@ -64,7 +65,7 @@ class Base(NamedTuple):
 
 
 class Digesting:
-    """A source that computes digests of the tensors that are read from it.
+    """A source that computes the digests of the tensors read from it.
 
     Args:
         source: wrapped source, with dtmega's names.
@@ -102,11 +103,11 @@ class Digesting:
         return part
 
     def digests(self, counted: Collection[str], group: dist.ProcessGroup | None = None) -> dict[str, str]:
-        """The digests of whole tensors, by name.
+        """Return the digests of whole tensors, keyed by name.
 
         Args:
             counted: names of the tensors that this process counts. If several ranks have copies of a part, exactly one
-                of these ranks counts it.
+                of these ranks counts the part.
             group: process group of the ranks that together have read each tensor; None if this process has read all
                 tensors.
         """
@@ -159,7 +160,7 @@ def _factors(name: str, dim: int, start: int, size: int) -> Tensor:
 
 
 def location(model: config.Model, source: Source) -> str:
-    """The path of the weights that a new run has loaded; for weights of a run, the path of the loaded checkpoint."""
+    """The path of a new run's initial weights: the checkpoint's path, if the weights come from a checkpoint."""
     checkpoint = getattr(source, "checkpoint", None)
     path = checkpoint.path if checkpoint is not None else model.init_from or getattr(model, "directory", "")
     return path if "://" in path else str(Path(path).absolute())
@@ -182,7 +183,7 @@ def open_base(
         weights_of: method `weights` of the model family.
 
     Returns:
-        The path of the base, and its weights.
+        (path of the base, weights of the base).
 
     Raises:
         ValueError: the base is missing, or belongs to a different model.

@@ -83,7 +83,7 @@ class Change(NamedTuple):
         return f"[{self.section}] {self.key}"
 
     def within(self, table: Mapping[str, tuple[str, ...]]) -> bool:
-        """True if the table (section -> keys) lists this key."""
+        """Return True if the table (section -> keys) lists this key."""
         return self.key in table.get(self.section, ())
 
 
@@ -110,10 +110,10 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
 
 def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
-    """Changed keys of all sections whose treatment is `kind`.
+    """List the changed keys with the treatment `kind`, in all sections.
 
     Args:
-        then: configuration recorded in the checkpoint, by section.
+        then: configuration recorded in the checkpoint, keyed by section.
         now: current configuration.
         kind: treatment of the keys to return.
     """
@@ -139,13 +139,13 @@ def lines(
     on the learning rate.
 
     Args:
-        then: configuration recorded in the checkpoint, by section.
+        then: configuration recorded in the checkpoint, keyed by section.
         now: current configuration.
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
         samples_in: function that converts a number of epochs to a number of samples.
         overflowed: numbers of steps and of samples that were skipped because a gradient overflowed in float16. These
-            steps do not advance the learning rate, but count in the arguments `steps` and `samples`.
+            steps do not advance the learning rate, but are included in `steps` and `samples`.
     """
     printed = changed(then, now, "printed")
     course_changes = [change for change in printed if change.within(COURSE)]

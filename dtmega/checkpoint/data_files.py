@@ -1,7 +1,7 @@
 """The bytes of data files: `DataFile` appends boxes of tensors, and an `Extent` locates a part of a box.
 
 A chunk is stored row by row, so consecutive rows of its first dim are one range of bytes. Each digest covers a whole
-block, so the range is widened to the boundaries of blocks.
+block, so the range is widened to block boundaries.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DataFile:
         """
         data = _bytes(tensor.detach().cpu().contiguous())
         digests: list[str] = []
-        # Compute the digests of a part right before writing the part, so that it is still in the processor's cache.
+        # Compute the digests of a part right before writing the part, while the part is in the processor's cache.
         for i in range(0, len(data), WRITE_BYTES):
             part = data[i : i + WRITE_BYTES]
             digests.extend(block_digests(part, self._block_bytes))
@@ -68,8 +68,8 @@ class Extent(NamedTuple):
         chunk: entry of the chunk in the manifest.
         box: slices within the chunk, one per dim.
         block_bytes: size of a block in bytes.
-        start: position of the first block in the data file, in bytes.
-        stop: end of the last block in the data file.
+        start: start of the first block in the data file, in bytes.
+        stop: end of the last block in the data file, in bytes.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Extent(NamedTuple):
     stop: int
 
     def tensor(self, blocks: Tensor) -> Tensor:
-        """The content of the box.
+        """Verify the blocks, and return the content of the box.
 
         Args:
             blocks: bytes of the blocks, uint8; fewer than `stop - start` if the file is too short.
@@ -107,7 +107,7 @@ class Extent(NamedTuple):
 
 
 def extent(manifest: Manifest, name: str, chunk: StoredChunk, box: Slices) -> Extent:
-    """The blocks that hold the rows of a box.
+    """Find the blocks that hold the rows of a box.
 
     Args:
         manifest: manifest of the checkpoint.
@@ -126,7 +126,7 @@ def extent(manifest: Manifest, name: str, chunk: StoredChunk, box: Slices) -> Ex
 
 
 def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
-    """Divide extents into groups, each of which one read can fetch: a range without gaps of at most `most_bytes`.
+    """Divide extents into groups, each of which is a gapless range of at most `most_bytes` that one read can fetch.
 
     An extent that is longer than `most_bytes` forms its own group.
 

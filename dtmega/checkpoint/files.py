@@ -64,7 +64,7 @@ class Disk:
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The size in bytes of each regular file in a folder, by file name. Symbolic links are left out.
+        """Return the size in bytes of each regular file in a folder, keyed by file name. Symbolic links are left out.
 
         Raises:
             Damaged: the folder cannot be listed.
@@ -76,11 +76,11 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def is_complete(self, folder: str) -> bool:
-        """True, because on a disk, a folder gets its final name only when the checkpoint is complete."""
+        """Return True: on a disk, a folder gets its final name only when the checkpoint is complete."""
         return True
 
     def new_attempt(self) -> str:
-        """The suffix for the names of one save's data files, before `.bin`."""
+        """The suffix that one save appends to the names of its data files, before `.bin`."""
         return ""
 
     def unpublished(self, folder: str) -> str:
@@ -138,7 +138,7 @@ class Disk:
         self.remove(self.unpublished(folder))
 
     def retire(self, folder: str) -> None:
-        """Delete a checkpoint. Rename it first, so that a kill cannot leave half a checkpoint under a valid name."""
+        """Rename a checkpoint, and then delete it, so that a kill cannot leave half of it under a valid name."""
         retired = f".old-{folder}"
         self.rename(folder, retired)
         self.remove(retired)

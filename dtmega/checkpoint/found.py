@@ -1,4 +1,4 @@
-"""Startup of a run: rank 0 claims the folders and finds the checkpoints to resume from, and all ranks open them.
+"""Startup of a run: rank 0 claims the folders and finds checkpoints to resume from, and all ranks open the checkpoints.
 
 Rank 0 claims the folders before reading their content, because a different process may still be writing the checkpoint
 to resume from. All ranks then open the paths that rank 0 sends. Every rank writes its part of a checkpoint, so each
@@ -59,7 +59,7 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 @contextlib.contextmanager
 def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: bool) -> Iterator[None]:
-    """Record an exception from the `with` block in `exit.json`. Used until the run directory is claimed.
+    """Write `exit.json` if the `with` block raises an exception. Used until the run directory is claimed.
 
     Nothing is written if the directory has never held a run, or if another process has claimed the directory.
 
@@ -156,7 +156,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
 
 
 def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
-    """The manifest digest of each source that is a checkpoint, by path. The digests must be equal on all ranks."""
+    """The manifest digest of each checkpoint among the sources, keyed by path. All ranks must get equal digests."""
     unwrapped = [getattr(source, "checkpoint", source) for source in sources]
     checkpoints = [source for source in unwrapped if isinstance(source, Checkpoint)]
     return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in checkpoints}

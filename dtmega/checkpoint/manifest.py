@@ -8,7 +8,7 @@ of a tensor has one digest per block, so a rank that needs only some rows reads 
 rows. A digest detects damage; it is not a signature. `parse` checks that each value has the right type, that each chunk
 lies within its file, and that sizes are plausible, so a reader may rely on the sizes when allocating memory.
 
-In format 1, which is read as well, all blocks have MOST_BLOCK_BYTES.
+Checkpoints of format 1, in which all blocks have MOST_BLOCK_BYTES, can also be read.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Manifest:
     Attributes:
         step: number of the optimizer step after which the checkpoint was saved.
         state: JSON object of the program that saved the checkpoint; for a training run, the content of `state.State`.
-        files: size of each data file in bytes, by file name.
+        files: name of each data file -> size in bytes.
         tensors: name of each tensor in the checkpoint, such as `model/NAME` -> entry of the tensor.
         block_bytes: size in bytes of a block; each block has its own digest.
     """
@@ -116,12 +116,11 @@ def digest(data: Any) -> str:
 
 
 def block_bytes_for(n_bytes: int) -> int:
-    """The smallest block size, up to MOST_BLOCK_BYTES, at which tensors of `n_bytes` in total have N_BLOCKS blocks or
-    fewer.
+    """The smallest block size for which tensors of `n_bytes` in total have N_BLOCKS blocks or fewer.
 
-    A rank that reads some rows of a chunk reads whole blocks. If the layout has more ranks than the layout that saved,
-    a block may contain rows of two ranks, and both ranks read it. Blocks must therefore be small compared with a rank's
-    part of a matrix.
+    The size is at most MOST_BLOCK_BYTES. A rank that reads some rows of a chunk reads whole blocks. If more ranks load
+    a checkpoint than saved it, a block may contain rows of two ranks, and both ranks read the block. Blocks must
+    therefore be small compared with a rank's part of a matrix.
     """
     size = LEAST_BLOCK_BYTES
     while size < MOST_BLOCK_BYTES and size * N_BLOCKS < n_bytes:
@@ -246,7 +245,7 @@ def _check_places(manifest: Manifest) -> None:
 
 
 def _fits(chunk: StoredChunk, shape: Sequence[int]) -> bool:
-    """True if a chunk lies within a tensor of this shape."""
+    """Return True if a chunk lies within a tensor of this shape."""
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         return False
     ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]

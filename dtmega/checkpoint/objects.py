@@ -1,12 +1,12 @@
 """Checkpoints in an object store (s3://, gs://, az://), through the library `obstore`.
 
-An object store cannot rename objects, but it can create an object on the condition that the name is free. A checkpoint
-is published by such a request for its manifest. If two processes save the same step, only one request succeeds, and the
-second process gets an error. The names of data files end with an id of the attempt that wrote them, so two processes
-cannot overwrite or delete each other's files.
+An object store cannot rename objects, but it can create an object on the condition that the name is free. Such a
+conditional request creates the manifest, which publishes a checkpoint. If two processes save the same step, only one
+request succeeds, and the second process gets an error. The name of a data file ends with an id of the attempt that
+wrote the file, so two processes cannot overwrite or delete each other's files.
 
 Files that no manifest names are leftovers of killed saves, or files of a save that another process is still writing.
-They are deleted once they are older than LEFTOVER_AGE.
+Such files are deleted once they are older than LEFTOVER_AGE.
 
 Credentials and endpoints come from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), and never appear in
 messages.
@@ -69,11 +69,11 @@ class Objects:
         return {entry["path"].rpartition("/")[2]: entry["size"] for entry in found["objects"]}
 
     def is_complete(self, folder: str) -> bool:
-        """True if a folder has a manifest."""
+        """Return True if a folder has a manifest."""
         return self._exists(f"{folder}/{NAME}")
 
     def new_attempt(self) -> str:
-        """The suffix for the names of one save's data files, before `.bin`."""
+        """The suffix that one save appends to the names of its data files, before `.bin`."""
         return f"-{uuid4().hex}"
 
     def unpublished(self, folder: str) -> str:
@@ -138,8 +138,8 @@ class Objects:
     def discard(self, folder: str, attempt: str) -> None:
         """Delete the data files of a failed attempt.
 
-        Does nothing if the store may still publish the attempt's manifest, because the store has not responded to the
-        request.
+        Keep the files if the store has not responded to the request for the attempt's manifest, because the store may
+        still publish the manifest.
         """
         if attempt not in self._in_doubt:
             with reported():
@@ -147,11 +147,11 @@ class Objects:
             self._delete(entry["path"] for entry in found if entry["path"].endswith(f"{attempt}.bin"))
 
     def retire(self, folder: str) -> None:
-        """Delete a checkpoint. Files that its manifest does not name are kept: another attempt may be writing them."""
+        """Delete a checkpoint, but keep files that its manifest does not name: another attempt may be writing them."""
         self._delete_in_order(f"{folder}/{name}" for name in self._belonging(folder))
 
     def move(self, folder: str, into: str) -> None:
-        """Move a checkpoint into the folder `into`. Its manifest is copied last, and the old manifest deleted first."""
+        """Move a checkpoint into the folder `into`: copy the manifest last, and delete the old manifest first."""
         sizes = self._belonging(folder)
         manifest_bytes = sizes.pop(NAME)
         with ThreadPoolExecutor(PARALLEL) as threads:
@@ -212,11 +212,11 @@ class Objects:
             return list(manifest.parse(file.read(), self.sizes(folder)).files)
 
     def _belonging(self, folder: str) -> dict[str, int]:
-        """The sizes of a checkpoint's files, by name. Data files that other attempts have left are excluded."""
+        """The sizes of a checkpoint's files, keyed by name. Data files that other attempts have left are excluded."""
         sizes = self.sizes(folder)
         try:
             named = self._named(folder)
-        # A damaged manifest does not tell which files belong to the checkpoint.
+        # A damaged manifest does not list the checkpoint's files reliably.
         except ValueError:
             return sizes
         return {name: size for name, size in sizes.items() if name in named or not DATA_FILE.fullmatch(name)}
@@ -244,7 +244,7 @@ class Objects:
     def _delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         if keys:
-            # S3 ignores names that do not exist; other stores raise this error.
+            # S3 ignores names that do not exist; other stores raise FileNotFoundError.
             with reported(), contextlib.suppress(FileNotFoundError):
                 self._store.delete(keys)
 
@@ -279,7 +279,7 @@ class Reading:
             return bytes(self._store.get(self._key).bytes())
 
     def readinto(self, view: memoryview) -> int:
-        """Read at most PART_BYTES, because more could take longer than REQUEST_S. Returns the number of bytes read."""
+        """Read at most PART_BYTES, because a larger read could exceed REQUEST_S. Return the number of bytes read."""
         wanted = min(len(view), PART_BYTES)
         with self._reported():
             data = self._store.get_range(self._key, start=self._at, length=wanted)

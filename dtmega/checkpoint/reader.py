@@ -51,8 +51,8 @@ class Checkpoint:
     def hold(self) -> Checkpoint:
         """Open every data file now, so that the files stay readable even if a run in progress deletes the checkpoint.
 
-        Does nothing if there are more data files than a process may open. Does nothing under a URL either, because an
-        open file under a URL becomes unreadable when the file is deleted.
+        No file is opened if there are more data files than a process may open. No file is opened under a URL either,
+        because an open file under a URL becomes unreadable when the file is deleted.
 
         Returns:
             This checkpoint.
@@ -121,7 +121,7 @@ class Checkpoint:
         """Read boxes whose bytes are adjacent in one data file, and verify the blocks that hold the boxes.
 
         Args:
-            extents: boxes and their bytes: one group from `data_files.side_by_side`.
+            extents: one group of extents from `data_files.side_by_side`.
 
         Returns:
             The content of each box.
@@ -159,7 +159,7 @@ class Checkpoint:
                 raise Damaged("it was deleted while it was read, as the run that writes there has gone on") from None
 
     def verify(self) -> None:
-        """Verify every digest, by reading every tensor.
+        """Verify every digest by reading every tensor.
 
         Raises:
             Damaged: a block does not match its digest.

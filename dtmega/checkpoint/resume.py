@@ -50,7 +50,7 @@ def root_of(cfg: config.Config) -> str:
 
 
 def split_path(path: str) -> tuple[Place, str]:
-    """Open the parent folder of a checkpoint's path, and return it with the name of the checkpoint's folder."""
+    """Open the parent folder of a checkpoint's path. Return the parent and the name of the checkpoint's folder."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
 
@@ -101,7 +101,7 @@ def _no_checkpoint(path: str) -> str:
 
 
 def newest_of_run(run_dir: Path) -> tuple[int, str]:
-    """The (step, path) of the run's newest checkpoint, which is not opened; (0, "") if there is no checkpoint."""
+    """Return (step, path) of a run's newest checkpoint without opening it; (0, "") if there is no checkpoint."""
     try:
         files = open_root(_checkpoint_dir_of_run(str(run_dir)) or str(run_dir / "checkpoints"))
         folders = finished(files)
@@ -129,7 +129,7 @@ def _open_step(files: Place, folders: list[str], step: int) -> Checkpoint:
 
 
 def _open_newest(files: Place, damage: list[str]) -> Checkpoint | None:
-    """Open the newest intact checkpoint, if any. Appends a line to `damage` for each damaged checkpoint."""
+    """Open the newest intact checkpoint, if any. Append a line to `damage` for each damaged checkpoint."""
     damaged: set[str] = set()
     # List the folders anew each time, because the run may save and delete checkpoints meanwhile.
     while folders := [folder for folder in finished(files) if folder not in damaged]:
@@ -291,7 +291,7 @@ def state_of(checkpoint: Checkpoint) -> State:
 
 
 def how_to_resume(cfg: config.Config) -> str:
-    """Advice to print when a run has stopped early and saved: how to resume the run."""
+    """Advice on how to resume a run that has stopped early and saved."""
     resume = cfg.checkpoint.resume
     if resume == "auto":
         return "the same command goes on from there"

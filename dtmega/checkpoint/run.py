@@ -54,7 +54,7 @@ class SaveOutcome(NamedTuple):
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run, one at a time, and loads them.
+    """Saves and loads the checkpoints of a run, one at a time.
 
     All ranks call each method at the same step, except `purge_strays`, which only rank 0 calls.
 
@@ -182,7 +182,7 @@ class Checkpoints:
 
         Args:
             candidates: checkpoints to try, in order; all ranks pass the same list.
-            parameters: names and parameters of this rank. If a name appears twice, both parameters are filled.
+            parameters: (name, parameter) pairs of this rank. If a name appears twice, both parameters are filled.
             optimizer: optimizer of these parameters; its state is replaced.
             damage: lines about the damaged checkpoints found so far. `load` appends a line for each damaged candidate.
             pace: heartbeats for the ranks that wait for this rank; None if no rank waits.
@@ -224,7 +224,7 @@ class Checkpoints:
         n_updates: int,
         base: Base | None,
     ) -> dict[str, list[Tensor]]:
-        """The tensors to fill, as `targets_of` returns them from the same arguments.
+        """Call `targets_of` with these arguments, and return the tensors to fill.
 
         Raises:
             ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this error, because the

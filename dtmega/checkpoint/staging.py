@@ -22,12 +22,12 @@ class Stager:
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the CPU, and keep their layout. Overwrites the previous call's copies.
+        """Copy tensors to the CPU without changing their layout, and overwrite the previous call's copies.
 
         All copies are complete when the method returns. Tensors on a GPU are copied to pinned memory.
 
         Args:
-            tensors: tensors by name. The tensor under a name must have the same shape and layout in every call.
+            tensors: tensors to copy, keyed by name. A tensor's shape and layout must not change between calls.
         """
         any_on_gpu = False
         for name, tensor in tensors.items():

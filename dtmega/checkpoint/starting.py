@@ -1,4 +1,4 @@
-"""The weights that a run reads at startup in addition to its checkpoint: all weights of a new run, or frozen weights.
+"""The weights that a run reads at startup in addition to its checkpoint: a new run's weights, or a resumed run's base.
 
 `base.py` describes what a checkpoint holds in place of frozen weights.
 """
@@ -58,18 +58,18 @@ def load_beside(
     model: config.Model,
     was: Base | None,
 ) -> dict[str, str]:
-    """Fill this rank's part of a model with the weights that its checkpoint leaves out. All ranks call this function.
+    """Fill this rank's part of a model with the weights that the checkpoint leaves out. All ranks call this function.
 
     Args:
         source: result of `weights_beside`.
-        stored: names and tensors of this rank, without adapters. A name may appear twice.
+        stored: (name, tensor) pairs of this rank, without adapters. A name may appear twice.
         counted: names of the frozen parameters that this rank counts in sums over `group`.
         group: process group of the ranks that together hold the model once.
         model: [model] section of the configuration.
         was: description of the base in the checkpoint; None for a new run.
 
     Returns:
-        The digests of the frozen tensors, by name.
+        The digests of the frozen tensors, keyed by name.
 
     Raises:
         ValueError: the weights differ from the weights that the run started from.

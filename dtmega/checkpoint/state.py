@@ -1,4 +1,4 @@
-"""The part of a checkpoint that describes the run: its progress, its counters and its configuration."""
+"""The part of a checkpoint that describes the run: progress, counters and configuration."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class State(BaseModel):
         exact: grids and fixed values of [run] exact; None without [run] exact.
         health: counts of high losses.
         base: weights that the run started from, if the checkpoint holds only trained weights; otherwise None.
-        identity: everything that determines the run's results, except the weights: for example, the seed, and digests
-            of the data and the tokenizer. Empty in a checkpoint that holds weights only.
-        config: resolved configuration of the run, by section.
+        identity: everything that determines the run's results apart from the weights, such as the seed and the digests
+            of the data and the tokenizer; empty in a checkpoint that holds only weights.
+        config: resolved configuration of the run, keyed by section.
         digest: digest of the directory from which the model is read; '' if there is no such directory.
         layout: number of processes, and size of each mesh axis; for human readers.
         versions: versions of dtmega, torch and Python that wrote the checkpoint; for human readers.

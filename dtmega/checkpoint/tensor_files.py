@@ -64,7 +64,7 @@ class NobodyWaits:
 
 
 class Failed(Exception):
-    """A failed save, with the reason from each rank that failed."""
+    """Raised if a save fails. The message has the reasons from all failed ranks."""
 
 
 def save(
@@ -81,7 +81,7 @@ def save(
     Args:
         files: place that holds the checkpoints.
         folder: name of the folder to make; leftovers under this name are deleted.
-        tensors: tensors as this rank holds them, by name in the checkpoint.
+        tensors: this rank's parts of the tensors, keyed by name in the checkpoint.
         step: step number to record in the manifest.
         state: state of the run as a JSON object, to record in the manifest.
         group: process group of all ranks; nothing else may use this group during the save.
@@ -109,7 +109,7 @@ def load_tensors(
 
     Args:
         checkpoint: checkpoint to read.
-        tensors: tensors to fill, by name in the checkpoint. The names differ between pipeline stages.
+        tensors: tensors to fill, keyed by name in the checkpoint. The names differ between pipeline stages.
         group: process group of all ranks.
         pace: heartbeats for the ranks that wait for this rank; None if no rank waits.
 
@@ -263,7 +263,7 @@ class _Reader(StorageReader):
         return done
 
     def _contents(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Tensor]]:
-        """Read the items, in any order. The number of concurrent reads depends on the place of the checkpoint."""
+        """Read the items, in any order. The number of concurrent reads depends on where the checkpoint is stored."""
         extents = [self._extent(item) for item in items]
         groups = deque(side_by_side(extents, PART_BYTES))
         at_once = self._checkpoint.files.parallel_reads

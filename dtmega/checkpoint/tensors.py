@@ -1,4 +1,4 @@
-"""The tensors in a checkpoint, by name: the weights, and the optimizer's state for each trained parameter."""
+"""The named tensors in a checkpoint: the weights, and the optimizer's state for each trained parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensors_of(
     in `State`.
 
     Args:
-        stored: parameters and buffers as this rank holds them, by name.
+        stored: this rank's parts of the parameters and buffers, keyed by name.
         optimizer: optimizer of the trained parameters.
         base: base that holds the frozen parameters; None if the checkpoint holds all parameters.
     """
@@ -44,13 +44,13 @@ def targets_of(
     n_updates: int,
     base: Base | None = None,
 ) -> dict[str, list[Tensor]]:
-    """The tensors to fill, by their names in the checkpoint (see `tensors_of`).
+    """List the tensors to fill, keyed by name in the checkpoint (see `tensors_of`).
 
-    Replaces the optimizer's state with zero tensors, and includes these tensors in the result.
+    The function replaces the optimizer's state with zero tensors, and includes these tensors in the result.
 
     Args:
         checkpoint: checkpoint to load.
-        stored: names and parameters of this rank; a name may appear twice.
+        stored: (name, parameter) pairs of this rank; a name may appear twice.
         optimizer: optimizer of these parameters.
         n_updates: number of weight updates so far.
         base: base that holds the tensors that the checkpoint leaves out; None if the checkpoint holds all tensors.
@@ -63,7 +63,7 @@ def targets_of(
     kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}
     optimizer.state.clear()
-    # With Muon, the moments of matrices differ from those of the parameters that AdamW trains.
+    # Muon and AdamW keep different moments for their parameters.
     kinds_of: dict[Tensor, Sequence[str]] = {}
     for group in optimizer.param_groups if kinds else ():
         kinds_of |= dict.fromkeys(group["params"], group.get("moments", kinds))

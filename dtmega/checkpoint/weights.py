@@ -100,7 +100,7 @@ class Merged:
         self.base.check(self._frozen.digests(frozen, group), self.path)
 
     def _layer(self, name: str) -> str:
-        """The name of the layer whose adapter changes the tensor with this name; '' if no adapter changes it."""
+        """The name of the layer whose adapter changes the tensor with this name; '' if there is no such layer."""
         layer = name.removesuffix(".weight")
         return layer if f"{layer}.lora_a" in self._stored.tensors else ""
 
@@ -130,7 +130,7 @@ def whole_weights(
 
 
 def is_hf_folder(path: str) -> bool:
-    """True if a folder holds a Hugging Face model rather than a checkpoint or a run."""
+    """Return True if a folder holds a Hugging Face model rather than a checkpoint or a run."""
     return any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists()
 
 

@@ -22,9 +22,9 @@ from dtmega.ops.shards import dim_of_experts, dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
-    """True if FSDP2 must hold the weights: for shards, casts, CPU offload, or a split backward.
+    """Return True if shards, casts, CPU offload, or a split backward require FSDP2.
 
-    If not, gradients are summed in place (`replicas.py`). If each rank holds the whole model and only casts its
+    Without FSDP2, gradients are summed in place (`replicas.py`). If each rank holds the whole model and only casts its
     weights, `masters.py` does the casts.
 
     Args:
@@ -43,13 +43,13 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
 
 
 def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-    """True if weights only need to be cast: each rank holds the whole model, and gradients are summed in fp32."""
+    """Return True if weights need only casts: each rank holds the whole model, and gradients are summed in fp32."""
     whole = all(size == 1 for axis, size in sizes.items() if axis != "dp_replicate") and not cfg.fsdp.cpu_offload
     return whole and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
 
 
 def reshards(cfg: config.Config, pp: int, n_shards: int) -> bool:
-    """True if FSDP frees a block's gathered weights after the block's forward.
+    """Return True if FSDP frees a block's gathered weights after the block's forward.
 
     Args:
         cfg: configuration of the run.
@@ -83,11 +83,11 @@ def apply_fsdp(
     Args:
         model: root module.
         blocks: blocks of the model, in order.
-        mesh: mesh of the data ranks: 1-D (fsdp), or for HSDP 2-D (dp_replicate, fsdp). HSDP with one shard
-            is the same as DDP.
+        mesh: mesh of the data ranks, either 1-D (fsdp) or, for HSDP, 2-D (dp_replicate, fsdp). HSDP with one shard
+            is equivalent to DDP.
         cfg: configuration of the run.
         reshard: whether to free each block's gathered weights after the block's forward. The root and the last block
-            keep their gathered weights, because backward starts with these two, and ends with the root.
+            keep their gathered weights, because backward starts with these modules and ends with the root.
         experts: modules that are divided over ep; [] if ep is 1.
         of_experts: mesh of the ranks that hold the same experts, 1-D or 2-D like `mesh`; None if ep is 1.
     """
@@ -142,7 +142,7 @@ class _NothingToReduce:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer for the input on FSDP's first call, and that buffer for the output on the second call."""
+        """Return a new buffer for the input on FSDP's first call, and the same buffer for the output on the second."""
         buffer, self._input = self._input, None
         if buffer is None:
             buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
@@ -177,7 +177,7 @@ def release(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sharded: bool = False) -> None:
-    """Before a microbatch's backward without a pipeline, choose the gradients to reduce over the data ranks.
+    """Choose, before each backward in a run without a pipeline, which gradients are reduced over the data ranks.
 
     Until the last microbatch of a step, the root's weights stay gathered. The blocks' weights stay gathered too, unless
     `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.

@@ -1,7 +1,7 @@
 """64-bit digests of tensors. The digests of a tensor's parts, or of tensors on several ranks, can be added up.
 
 A digest is the sum modulo 2^64, over all elements, of a hash of the tensor's name, the element's index and the
-element's bits. The digest therefore depends neither on the cuts of a tensor nor on the order of the ranks. The hash
+element's bits. The digest therefore does not depend on how a tensor is cut or how the ranks are ordered. The hash
 applies SplitMix64's finalizer (`ops/keyed.py`) twice: to the index, and then to the result combined with the name and
 the bits.
 """
@@ -19,13 +19,13 @@ from dtmega.ops.shards import boxes
 
 
 class Digest:
-    """A digest of tensors that are always cut into the same pieces.
+    """A digest of tensors whose division into pieces never changes.
 
     Args:
         keys: result of `first_keys`.
 
     Attributes:
-        total: digest of all pieces so far, an int64 scalar.
+        total: digest of all pieces added so far, an int64 scalar.
     """
 
     def __init__(self, keys: Tensor) -> None:
@@ -50,7 +50,9 @@ def first_keys(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The digest of this rank's part of the weights, an int64 scalar. The cuts of the weights do not affect the total.
+    """Compute the digest of this rank's part of the weights, an int64 scalar.
+
+    The sum of all ranks' digests does not depend on how the weights are cut.
 
     Args:
         weights: name in the whole model -> fp32 weight, which is a DTensor if it is cut. No weight may be a scalar.
@@ -88,7 +90,7 @@ def _hashed(keys: Tensor, bits: Tensor, name: str) -> Tensor:
 
     Args:
         keys: hashes of the elements' indices, int64.
-        bits: bits of the elements, int64 in the same shape.
+        bits: bits of the elements, int64 in the shape of `keys`.
         name: name that all elements share.
     """
     x = keys ^ bits
@@ -97,7 +99,7 @@ def _hashed(keys: Tensor, bits: Tensor, name: str) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """Convert an unsigned 64-bit number to the int64 with the same bits."""
+    """Reinterpret the bits of an unsigned 64-bit number as an int64."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 

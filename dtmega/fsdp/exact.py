@@ -1,14 +1,13 @@
-"""Add gradients as integers, so that no data layout, pipeline or order of microbatches changes a bit ([run] exact).
+"""Add gradients as integers, so that all layouts and microbatch orders yield identical bits ([run] exact).
 
-After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to the grid of their
-parameter (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
+After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to their parameter's
+grid (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
 of each microbatch are reduce-scattered at once. All other sums stay whole, and are all-reduced once per step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
-    sums.finish(tied)                    # after the last microbatch: each parameter gets its gradient, or the step
-    fails sums.settle(skipped)                 # after the step: chooses the next grids from this step's largest
-    gradients
+    sums.finish(tied)                    # after the last microbatch: sets all parameters' gradients, or none
+    sums.settle(skipped)                 # after the step: chooses the next grids from this step's largest gradients
 
 A grid is chosen from a number that is equal on all layouts: the largest gradient of any microbatch in the last step
 that was not skipped, or, in a tensor's first step, 1 / the number of microbatches. If a gradient exceeds its grid, all
@@ -43,7 +42,7 @@ class Groups(NamedTuple):
         everyone: group of all ranks, which agree on the largest gradients.
         shards: group of the ranks that hold the shards of a parameter.
         replicas: group of the ranks that hold the same shard.
-        tp: group of the ranks that each compute a part of some gradients.
+        tp: tensor-parallel group, in which each rank computes a part of some gradients.
     """
 
     everyone: dist.ProcessGroup
@@ -71,7 +70,7 @@ class StageSums:
         ties: groups of names that share one parameter.
         read_by_layers: names of the parameters that each layer reads by a separate call.
         partial: names of the parameters whose gradient on each tp rank is only a part of the whole gradient.
-        owner: integer sums of all stages.
+        owner: integer sums of all stages of this rank.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class StageSums:
         return Place(self._stage.get_submodule(module), attribute)
 
     def build(self) -> None:
-        """List the slots in units: one unit per group of parameters that FSDP2 gathers at once, or a single unit."""
+        """Group the slots into units: one unit per FSDP2 parameter group, or a single unit without FSDP2."""
         fsdp_units: list[list[Any]] = []
         for module in self._stage.modules():
             if isinstance(module, FSDPModule):
@@ -122,7 +121,7 @@ class StageSums:
             yield from unit
 
     def expect(self, last: bool) -> None:
-        """Before a backward in a pipeline, keep FSDP2 from summing gradients."""
+        """Prevent FSDP2 from summing gradients in a pipeline's next backward."""
         if isinstance(self._stage, FSDPModule):
             self._stage.set_is_last_backward(False)
             self._stage.set_reshard_after_backward(False)
@@ -154,11 +153,11 @@ class ExactSums:
     """The gradients of a step on this rank, as sums of integers.
 
     Args:
-        sizes: name of each parameter of the whole model -> number of elements; the same on all ranks.
+        sizes: name of each parameter of the whole model -> number of elements; identical on all ranks.
         n_parts: maximum number of gradients that one microbatch contributes to an element: places x tp x cp ranks.
         groups: process groups to sum over.
         device: device of the sums.
-        share: name of this rank's share of a microbatch, which the digests contain.
+        share: name of this rank's share of a microbatch; the digests hash this name with each tensor's name.
 
     Attributes:
         sizes: value of the argument `sizes`.
@@ -251,7 +250,7 @@ class ExactSums:
 
     @torch.no_grad()
     def finish(self, tied: Sequence[SharedByStages]) -> None:
-        """Sum over the remaining ranks, and give every trained parameter its gradient.
+        """Sum the integers over the remaining ranks, and give every trained parameter its gradient.
 
         If any gradient is not finite or exceeds its grid, no parameter gets a gradient on any rank.
 
@@ -305,10 +304,10 @@ class ExactSums:
         slot.parameter.grad = gradient
 
     def settle(self, skipped: bool) -> None:
-        """Record the largest gradients of a step, from which the grids of the next step are chosen.
+        """Record a step's largest gradients, which determine the next step's grids.
 
         Args:
-            skipped: whether the step was skipped. A skipped step only makes the grids that it exceeded coarser.
+            skipped: whether the step was skipped. After a skipped step, only the exceeded grids become coarser.
         """
         names = self.overflowed if skipped else self._index
         for name in names:

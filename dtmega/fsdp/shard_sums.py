@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 class ShardSums:
-    """Adds the sum of each microbatch's gradients over the data ranks to the shards of one stage's gradients.
+    """Sums each microbatch's gradients over the data ranks, and adds the sums to the shards of a stage's gradients.
 
     A unit is a group of parameters that FSDP2 gathers and sums at once: a block's parameters, or all parameters outside
     the blocks. With copies of the shards (HSDP), the sums over the copies are left to the last microbatch.
@@ -38,12 +38,12 @@ class ShardSums:
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)][::-1]
 
     def expect(self, last: bool) -> None:
-        """Prepare for the gradients of a microbatch's weights.
+        """Prepare to sum the weight gradients of one microbatch.
 
         Args:
             last: whether this is the last microbatch of a step.
         """
-        # With this flag FSDP2 waits for the sums, and keeps no unit's whole gradients until the next backward.
+        # With this flag, FSDP2 waits for the sums, and does not keep whole gradients until the next backward.
         self._stage.set_is_last_backward(True)
         self._stage.set_reshard_after_backward(False)
         self._stage.set_requires_gradient_sync(True)
@@ -63,7 +63,7 @@ class ShardSums:
                 module.set_requires_gradient_sync(True, recurse=False)
                 group.post_backward()
                 module.set_requires_gradient_sync(False, recurse=False)
-        # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not report it.
+        # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not report the end.
         _state(self._stage)._root_post_backward_final_callback()
 
     def swept(self, microbatch: int) -> None:

@@ -1,4 +1,4 @@
-"""The places where autograd leaves a microbatch's gradients, from which `exact.py` takes them to add them up."""
+"""The places where autograd leaves a microbatch's gradients, until `exact.py` takes and adds the gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Slot:
         name: name of the parameter in the whole model.
         parameter: parameter that the optimizer updates.
         fsdp: FSDP2's record of the parameter; None without FSDP2.
-        places: additional places of a shared parameter. Autograd must not add their gradients to the first place's.
+        places: additional places of a shared parameter. Autograd must keep the gradients of these places apart from the
+            gradient of the first place.
         partial: whether the gradient on each tp rank is only a part of the whole gradient.
         total: sum so far, int64 in the shape of the parameter's local part; None before the first microbatch.
     """
@@ -28,7 +29,7 @@ class Slot:
         self.total: Tensor | None = None
 
     def take(self) -> list[Tensor]:
-        """Take the microbatch's gradients, one per place. They are not sharded by FSDP2, but tp may have cut them."""
+        """Take the microbatch's gradients, one per place. The gradients may be cut by tp, but not by FSDP2."""
         taken: list[Tensor | None] = []
         for place in self.places:
             taken += place.take()

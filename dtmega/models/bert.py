@@ -35,7 +35,7 @@ IGNORED_SAMPLE = -100  # label of a sample whose first token is on another rank
 class Block(nn.Module):
     """One layer: attention, then a feed-forward. `[model] norm` selects the place of the LayerNorms.
 
-    Attention and feed-forward are applied as functions f:
+    Each sublayer f (attention or feed-forward) computes:
 
     - `pre`: h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`
     - `post`: LN(h + drop(f(h)))
@@ -165,10 +165,10 @@ class Bert(Model):
             places: global index of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
-            - fp32 sums over the microbatch, on the last stage with labels: "lm" (token losses), "order" (segment order
-              losses), and "order_right" (number of samples whose order is predicted correctly, without a gradient).
-            - Logits, on the last stage without labels: "logits" of the tokens, [B, S, V], and "order" of the segments,
-              [B, 2].
+            - {"lm": token losses, "order": segment-order losses, "order_right": number of samples whose order is
+              predicted correctly, without a gradient} as fp32 sums over the microbatch, on the last stage with labels.
+            - {"logits": logits of the tokens [B, S, V], "order": logits of the segments' order [B, 2]}, on the last
+              stage without labels.
             - {"hidden": hidden state}, on earlier stages.
 
         Raises:
@@ -207,7 +207,7 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """The `Piece.attention_flops` of the named piece. Padding is counted like text.
+        """Count the named piece's attention FLOPs (`Piece.attention_flops`). Padding is counted like text.
 
         Tokens attend in both directions, which takes twice the FLOPs of a causal decoder.
         """

@@ -1,12 +1,15 @@
-"""The capacity of experts: of each document, an expert takes at most so many pairs, and later pairs are dropped.
+"""Expert capacity: each expert takes a limited number of (token, expert) pairs per document; later pairs are dropped.
 
-An expert takes ceil(f T k / E) pairs of a document with T tokens that count: f times an even share. It takes the pairs
-at the earliest places. A token uses an expert at most once, so no two pairs have the same place. A later token never
-takes an earlier one's place, as it may in GShard, where all first choices come before all second ones, and by
-`--moe-token-drop-policy probs`, Megatron's default. Only T is known from the whole document.
+Let T be the number of tokens that count in a document (see below). An expert takes at most ceil(f T k / E) pairs from
+the document, which is f times an even share. The expert takes the pairs at the earliest places. A token uses an expert
+at most once, so no two pairs of an expert have the same place. A later token never displaces an earlier token. In
+GShard, a later token may displace an earlier token, because all first choices come before all second choices. With
+`--moe-token-drop-policy probs`, Megatron's default, a later token may displace an earlier token as well. T is the only
+number that depends on the whole document.
 
-A token counts if it has a label. The others, such as prompts and padding, take no place, and are never dropped: what
-attends to a prompt would suffer. So without labels, as in generation, nothing is dropped.
+A token counts if it has a label. Tokens without a label, such as prompts and padding, use no capacity and are never
+dropped, because dropping a prompt token would harm the tokens that attend to the prompt. So without labels, as in
+generation, nothing is dropped.
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ from dtmega.ops.context_parallel import ContextParallel
 
 
 class Capacity(NamedTuple):
-    """The number of pairs that each expert takes of each document of a microbatch.
+    """The maximum number of pairs that each expert takes from each document of a microbatch.
 
-    Under cp, every rank finds the late pairs of the whole sequences, so that they are the same on every layout.
+    Under cp, every rank finds the late pairs of the whole sequences, so that the same pairs are late on every layout.
 
     Attributes:
-        document: number of each token's document, of whole sequences, [B, S] int64. Tokens that do not count have a
-            number of their own, the last one.
-        limit: largest number of pairs of an expert in each document, [documents] int64.
+        document: document number of each token in whole sequences, [B, S] int64. The last number is reserved for tokens
+            that do not count.
+        limit: maximum number of pairs that an expert takes from each document, [documents + 1] int64. The last entry,
+            for tokens that do not count, is never reached.
         n_experts: E, the number of experts.
-        context: ranks that share the sequences; None: this rank has whole sequences.
+        context: ranks that share the sequences; None if this rank has whole sequences.
     """
 
     document: Tensor
@@ -40,16 +44,16 @@ class Capacity(NamedTuple):
     context: ContextParallel | None
 
     def late(self, experts: Tensor) -> Tensor:
-        """True for the pairs that come after an expert's last one, [N, k] bool.
+        """Mark the pairs that exceed their expert's limit, [N, k] bool.
 
         Args:
-            experts: experts of each of this rank's tokens, [N, k] int64.
+            experts: expert numbers for each of this rank's tokens, [N, k] int64.
         """
         chosen = experts.unflatten(0, (len(self.document), -1))  # [B, S / cp, k]
         if self.context is not None:
             chosen = self.context.whole(chosen.to(torch.int32), balanced=True)
         queue = self.document.unsqueeze(-1) * self.n_experts + chosen  # [B, S, k]
-        # A stable sort keeps the pairs of a queue in the order of their places.
+        # A stable sort keeps each queue's pairs in the order of their places.
         in_order, pairs = queue.flatten().sort(stable=True)
         numbers = torch.arange(len(pairs), device=pairs.device)
         number_in_queue = torch.empty_like(pairs)
@@ -63,20 +67,20 @@ class Capacity(NamedTuple):
 def capacity_of(
     cfg: config.MoE, counts: Tensor, document: Tensor, length: Tensor, context: ContextParallel | None
 ) -> Capacity:
-    """The capacity of a model's experts in the documents of a microbatch.
+    """Compute the capacity of a model's experts for the documents of a microbatch.
 
     Args:
-        cfg: the model's sizes and its capacity factor.
-        counts: whether each token counts, [B, S / cp] bool.
+        cfg: sizes and capacity factor of the model.
+        counts: flag for each token, [B, S / cp] bool; True if the token counts.
         document: number of each token's document, [B, S / cp] int64.
         length: number of tokens that count in each document, [documents] fp32.
-        context: ranks that share the sequences; the tokens are this rank's part of them.
+        context: ranks that share the sequences; if given, the tokens are this rank's part of the sequences.
     """
     n_documents = len(length)
     document = document.masked_fill(~counts, n_documents)
     if context is not None:
         document = context.whole(document, balanced=True)
-    # Integers, because a product of floats may be just above the integer that is meant.
+    # Compute with integers: a product of floats may lie just above the exact integer, and would be rounded up.
     share = share_of(cfg)
     limit = -(-length.long() * share.numerator // share.denominator)
     without_limit = document.new_full((1,), document.numel())
@@ -84,5 +88,5 @@ def capacity_of(
 
 
 def share_of(cfg: config.MoE) -> Fraction:
-    """The share of a document's tokens that an expert takes at most, f k / E. It takes each token at most once."""
+    """The maximum share of a document's tokens that an expert takes: f k / E, but no more than 1."""
     return min(Fraction(str(cfg.capacity_factor)) * cfg.experts_per_token / cfg.n_experts, Fraction(1))

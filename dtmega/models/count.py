@@ -12,10 +12,10 @@ from dtmega.ops.cost import Piece
 
 
 def pieces(whole: Model) -> list[Piece]:
-    """The pieces of a whole model with their costs, in the pipeline's order.
+    """List a whole model's pieces with their costs, in the pipeline's order.
 
-    A frozen weight needs no product for its own gradient. It also needs none for the gradient of its input, unless an
-    earlier weight is trained.
+    A frozen weight needs no matrix product for its own gradient. The gradient of its input needs no product either,
+    unless an earlier weight is trained.
     """
     seen = set[int]()
     has_backward = False
@@ -41,7 +41,7 @@ def pieces(whole: Model) -> list[Piece]:
                 flops_of_products[per] += per_element * _multiplied(module, parameter, whole.experts_per_token)
                 has_backward |= parameter.requires_grad
         of_decoder, across = whole.decoder_attention_flops(name)
-        # Two thirds of the attention's FLOPs belong to its backward.
+        # Backward takes two thirds of attention's FLOPs.
         passes = 3 if has_backward else 1
         flops = {
             "matmul_flops": flops_of_products["token"],
@@ -61,7 +61,7 @@ def pieces(whole: Model) -> list[Piece]:
 
 
 def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int | None) -> int:
-    """The number of weight elements by which each row of activations is multiplied. A row usually holds one token."""
+    """Count the weight elements that multiply each row of activations. A row usually holds one token."""
     # Look-ups, biases and scales are not matrix products.
     if isinstance(module, nn.Embedding) or weight.ndim < 2:
         return 0
@@ -73,5 +73,5 @@ def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int 
 
 
 def _is_stacked(weight: nn.Parameter, experts_per_token: int | None) -> bool:
-    """True for the weights of all experts of a mixture, [experts, rows, columns]."""
+    """Return True if the weight stacks the matrices of all experts, [experts, rows, columns]."""
     return weight.ndim == 3 and experts_per_token is not None

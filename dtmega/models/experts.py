@@ -1,7 +1,7 @@
-"""Routed experts as stacked weights: tokens are sorted by their experts, multiplied in groups, and put back in order.
+"""Routed experts with stacked weights: sort the tokens by expert, multiply each group, and restore the tokens' order.
 
-A *pair* is a token together with one of the k experts that it uses. The pairs of N tokens are numbered token by token,
-0 to N k - 1. Their order by expert is a stable sort, so within an expert the tokens keep their order.
+A *pair* is a token together with one of the token's k experts. The pairs of N tokens are numbered token by token, from
+0 to N k - 1. A stable sort orders the pairs by expert, so each expert's tokens keep their order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dtmega.ops.shards import local
 
 
 class Order(NamedTuple):
-    """The order of pairs by expert.
+    """The pairs, sorted by expert.
 
     Attributes:
-        pairs: number of the pair at each place of the order, [N k].
-        place: place of each pair in the order, [N k]; the inverse of `pairs`.
-        ends: place after the last pair of each expert, [E] int32; smaller than N k at the end if pairs are dropped.
+        pairs: pair number at each sorted position, [N k].
+        place: sorted position of each pair, [N k]; the inverse of `pairs`.
+        ends: exclusive end position of each expert's pairs, [E] int32; the last end is below N k if pairs are dropped.
     """
 
     pairs: Tensor
@@ -32,7 +32,7 @@ class Order(NamedTuple):
 
     @property
     def n_rows(self) -> Tensor:
-        """The number of pairs of each expert, [E] int64."""
+        """The number of pairs for each expert, [E] int64."""
         return self.ends.long().diff(prepend=self.ends.new_zeros(1))
 
 
@@ -40,8 +40,8 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
     """Sort the pairs by expert.
 
     Args:
-        experts: experts of each token, [N, k] int64; or experts of the pairs, [N k]. A pair of the expert number E has
-            no expert, and comes last.
+        experts: expert numbers, [N, k] int64 for N tokens or [N k] for their pairs. A pair with the expert number E
+            has no expert and is sorted last.
         n_experts: E, the number of experts.
     """
     flat = experts.flatten()
@@ -54,10 +54,10 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
 
 
 class Experts(nn.Module):
-    """E gated feed-forwards, silu(gate x) * up x and then down, whose weights are stacked along the first dim.
+    """E gated feed-forwards, down(silu(gate x) * up x), with their weights stacked along the first dim.
 
-    tp cuts the width F of each expert, ep divides the stack, and FSDP2 cuts a rank's part of the stack. A pair whose
-    expert has no other token costs as much as a row of any other product.
+    tp cuts the width F of each expert, ep divides the stack, and FSDP2 cuts a rank's part of the stack. Each pair costs
+    one row of a matrix product, even if its expert gets no other pair.
 
     Args:
         n_experts: E, the number of experts.
@@ -65,8 +65,8 @@ class Experts(nn.Module):
         ffn: F, the width inside an expert.
 
     Attributes:
-        exchange: the function that sends rows to the ranks of their experts (`plans/expert_parallel.py`); None: this
-            rank holds all experts.
+        exchange: function that sends rows to the ranks that hold their experts (`plans/expert_parallel.py`); None if
+            this rank holds all experts.
     """
 
     exchange: Callable[[Tensor, Tensor], Any] | None = None
@@ -79,17 +79,17 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, hidden_size, ffn))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Apply to each token its experts, and add up their results with the token's weights.
+        """Apply each token's experts to the token, and return the weighted sum of the experts' results.
 
         Args:
             x: activations, [B, S, D].
-            experts: experts of each token, [B S, k] int64; E for a pair without an expert.
-            weights: weights of these experts, [B S, k] fp32; 0 for a pair without an expert.
+            experts: expert number of each pair, [B S, k] int64; E for a pair without an expert.
+            weights: weight of each pair, [B S, k] fp32; 0 for a pair without an expert.
         """
         return self.compute(x, experts, weights, local(self.gate), local(self.up), local(self.down))
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
-        """Compute `forward` with the given gate, up and down: this rank's experts, and perhaps its part of F."""
+        """Compute `forward` with this rank's gate, up and down matrices, which may be cut along F."""
         k = experts.shape[1]
         order = order_by_expert(experts, self.n_experts)
         rows = dispatch(x.flatten(0, 1), order, k)  # [N k, D]
@@ -102,33 +102,33 @@ class Experts(nn.Module):
             results = feed_forward(by_expert, here.ends, *matrices)
             results = arrived.give_back(permute(results, here.place, here.pairs))
         by_token = permute(results, order.place, order.pairs).view(*x.shape[:-1], k, -1)  # [B, S, k, D]
-        # The sum over a token's experts has a fixed order, and is rounded once.
+        # The results of a token's experts are added in a fixed order, and the sum is rounded once.
         return (by_token * weights.view(*x.shape[:-1], k, 1)).sum(2).to(x.dtype)
 
 
 def feed_forward(rows: Tensor, ends: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Apply to each group of rows, [n, D], its expert: silu(gate x) * up x, and then down.
+    """Apply each expert to its group of rows, [n, D]: down(silu(gate x) * up x).
 
     Args:
-        rows: rows of all experts, one expert's rows after another's.
-        ends: index after the last row of each expert.
-        gate: matrices of the experts, [E, F, D].
-        up: matrices of the experts, [E, F, D].
-        down: matrices of the experts, [E, D, F].
+        rows: rows of all experts, grouped by expert.
+        ends: exclusive end index of each expert's rows.
+        gate: gate matrices of the experts, [E, F, D].
+        up: up matrices of the experts, [E, F, D].
+        down: down matrices of the experts, [E, D, F].
     """
     inner = F.silu(grouped_product(rows, gate, ends)) * grouped_product(rows, up, ends)
     return grouped_product(inner, down, ends)
 
 
 def dispatch(x: Tensor, order: Order, k: int) -> Tensor:
-    """The token of each pair, in the order by expert: [N, D] -> [N k, D]."""
+    """Gather each pair's token, with the pairs sorted by expert: [N, D] -> [N k, D]."""
     return cast(Tensor, _Dispatch.apply(x, order.pairs, order.place, k))
 
 
 class _Dispatch(torch.autograd.Function):
-    """An index whose backward adds up the gradients of a token's pairs in a fixed order.
+    """Indexing whose backward adds up the gradients of a token's pairs in a fixed order.
 
-    The backward of torch's index would add them with atomic operations on a GPU, in any order.
+    On a GPU, the backward of torch's own indexing would add the gradients with atomic operations, in any order.
     """
 
     @staticmethod
@@ -144,12 +144,12 @@ class _Dispatch(torch.autograd.Function):
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Put rows, [n, D], in another order: row order[i] becomes row i. `inverse` is the inverse of `order`."""
+    """Reorder rows, [n, D]: row order[i] becomes row i. `inverse` is the inverse of `order`."""
     return cast(Tensor, _Permute.apply(rows, order, inverse))
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order. Backward is the inverse order, an index without sums."""
+    """A permutation of rows. Backward applies the inverse permutation, by indexing without sums."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -163,17 +163,17 @@ class _Permute(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The product of each group of rows with its matrix, x W^T: [n, in] -> [n, out].
+    """Multiply each group of rows by the group's matrix, x W^T: [n, in] -> [n, out].
 
     Args:
-        rows: rows of all groups, one group after another, [n, in]. Further rows are in no group: the caller gives their
-            results the weight 0, so that their gradients are 0.
+        rows: rows of all groups, one group after another, [n, in]. Rows after the last group belong to no group; the
+            caller gives the results of these rows the weight 0, so that the rows' gradients are 0.
         weight: one matrix for each group, [E, out, in].
-        ends: index after the last row of each group, [E] int32.
+        ends: exclusive end index of each group's rows, [E] int32.
     """
     if rows.is_cuda and rows.dtype == torch.bfloat16:
-        # `grouped_mm` would leave the results of further rows undefined, and 0 times NaN is NaN. So they are multiplied
-        # by the last matrix.
+        # For rows in no group, `grouped_mm` would leave the results undefined, and 0 times NaN is NaN. So multiply
+        # these rows by the last matrix.
         all_rows = ends.new_full((1,), rows.shape[0])
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=torch.cat([ends[:-1], all_rows]))
     return _grouped(rows, weight, ends)
@@ -181,9 +181,9 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("dtmega::grouped_product", mutates_args=())
 def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_product`, group by group, with zeros for rows in no group.
+    """Compute `grouped_product` group by group, with zeros for rows in no group.
 
-    As an operator of its own, it may read `ends` in compiled blocks too.
+    The function is a custom operator, so that it can read the values of `ends` in compiled blocks too.
     """
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     first = 0
@@ -201,7 +201,7 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("dtmega::grouped_gradient", mutates_args=())
 def _grouped_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of the matrices, [E, out, in]: for each group, gradient^T rows, or zeros for an empty group."""
+    """Compute the matrices' gradient, [E, out, in]: gradient^T rows for each group, zeros for an empty group."""
     out = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
     first = 0
     for matrix, end in zip(out, ends.tolist(), strict=True):
@@ -234,7 +234,7 @@ GROUPED_PRODUCT = torch.ops.dtmega.grouped_product.default
 
 @register_flop_formula(torch.ops.dtmega.grouped_product)
 def _flops(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """FLOPs of all groups; arguments are shapes."""
+    """Count the FLOPs of all groups. The arguments are shapes."""
     return 2 * rows[0] * weight[1] * weight[2]
 
 

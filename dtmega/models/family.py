@@ -34,7 +34,7 @@ class Family(Protocol):
             with several classes for these models has several formats.
         objectives: value of [data] objective -> training objective that the family supports. The default key is "auto".
         show: kind of sample that is shown at the end of training.
-        exact: ways of running for which benchmarks/exact.py has shown that every bit is equal on all layouts ([run]
+        exact: execution modes for which benchmarks/exact.py has shown bit-identical results on all layouts ([run]
             exact): "eager" or "compiled" blocks, and "tp with pp".
         dtypes: values of [precision] params that the family supports in training. float16 requires heads that multiply
             their gradients by the loss scale (`Model.expect`).
@@ -94,15 +94,15 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Build a small model that tp cuts like the configured model, on the default device. Also return its config."""
+        """Make, on the default device, a small model that tp cuts like the configured model. Return (config, model)."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:
-        """Complete an objective of this family with the additional sums that this model returns."""
+        """Extend an objective of this family with the additional sums that the model returns."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
-        """The pieces of a whole model in the pipeline's order, each with its costs."""
+        """List a whole model's pieces with their costs, in the pipeline's order."""
         ...
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
@@ -115,7 +115,7 @@ class Family(Protocol):
         ...
 
     def attends_by_heads(self, cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-        """True if attention under cp exchanges heads, False if attention gathers keys and values.
+        """Return True if attention under cp exchanges heads, False if attention gathers keys and values.
 
         Raises:
             ValueError: [mesh] cp_form selects a form that does not fit the model.
@@ -131,7 +131,7 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage passes to the next stage, by name, as meta tensors with this rank's shapes.
+        """Build meta tensors, with this rank's shapes and keyed by name, for the tensors that a stage passes on.
 
         Args:
             cfg: configuration of the run.
@@ -160,10 +160,10 @@ class Family(Protocol):
         ...
 
     def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[Any, list[str]]:
-        """The transformers model's counterparts of these layers, and the names of all modules in that model.
+        """Find the given layers' counterparts in the transformers model, and list the names of all its modules.
 
         Raises:
-            ValueError: transformers joins several of these layers into one layer, or does not have this model.
+            ValueError: transformers joins several of the layers into one layer, or does not have this model.
         """
         ...
 
@@ -183,7 +183,7 @@ class Family(Protocol):
         ...
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        """The tokenizer in the form in which an exported directory stores it.
+        """Convert the tokenizer to the form that an exported directory stores.
 
         Args:
             tokenizer: tokenizer of the model.
@@ -231,7 +231,7 @@ class Family(Protocol):
 
 
 def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
-    """The hidden state between two stages, [B, S / parts, D] on meta.
+    """Make a meta tensor with the shape and dtype of the hidden state between two stages, [B, S / parts, D].
 
     Args:
         cfg: configuration of the run.
@@ -244,7 +244,7 @@ def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
 
 
 def check_units(cfg: config.Config, whole: Model) -> None:
-    """Refuse to recompute several layers as a unit, if the model does not run its layers through `Model.run_layers`.
+    """Refuse to recompute several layers as one unit if the model does not run its layers through `Model.run_layers`.
 
     Raises:
         ValueError: [recompute] configures units of several layers, which the model does not support.

@@ -1,4 +1,4 @@
-"""Initial values as a function of (seed, parameter name, global index), so that every layout gets the same bits."""
+"""Initial values as a function of (seed, parameter name, global index), so that all layouts get identical bits."""
 
 from __future__ import annotations
 

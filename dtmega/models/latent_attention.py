@@ -1,11 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): all heads' keys and values from one vector.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): all heads share one vector per token.
 
-For each token, `kv_down` computes a latent vector of R numbers and P rotated channels of a key. All heads share both.
-`kv_up` computes each head's values and its other K - P channels of keys from the latent vector. So a cache stores R + P
-numbers for each token and layer, instead of the keys and values of all heads. Queries may be computed from a latent
-vector, too. Only the last P channels of queries and keys are rotated; scores are divided by sqrt(K).
+For each token, `kv_down` computes a latent vector of R numbers and the P rotated channels of the key. All heads share
+the vector and the rotated channels. From the vector, `kv_up` computes each head's value and the remaining K - P
+channels of each head's key. So a cache stores R + P numbers per token and layer, instead of the keys and values of all
+heads. Queries may also be computed from a latent vector. Only the last P channels of queries and keys are rotated.
+Scores are divided by sqrt(K).
 
-The channels of a rotated pair are neighbours (0 and 1, 2 and 3, ...), as in DeepSeek's checkpoints.
+Each rotated pair consists of adjacent channels (0 and 1, 2 and 3, ...), as in DeepSeek's checkpoints.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from dtmega import config
 from dtmega.models.llama import Rotation, Rules
 from dtmega.ops.attention import attention
 
-# The norms of latent vectors have this epsilon in all of DeepSeek's models, whatever rms_norm_eps is.
+# All of DeepSeek's models use this epsilon in the norms of latent vectors, regardless of rms_norm_eps.
 LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values, and perhaps queries, are computed from latent vectors.
+    """Attention that computes keys and values, and optionally queries, from latent vectors.
 
     Args:
-        cfg: the model's sizes.
+        cfg: sizes of the model.
         layer: number of the layer, from 0.
     """
 
@@ -55,7 +56,7 @@ class LatentAttention(nn.Module):
         rotated = rotate_pairs(rotated.unsqueeze(2), rotation)  # [B, S, 1, P]
         rule = rules[self.window]
         if rule.cache is not None:
-            # The cache stores what all heads share; keys and values of the earlier tokens are computed again.
+            # The cache stores only the tensors that all heads share. Keys and values of earlier tokens are recomputed.
             latents, rotated = rule.cache.append(latent.unsqueeze(1), rotated.transpose(1, 2))
             latent, rotated = latents.squeeze(1), rotated.transpose(1, 2)
             rule = rule._replace(cache=None)
@@ -66,7 +67,7 @@ class LatentAttention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
     def queries(self, x: Tensor) -> Tensor:
-        """The queries of all heads before the rotation, [B, S, H K]."""
+        """Compute the queries of all heads before the rotation, [B, S, H K]."""
         if self.q is not None:
             return self.q(x)
         assert self.q_down is not None
@@ -76,5 +77,8 @@ class LatentAttention(nn.Module):
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate x, [B, S, H, P], whose pairs are neighbours. The result has all first channels before all second ones."""
+    """Rotate x, [B, S, H, P], in which each pair consists of adjacent channels.
+
+    In the result, the first channels of all pairs come before the second channels.
+    """
     return rotation(torch.cat([x[..., 0::2], x[..., 1::2]], -1))

@@ -256,7 +256,7 @@ class LMHead(nn.Module):
 def finish(
     hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None, label_weights: Tensor | None
 ) -> Any:
-    """The result of one stage of a decoder.
+    """Compute the result of one decoder stage.
 
     Returns:
         {"hidden": hidden} on a stage without the head; on the stage with the head, {"lm": fp32 sum of token losses} if

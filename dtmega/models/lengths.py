@@ -28,13 +28,13 @@ def check_lengths(cfg: config.Config, whole: Model, lengths: Mapping[str, int], 
 
 
 def attends_by_heads(cfg: config.Config, n_heads: int, n_kv_heads: int, sizes: Mapping[str, int]) -> bool:
-    """True if attention under cp exchanges heads, False if attention gathers keys and values ([mesh] cp_form).
+    """Return True if attention under cp exchanges heads, False if it gathers keys and values ([mesh] cp_form).
 
     Let H and G be this rank's numbers of query heads and key/value heads. To exchange heads, a rank receives
-    2 (H + G) K (cp - 1) / cp numbers per token and layer in each forward or backward. To gather keys and values, it
-    receives 2 G K (cp - 1) numbers three times in a step: in forward, before backward, and as gradients in backward. In
-    a step with p passes (2, or 3 with recomputation), 'auto' therefore exchanges heads if cp divides the heads and
-    3 cp > p (H / G + 1).
+    2 (H + G) K (cp - 1) / cp numbers per token and layer in each forward or backward. To gather keys and values, a
+    rank receives 2 G K (cp - 1) numbers three times in a step: in forward, before backward, and as gradients in
+    backward. In a step with p passes (2, or 3 with recomputation), 'auto' therefore exchanges heads if cp divides the
+    heads and 3 cp > p (H / G + 1).
 
     Raises:
         ValueError: cp_form is 'heads', but cp does not divide the numbers of heads.

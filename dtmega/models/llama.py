@@ -206,7 +206,7 @@ class Llama(Model):
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
-    """The rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with reduced low frequencies.
+    """The rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with Llama 3.1's scaling.
 
     Llama 3.1 extends its context by reducing the low frequencies. A frequency with fewer than `rope_low_freq_factor`
     turns within `rope_original_length` positions is divided by `rope_factor`. A frequency with more than

@@ -20,10 +20,10 @@ Per = Literal["token", "label", "decoder", "sequence"]
 class Model(nn.Module):
     """A whole model, or one pipeline stage of a model. Every model that dtmega trains is a subclass.
 
-    A model is called as `model(**tensors of a microbatch, **tensors from the previous stage)` and returns tensors by
-    name: tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32 scalars
-    (listed by the family's objective). Without labels the last stage returns predictions instead of a loss; a language
-    model's predictions are the logits [B, S, V].
+    A model is called as `model(**tensors of a microbatch, **tensors from the previous stage)` and returns tensors keyed
+    by name: tensors for the next stage (listed by the family's `boundary`), and sums over the microbatch as fp32
+    scalars (listed by the family's objective). Without labels the last stage returns predictions instead of a loss; a
+    language model's predictions are the logits [B, S, V].
 
     A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. If the
     boundary lists a tensor that a stage receives but does not return, the tensor is passed to the next stage unchanged.
@@ -55,7 +55,7 @@ class Model(nn.Module):
         outputs: names of the weights that compute predictions from the last hidden state.
         one_backward: reason why backward cannot run in two parts; '' if it can.
         read_by_layers: names of the parameters that all layers of a stack read, although no layer contains them.
-        layers_apart: whether each layer reads the parameters of `read_by_layers` by a separate call, so that the
+        layers_apart: whether each layer reads the parameters of `read_by_layers` in a separate call, so that the
             gradients of these parameters can be taken layer by layer ([run] exact).
     """
 
@@ -115,7 +115,7 @@ class Model(nn.Module):
         return []
 
     def may_fuse(self, labels: Tensor | None, attention_dropout: float = 0.0) -> bool:
-        """True if attention may use a fused kernel in this forward.
+        """Return True if attention may use a fused kernel in this forward.
 
         A fused kernel is compiled again for each length, and does not support keyed dropout masks. Forward passes
         without labels mostly generate text, where each new token changes the length. A fused kernel is therefore used
@@ -176,7 +176,7 @@ class Model(nn.Module):
         return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
-        """Delete all modules that none of these pieces needs. Call this method on a meta copy of the whole model.
+        """Delete all modules that none of the given pieces needs. Call this method on a meta copy of the whole model.
 
         A deleted layer disappears from its ModuleDict, and any other deleted module becomes None. The remaining modules
         keep their names.
@@ -224,8 +224,8 @@ class Model(nn.Module):
         """The standard deviation for the parameter with this full name; None if `init_constant` fills the parameter."""
         if name.endswith("bias") or "norm" in name:
             return None
-        # 2 L of these weights write to the residual stream. Dividing their std by sqrt(2 L) makes the variance of the
-        # sum independent of the depth (GPT-2; Megatron's `scaled_init_method_normal`).
+        # The 2 L weights with these names write to the residual stream. Dividing the weights' std by sqrt(2 L) makes
+        # the variance of the sum independent of the depth (GPT-2; Megatron's `scaled_init_method_normal`).
         if name.endswith(("attn.out.weight", "mlp.down.weight")):
             return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
         return self.cfg.init_std
@@ -239,8 +239,8 @@ class Model(nn.Module):
 
         The bias of unrotated keys adds the same number to all scores of a query, and softmax cancels this number. The
         gradient of the bias is therefore 0, but computing the gradient leaves rounding noise, which Adam would turn
-        into full steps. To prevent this, training sets the gradient to 0, and the bias keeps its initial value. The
-        models have this bias only because the checkpoints of other programs contain it.
+        into full steps. Training therefore sets the gradient to 0, and the bias keeps its initial value. The models
+        have this bias only because other programs' checkpoints contain the bias.
 
         A module with unseen elements has a method `unseen` that returns the masks under the module's parameter names.
         """
@@ -251,9 +251,9 @@ class Model(nn.Module):
         return masks
 
     def matrices(self) -> dict[str, Cut]:
-        """The weights of a whole model that Muon trains: all trained matrices except embeddings and `outputs`.
+        """The weights that Muon trains in a whole model: all trained matrices except embeddings and `outputs`.
 
-        A module whose weight consists of several matrices has a method `fused`, with a `Cut` for each such weight.
+        A module whose weight consists of several matrices has a method `fused` that returns a `Cut` for the weight.
 
         Raises:
             ValueError: a trained weight has more than two dims.
@@ -278,9 +278,9 @@ class Model(nn.Module):
         return matrices
 
     def counts_of_step(self) -> Tensor | None:
-        """Counts over this rank's tokens since the last `after_step`, in the whole model's shape; None for no counts.
+        """Return the counts over this rank's tokens since the last `after_step`; None if the model counts nothing.
 
-        The counts of all ranks and stages add up to the counts of the global batch.
+        The counts have the whole model's shape. Over all ranks and stages, they add up to the global batch's counts.
         """
         return None
 
@@ -306,7 +306,7 @@ def consecutive(tokens: Tensor) -> Tensor:
 
 
 def _keep(owner: nn.Module, needed: Collection[nn.Module]) -> None:
-    """Delete all modules inside `owner` that hold no needed module, but keep containers, even empty ones."""
+    """Delete all modules inside `owner` that hold no needed module. Keep containers, even if they are empty."""
     for name, module in list(owner.named_children()):
         if isinstance(module, CONTAINERS) or any(inside in needed for inside in module.modules()):
             _keep(module, needed)

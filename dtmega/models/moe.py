@@ -1,22 +1,24 @@
 """Mixtures of experts: Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437).
 
 Attention is Llama's, or DeepSeek's latent attention (`latent_attention.py`). A layer has a router and E experts instead
-of one feed-forward. Each token uses the k experts with the largest scores, and its result is the weighted sum of theirs
-(`routing.py`, `experts.py`). Mixtral and Qwen3-MoE take the softmax of all experts' scores, and divide the k weights by
-their sum. DeepSeek-V3 takes sigmoids, adds a bias for the choice alone, chooses among the experts of a token's best
-groups, multiplies the weights by a factor, and has experts that every token uses; its first layers are dense.
+of one feed-forward. Each token uses the k experts with the largest scores, and adds up the results of these experts,
+weighted by the router (`routing.py`, `experts.py`). Mixtral and Qwen3-MoE take the softmax of all experts' scores, and
+divide the k weights by their sum. DeepSeek-V3 takes sigmoids, adds a bias that affects only the choice of experts,
+limits the choice to each token's best groups of experts, and multiplies the weights by a factor. DeepSeek-V3 also has
+shared experts, which every token uses, and dense first layers.
 
 The design:
-- An expert's weights are rows of stacked parameters, gate and up [E, F, D] and down [E, D, F]. tp cuts F, as in any
-  feed-forward, so each rank has a part of all experts, and all ranks of a layer have the same load. FSDP2 cuts E.
-- Each token goes to its experts, whatever other tokens do, unless experts have a capacity (`capacity.py`), which is
-  counted for each document. So the numbers do not depend on how documents are distributed over ranks and microbatches.
-- The router computes in fp32, and breaks ties by the expert's number. Under tp every rank routes all tokens, with the
-  same numbers. Gradients of the router are partial sums, because each rank has only its part of F.
-- A layer returns its report (losses and loads) beside the hidden state, and the model adds the reports up outside of
-  the layers. So a recomputed layer, whose report is thrown away, counts no token twice.
-- The loads of a step are added up over the global batch, and then each router's bias takes one step. A skipped step or
-  an evaluation moves no bias.
+- The weights of all experts are stacked in three parameters: gate and up [E, F, D], and down [E, D, F]. tp cuts F, as
+  in any feed-forward, so each rank has a part of every expert, and all ranks of a layer have the same load. FSDP2 cuts
+  E.
+- A token's experts do not depend on other tokens, unless experts have a capacity (`capacity.py`). The capacity applies
+  to each document separately. So results do not depend on how documents are distributed over ranks and microbatches.
+- The router computes in fp32, and breaks ties by expert number. Under tp every rank computes the same routing for all
+  tokens. The router's gradients are partial sums, because each rank has only its part of F.
+- A layer returns its report (losses and loads) along with the hidden state, and the model adds up the reports outside
+  the layers. A recomputed layer's report is discarded, so no token is counted twice.
+- The loads of a step are added up over the global batch; then each router's bias takes one step. A skipped step or an
+  evaluation does not change the bias.
 
 bloom.py explains how a model written for one device also runs in pieces.
 """
@@ -40,7 +42,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Mixture(nn.Module):
-    """A router, its experts, and perhaps experts that all tokens share."""
+    """A router with its experts, and optionally shared experts, which all tokens use."""
 
     def __init__(self, cfg: config.MoE) -> None:
         super().__init__()
@@ -51,11 +53,12 @@ class Mixture(nn.Module):
         self.shared = MLP(cfg.hidden_size, n_shared * cfg.expert_ffn) if n_shared else None
 
     def forward(self, x: Tensor, texts: Texts | None) -> tuple[Tensor, Report | None]:
-        """Apply to each token of x, [B, S, D], its experts.
+        """Apply each token's experts to the token.
 
         Args:
-            x: activations.
-            texts: tokens that count for the balance and the capacity, by document; None: no report, and no capacity.
+            x: activations, [B, S, D].
+            texts: tokens that count for the balance and the capacity, grouped by document; None to make no report
+                and apply no capacity.
         """
         routing = self.router(x)
         found = None if texts is None else report(routing, texts, self.has_losses)
@@ -69,10 +72,10 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: h + attn(norm h), then h + mlp(norm h), where a mixture may stand for the mlp.
+    """One layer: h + attn(norm h), then h + mlp(norm h). A mixture may replace the mlp.
 
     Args:
-        cfg: the model's sizes.
+        cfg: sizes of the model.
         layer: number of the layer, from 0.
     """
 
@@ -98,8 +101,8 @@ class MoE(Llama):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        loads: number of pairs of each layer's experts since the last `after_step`, [L, E] fp64, counted over this
-            rank's tokens with a label. Dense layers, and layers of other stages, have zeros.
+        loads: number of pairs that each layer's experts have received since the last `after_step`, [L, E] fp64, counted
+            over this rank's tokens with a label; 0 for dense layers and for layers of other stages.
     """
 
     cfg: config.MoE  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -129,13 +132,13 @@ class MoE(Llama):
         """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens, labels, sample_ids, position_ids, document_ids, prefix, label_weights, hidden, places, cache: as in
-                `Llama.forward`.
+            tokens, labels, sample_ids, position_ids, document_ids, prefix, label_weights, hidden, places, cache:
+                arguments of `Llama.forward`.
 
         Returns:
-            The result of `Llama.forward`. Given labels, every stage also returns the sums of its layers' losses that
-            have a weight, and of their dropped pairs: {"balance": ..., "router_z": ..., "dropped": ...}, fp32 [layers
-            with experts].
+            The result of `Llama.forward`. With labels, every stage also returns {"balance": ..., "router_z": ...,
+            "dropped": ...}, fp32 [layers with experts]. The tensors hold each layer's losses, if the losses have a
+            weight, and each layer's number of dropped pairs.
         """
         rules, rotation = self.rules_and_rotation(
             places, position_ids, document_ids=document_ids, prefix=prefix, cache=cache, fused=self.may_fuse(labels)
@@ -152,7 +155,7 @@ class MoE(Llama):
         return result
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Any, *shared: Any) -> Any:
-        """Apply the layers to (hidden state, reports), and append their reports."""
+        """Apply the layers to the hidden state in (hidden state, reports), and append the layers' reports."""
         state, reports = hidden
         for layer in layers:
             state, found = layer(state, *shared)
@@ -164,21 +167,21 @@ class MoE(Llama):
         return [mixture.experts for mixture in self.mixtures().values()]
 
     def mixtures(self) -> dict[int, Mixture]:
-        """The mixtures of this stage, by number of the layer."""
+        """The mixtures of this stage, keyed by layer number."""
         found = {int(layer): block.mixture for layer, block in self.layers.items()}
         return {layer: mixture for layer, mixture in found.items() if isinstance(mixture, Mixture)}
 
     def _count(self, reports: Sequence[Report]) -> None:
-        """Add the loads of a microbatch to those of the step, in training only."""
+        """In training, add a microbatch's loads to the step's loads."""
         if not (self.training and torch.is_grad_enabled()):
             return
         for layer, found in zip(self.mixtures(), reports, strict=True):
             self.loads[layer] += found.load.detach()
 
     def _sums(self, reports: Sequence[Report], device: torch.device) -> dict[str, Tensor]:
-        """The sums of the losses that have a weight, and of dropped pairs, by name.
+        """Collect the losses that have a weight and the numbers of dropped pairs, keyed by name.
 
-        Each is a number for each layer with experts on this stage.
+        Each tensor has one number for each layer with experts on this stage.
         """
         none = torch.zeros(0, device=device)
         sums = {}
@@ -199,11 +202,11 @@ class MoE(Llama):
             return
         for layer, mixture in self.mixtures().items():
             router = mixture.router
-            # A frozen router keeps its bias, too: a base that adapters belong to must not change.
+            # A frozen router also keeps its bias, because adapters need an unchanged base model.
             if router.bias is None or not router.weight.requires_grad:
                 continue
             load = counts[layer]
-            # Compare with the mean load, without a division that would round.
+            # Compare each load with the mean load without dividing, because a division would round.
             lacks = torch.sign(load.sum() - len(load) * load)
             router.bias += self.cfg.router_bias_rate * lacks.float()
 
@@ -212,7 +215,7 @@ class MoE(Llama):
         return 3 * self.cfg.n_heads * (self.cfg.head_dim + self.cfg.v_dim) if piece.startswith("layers.") else 0
 
     def init_std(self, name: str) -> float | None:
-        # These weights write to the residual stream, as `mlp.down` does.
+        # Like `mlp.down`, these weights write to the residual stream.
         if name.endswith(("experts.down", "shared.down.weight")):
             return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
         return super().init_std(name)

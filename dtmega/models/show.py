@@ -1,6 +1,6 @@
 """Samples for people to read: a model continues a prompt, or fills in the prompt's masks or hidden spans.
 
-Each family has one kind of sample, which `dtmega generate` prints, and which a run prints at its end.
+Each family has one kind of sample, which `dtmega generate` prints and each run prints at its end.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def filled(
     multiple: int = 1,
     settle: Settle = settle_alone,
 ) -> str:
-    """The prompt, followed by one line per [MASK] with the most probable tokens for that mask.
+    """Return the prompt, followed by one line per [MASK] with the most probable tokens for that mask.
 
     Args:
         model: encoder that returns the logits [B, S, V] under the key "logits".
@@ -121,7 +121,7 @@ def filled(
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """The token ids of a prompt, enclosed in [CLS] and [SEP], and the indices of the masks among these ids.
+    """Return the list of a prompt's token ids, enclosed in [CLS] and [SEP], and the masks' indices in the list.
 
     Raises:
         ValueError: the prompt has no mask.
@@ -153,7 +153,7 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """The prompt, followed by one line per <extra_id_0>, <extra_id_1>, ... with the decoder's text for that span.
+    """Return the prompt, then one line per <extra_id_0>, <extra_id_1>, ... with the decoder's text for that span.
 
     A prompt without any <extra_id_...> gets <extra_id_0> at its end.
 

@@ -190,8 +190,9 @@ class T5(Model):
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
         # Some schedules run backward in two parts. To find the weights for the second part, torch follows the graph
-        # from each input of the stage. With this search, two gradients would be wrong: that of the decoder's embedding,
-        # which depends on no input of its stage, and that of the table of relative positions, which all layers share.
+        # from each input of the stage. This search would make two gradients wrong: the gradient of the decoder's
+        # embedding, which depends on no input of its stage, and the gradient of the table of relative positions, which
+        # all layers share.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -328,9 +329,9 @@ class T5(Model):
             if hidden is not None:
                 handed_on["hidden"] = hidden
             # A stage that has received the encoder's output passes on a copy of the tensor that its own layers read.
-            # The gradients of its layers are then added one by one to the gradient of the later layers, as without a
-            # pipeline. If the stage passed on the tensor that it received, its layers' gradients would first be summed,
-            # because FSDP's hooks lie between that tensor and the layers.
+            # The gradients of the stage's layers are then added one by one to the gradient of the later layers, as
+            # without a pipeline. If the stage passed on the received tensor itself, the gradients of the stage's layers
+            # would first be summed, because FSDP's hooks lie between the received tensor and the layers.
             if encoded is not None and "encoded" not in handed_on:
                 handed_on["encoded"] = encoded.clone()
             return handed_on
@@ -444,9 +445,10 @@ class T5(Model):
     def init_std(self, name: str) -> float | None:
         """The standard deviation for the parameter with this full name; None if `init_constant` fills the parameter.
 
-        With `init = "normal"`, the result is the same as in Megatron. Otherwise it is the same as in mesh_tensorflow
-        and transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the additional
-        factor 1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the same value as in t5x.
+        With `init = "normal"`, the result is the same as in Megatron. Otherwise the result is the same as in
+        mesh_tensorflow and transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the
+        additional factor 1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x
+        uses.
         """
         cfg = self.cfg
         if name.endswith(".bias") or "norm" in name:
@@ -470,14 +472,14 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """The `Piece.attention_flops` of the named piece. Padding is counted like text.
+        """Count the named piece's attention FLOPs (`Piece.attention_flops`). Padding is counted like text.
 
         Every token of the encoder attends to all tokens of the encoder.
         """
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """The FLOPs of the decoder's self-attention and cross-attention in the named piece.
+        """Count the FLOPs of the decoder's self-attention and cross-attention in the named piece.
 
         A decoder token attends to all earlier decoder tokens, on average half of the decoder's sequence, and to all
         encoder tokens.

@@ -1,4 +1,4 @@
-"""The parameters that a run trains: all parameters, or the parameters that [train] freeze and [lora] do not freeze."""
+"""The parameters that a run trains: all parameters, or only those that [train] freeze and [lora] leave trainable."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Elements(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """The line about frozen parameters that a run and a plan print; [] if no parameters are frozen."""
+        """The line that runs and plans print about frozen parameters; [] if no parameters are frozen."""
         return [f"trained: {self.trained:,} parameters; frozen: {self.frozen:,}"] if self.frozen else []
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> None:
-    """Freeze, in place, the parameters of a whole model whose names in checkpoints match a pattern.
+    """Freeze each parameter of a whole model in place if the parameter's name in checkpoints matches a pattern.
 
     Args:
         model: whole model.

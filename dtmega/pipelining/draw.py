@@ -42,9 +42,9 @@ class Clock(NamedTuple):
         end: end of the axis, in the timeline's unit.
         pixels: width of one unit of the timeline, in pixels.
         every: distance between two ticks, in the timeline's unit.
-        factor: factor from the timeline's unit to the unit of the labels: 1000 for a timeline in seconds with labels in
-            milliseconds.
-        unit: unit of the labels; '' for forwards of one stage.
+        factor: factor from the timeline's unit to the labels' unit, such as 1000 for a timeline in seconds with labels
+            in milliseconds.
+        unit: unit of the labels; '' if the unit is one forward of a stage.
     """
 
     end: float
@@ -88,7 +88,7 @@ def describe(table: Table, name: str) -> str:
 def svg(
     table: Table, title: str, timeline: Timeline | None = None, until_s: float = 0, *, fits_page: bool = False
 ) -> str:
-    """The table's timeline as an SVG element.
+    """Draw the table's timeline as an SVG element.
 
     The width of a cell shows how long its action takes. Each cell shows the number of the microbatch and, below that
     number, the stage. Darker cells belong to later stages of the rank.
@@ -99,7 +99,7 @@ def svg(
         timeline: the table's timeline in seconds; None for F = I = W = 1, B = 2, and transfers that take no time.
         until_s: minimum end of the time axis, in seconds, for work after the last action.
         fits_page: whether to draw a timeline in seconds as wide as a page, no matter how narrow the cells become; if
-            False, the median action is as wide as a forward.
+            False, the median action is drawn as wide as one forward.
     """
     if timeline is None:
         timeline = simulate(table)
@@ -160,14 +160,15 @@ def _last_end(timeline: Timeline) -> float:
 
 
 def _number(pixels: float) -> str:
-    """A coordinate with at most two digits after the point."""
+    """Format a coordinate with at most two decimals."""
     return f"{pixels:.2f}".rstrip("0").rstrip(".")
 
 
 def _cell(step: TimedAction, y: int, depth: float, clock: Clock) -> str:
     """The SVG of one action's cell: a rectangle with its top at `y`, labelled with the microbatch and the stage.
 
-    A cell that is too narrow for the numbers has no label. On an axis in seconds, the times appear under the pointer.
+    A cell that is too narrow for the numbers has no label. With an axis in seconds, the cell has a tooltip with the
+    times of the action.
     """
     x, width = LEFT + step.start * clock.pixels, (step.end - step.start) * clock.pixels
     stage, kind, microbatch = step.action

@@ -16,8 +16,8 @@ from dtmega.ops.key_value_cache import KeyValueCache
 class Relay:
     """Pipeline stages that run one after the other. The rank of each stage broadcasts the stage's output to all ranks.
 
-    While one stage runs, the ranks of all other stages wait. A pipeline schedule would use this time, but a schedule
-    needs a fixed sequence length and the shapes of gradients.
+    While one stage runs, the ranks of all other stages wait. A pipeline schedule would use the waiting time, but a
+    schedule needs a fixed sequence length and the shapes of gradients.
 
     Args:
         stages: stage index -> model of the stage, for this rank's stages.
@@ -61,7 +61,7 @@ class Relay:
         Args:
             tokens: token ids, [B, S] int64.
             cache: cache of the whole model, which holds one cache per stage; None to cache nothing.
-            rows: remaining tensors of the batch, by name.
+            rows: remaining tensors of the batch, keyed by name.
         """
         if cache is not None:
             cache.begin_forward(rows["places"], rows.get("document_ids"))
@@ -75,7 +75,7 @@ class Relay:
         return outputs
 
     def _broadcast(self, rank: int, outputs: Any) -> Any:
-        """Broadcast the outputs of a stage from its rank: hidden states by name, or the logits of the last stage."""
+        """Broadcast a stage's outputs from `rank`: hidden states keyed by name, or the logits of the last stage."""
         single = isinstance(outputs, Tensor)
         tensors = {"": outputs} if single else outputs
         # Send the shapes first, because the other ranks have to allocate tensors before they can receive.

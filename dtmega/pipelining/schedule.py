@@ -50,8 +50,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # With compiled or recomputed blocks, a split backward would still give exact gradients. But it would repeat work,
-    # and the repeated work would cost more time than the filled bubbles save.
+    # With compiled or recomputed blocks, a split backward would still give exact gradients, but would repeat work. The
+    # repeated work would cost more time than the filled bubbles save.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -65,7 +65,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
 
 
 def splits_backward(cfg: config.Config, pp: int) -> bool:
-    """True if the schedule runs backward in two parts: first for input gradients, later for weight gradients."""
+    """Return True if the schedule runs backward in two parts: first for input gradients, later for weight gradients."""
     if pp == 1:
         return False
     if cfg.pipeline.csv:
@@ -95,19 +95,19 @@ class Pipeline:
     All ranks of a pipeline get the same microbatches. Gradients are summed over microbatches without scaling
     (`scale_grads` is off), because the loss is already divided by global counts.
 
-    Under FSDP, torch's stages gather weights once, before the first forward, and reduce gradients once, after the last
-    backward (after the last W, if backward runs in two parts), or with `sums` after each backward. The modules must
-    therefore be wrapped with reshard_after_forward=False; the stages set all other FSDP switches themselves. With more
-    than three stages per rank, torch keeps only three stages gathered at a time, and gathers the other stages again.
+    Under FSDP, torch's stages gather weights once, before the first forward. The modules must therefore be wrapped with
+    reshard_after_forward=False; the stages set all other FSDP switches themselves. With more than three stages per
+    rank, torch keeps only three stages gathered at a time, and gathers the remaining stages again. Gradients are
+    reduced after the last backward (the last W, if backward runs in two parts) or, with `sums`, after each backward.
 
     *Memory:* torch keeps two receive buffers per microbatch, one for the activation and one for the gradient
     (pytorch#136380). With one hidden state and n microbatches, the buffers hold 2 n B S D elements.
 
     Args:
         pipeline: [pipeline] section of the configuration.
-        stages: this rank's modules by stage index, in ascending order; `stage.Stage` describes a module's interface.
+        stages: this rank's modules keyed by stage index, in ascending order; `stage.Stage` describes their interface.
         group: process group of the pp ranks.
-        boundaries: for each stage except the last, meta tensors that describe the tensors it passes to the next stage.
+        boundaries: one dict per stage except the last, with meta tensors for the tensors that the next stage receives.
         device: device on which this rank computes.
         sums: stage index -> `Sums` object that sums gradients after each microbatch; {} to sum gradients once per step.
     """
@@ -129,7 +129,7 @@ class Pipeline:
         self._built: tuple[tuple[int, bool], PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
     def step(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward and backward of all microbatches: add up gradients, and add the modules' sums to the tally."""
+        """Run all microbatches forward and backward, add up gradients, and add the modules' sums to the tally."""
         self._run(microbatches, tally, training=True)
 
     @torch.no_grad()

@@ -150,7 +150,7 @@ def pieces_of_stages(
         decoder_seq_len: T, number of tokens in a decoder sequence; 0 if the model is not an encoder-decoder.
 
     Raises:
-        ValueError: there are more stages than layers; `stages` is not a cut of layers 0 to L - 1 into n_stages;
+        ValueError: there are more stages than layers; `stages` does not cut layers 0 to L - 1 into n_stages;
             `split` is set together with `stages`, or for a model that is not an encoder-decoder; `split` leaves
             the encoder or the decoder without a stage.
     """

@@ -27,21 +27,21 @@ Boundary = Mapping[str, Tensor]  # name of a tensor -> meta tensor with its shap
 class Stage(PipelineStage):
     """torch's `PipelineStage`, for a module that takes and returns tensors by name.
 
-    In a V-shaped schedule, two neighbouring stages may be on one rank. This class leaves out messages between two
-    stages on one rank, and in evaluation leaves out the gradients that torch would pass between these stages.
+    In a V-shaped schedule, two neighbouring stages may be on one rank. This class omits messages between two
+    stages on one rank and, in evaluation, the gradients that torch would pass between these stages.
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the previous stage). The
-            module returns the tensors for the next stage and the sums for the tally, by name. An input tensor that the
-            module does not return is passed to the next stage unchanged.
+            module returns the tensors for the next stage and the sums for the tally, keyed by name. An input tensor
+            that the module does not return is passed to the next stage unchanged.
         number: index of the stage.
         n_stages: number of stages in the pipeline.
         device: device on which this rank computes.
         group: process group of the pp ranks.
         before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage passes to the next stage; empty for the last stage.
-        take: function that takes the module's outputs and returns the sums in the loss, each with a factor
-            (`Tally.add`).
+        take: function that takes the module's outputs and returns the sums that belong to the loss, each
+            with a factor (`Tally.add`).
         n_microbatches: number of microbatches in a step.
         sums: object that sums gradients over the data ranks after each microbatch; None if torch sums gradients once
             per step.
@@ -86,8 +86,8 @@ class Stage(PipelineStage):
         """Run a microbatch through the module.
 
         Returns:
-            The tensors for the next stage. The last stage returns the loss instead: the total of the sums in the loss,
-            each multiplied by its factor.
+            The tensors for the next stage. The last stage returns the loss instead: the total of the sums that belong
+            to the loss, each multiplied by its factor.
         """
         inputs = dict(zip(self._input_names, carried, strict=True))
         outputs = self.submod(**rows, **inputs)
@@ -127,7 +127,7 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Gradients:
-        """Run a backward or one of its parts. With `sums`, sum weights' gradients as soon as they are computed."""
+        """Run a backward or one of its parts. With `sums`, sum the gradients of weights once they are computed."""
         if self._sums is None or backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         # torch's `last_backward` does not count an input part that `backward_one_chunk` runs as a whole backward.
@@ -145,7 +145,7 @@ class Stage(PipelineStage):
         return self._sums.finish()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first messages between neighbouring stages, without messages from this rank to itself.
+        """List the first messages between neighbouring stages, without messages from this rank to itself.
 
         torch 2.11 includes messages from a rank to itself, and gloo does not support such messages.
         """

@@ -32,8 +32,8 @@ def backward_and_sum(
     Args:
         sums: object that sums the gradients.
         module: module of the stage.
-        backward_type: kind of backward, "full" or, for the weight part, "weight".
-        arguments: arguments that torch's methods pass to a backward, by name.
+        backward_type: kind of backward: "full", or "weight" for the weight part.
+        arguments: arguments that torch's methods pass to a backward, keyed by name.
         microbatch: index of the microbatch in the step.
         last: whether this is the last microbatch of a step.
     """

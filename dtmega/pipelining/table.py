@@ -22,8 +22,8 @@ class Action(NamedTuple):
 
     Attributes:
         stage: index of the stage.
-        kind: letter of the computation: F for forward, B for a whole backward, I for the part of backward that computes
-            the gradients of inputs, W for the part that computes the gradients of weights.
+        kind: letter F for forward, B for a whole backward, I for the part of backward that computes the gradients of
+            inputs, or W for the part that computes the gradients of weights.
         microbatch: index of the microbatch.
     """
 
@@ -106,7 +106,7 @@ def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> T
 
 
 def _torch_cells(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> list[list[str]]:
-    """The cells of each rank, in torch's notation, of a schedule that torch's classes define."""
+    """List each rank's cells, in torch's notation, for a schedule that torch's classes define."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # A stand-in stage with the attributes that torch's schedule classes read. From the stages of any one rank, these
@@ -117,7 +117,7 @@ def _torch_cells(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> 
 
 
 def sent_after(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> dict[Action, Action]:
-    """Map each action whose output is sent only after a later action to that later action.
+    """Map each action with a delayed output to the later action after which torch sends the output.
 
     torch runs the actions of one cell, such as (0F4;3B1)OVERLAP_F_B, one after the other, and sends all their outputs
     after the last action (`_add_send_recv` in torch.distributed.pipelining.schedules).
@@ -155,7 +155,7 @@ def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[A
 
 
 def parse(text: str) -> list[Action]:
-    """Parse the actions in a text such as '0F0 0B0'."""
+    """Parse the actions in a string such as '0F0 0B0'."""
     return [Action(int(stage), kind, int(microbatch)) for stage, kind, microbatch in ACTION.findall(text)]
 
 
@@ -265,7 +265,7 @@ def in_forwards(action: Action) -> float:
 
 
 def at_once(action: Action, sender: int, receiver: int) -> float:
-    """The time that a transfer takes if transfers take no time."""
+    """Return 0, the duration of a transfer if transfers take no time."""
     return 0
 
 
@@ -290,7 +290,7 @@ def simulate(
         transfer: function that returns the time from the end of an action to the arrival of its output, given the
             action, the rank that sends and the rank that receives.
         begins: earliest time at which each rank can begin; None if all ranks can begin at 0.
-        later: actions whose output is sent only after a later action of the same rank, from `sent_after`.
+        later: action with a delayed output -> later action of the same rank, as returned by `sent_after`.
 
     Raises:
         ValueError: an action waits for an input that never comes.

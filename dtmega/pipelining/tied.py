@@ -2,10 +2,9 @@
 
 Each stage that shares a parameter has a copy, and all copies have the same name. The copies start equal, because
 initial values depend on the name. After backward, the gradients of all copies are summed in stage order, and every copy
-gets the sum.
-The optimizer is elementwise and has equal state for all copies, so the copies stay equal. Megatron also treats its
-`shared` weights in this way. Here, however, any number of stages may share a parameter, and a rank may hold several
-copies.
+gets the sum. The optimizer is elementwise and has equal state for all copies, so the copies stay equal. Megatron also
+treats its `shared` weights in this way. Here, however, any number of stages may share a parameter, and a rank may hold
+several copies.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def shared(
         stages: names of each stage's pieces.
 
     Returns:
-        First name of each shared parameter in the model -> indices of the stages that share it, in ascending order.
+        First name of each shared parameter -> indices of the stages that share the parameter, in ascending order.
     """
     parameters_of_stages = []
     for pieces in stages:
@@ -60,7 +59,7 @@ class Tied:
 
     Args:
         name: name of the parameter in checkpoints.
-        copies: this rank's copies by stage index, in ascending order; at least one copy.
+        copies: this rank's copies, at least one, keyed by stage index in ascending order.
         places: indices of the stages whose copies each rank holds, one list per rank of the group, in rank order.
         group: process group of the ranks that hold a copy; None if this rank holds all copies.
     """
@@ -130,7 +129,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """True if all copies are bitwise equal. All ranks of the group call this method, and get equal results."""
+        """Return True on all ranks if all copies are bitwise equal. All ranks of the group call this method."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
@@ -160,7 +159,7 @@ def copies_of_stages(world: World, cut: Stages, whole: Any, stages: Mapping[int,
         world: processes and mesh.
         cut: division of the whole model into stages.
         whole: whole model (`models.model.Model`), on the meta device.
-        stages: this rank's stages of the model, by stage index.
+        stages: this rank's stages of the model, keyed by stage index.
     """
     rank_of: dict[int, int] = {}
     for rank, numbers in enumerate(cut.ranks):
