@@ -210,9 +210,8 @@ def runs_at(matrix: Tensor, place: Mapping[str, int]) -> Runs:
     tp cuts a matrix first. FSDP2 then cuts each part into pieces of equal size; the last pieces may be short or empty.
 
     Args:
-        matrix: matrix, of which this rank may hold a different part. A tensor that is not a DTensor is whole on all
-            ranks.
-        place: coordinate of the rank along each dim of the matrix's mesh, by name.
+        matrix: DTensor, or a plain tensor that is whole on all ranks. This rank may hold a different part of a DTensor.
+        place: name of each dim of the matrix's mesh -> coordinate of the given rank along the dim.
     """
     runs = []
     for dim in range(2):

@@ -159,7 +159,8 @@ class _Product(torch.autograd.Function):
       gradient of x.
 
     Args:
-        link: input of the region, or the link from the previous product. The gradient of x is returned for the link.
+        link: input of the region, or the link from the previous product. Backward returns the gradient of x as the
+            link's gradient.
         x: input of the region, detached.
         cut: whether x was gathered, and is therefore not kept.
         sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.

@@ -162,7 +162,7 @@ def attention_cpu_backward(
     )
     dq, dk, dv = _gradients(q, k, v)
     chunks = _chunks(rule)
-    # The tensors are one for the gradient of the scores, one for probabilities that were not kept, and, with dropout,
+    # Allocate one tensor for the gradient of the scores, one for probabilities that were not kept, and, with dropout,
     # one for the probabilities after dropout.
     n_tensors = 1
     if not kept.numel():

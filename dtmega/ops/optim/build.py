@@ -26,9 +26,10 @@ class _Kind(NamedTuple):
     """The properties that all parameters of a group share.
 
     Attributes:
-        is_matrix: whether the parameter is a matrix, which is decayed; vectors (biases and norm weights) are not.
+        is_matrix: whether the parameters are matrices, which are decayed, or vectors (biases and norm weights), which
+            are not.
         factor: factor of the learning rate.
-        by_muon: whether Muon trains the parameter.
+        by_muon: whether Muon trains the parameters.
     """
 
     is_matrix: bool = True
@@ -52,7 +53,7 @@ def build_optimizer(
     Args:
         named: (name, parameter) pairs; each name is the parameter's name in the whole model.
         optim: section [optim] of the run's configuration.
-        exact: whether an element's update may not depend on the part of the tensor that this rank holds.
+        exact: whether an element's update must be independent of the part of the tensor that this rank holds.
         matrices: weights that Muon trains, and the ranks that hold these weights; None for all other optimizers. AdamW
             trains the parameters that Muon does not train.
 

@@ -61,7 +61,7 @@ class RoleAnswer(NamedTuple):
         places: pipeline places of the ranks.
         ranks: (first, last) rank number at each place.
         traffic: messages of one rank.
-        flops: floating-point operations of one rank, by operator.
+        flops: operator -> number of floating-point operations on one rank.
         comparisons: comparisons of the counts with formulas from the literature.
     """
 
@@ -82,7 +82,7 @@ class Answer(NamedTuple):
         roles: one answer per role, in the order of the pipeline.
         parameters: number of elements in all weights.
         elements: numbers of trained and frozen parameters, including adapters.
-        step: predicted step.
+        step: predicted time of a step.
         bubble: comparison of the schedule's bubble with its formula; None without a pipeline or a formula.
         tokens: number of tokens in the whole run.
         budget: predicted cost of training on `tokens` tokens.
@@ -108,7 +108,7 @@ class Answer(NamedTuple):
         """Bytes of the tensors in one checkpoint: the trained weights and the optimizer's moments, both in float32."""
         trained = self.elements.trained
         if self.job.cfg.optim.name == "muon":
-            # A matrix has one moment. Every other parameter has two.
+            # A matrix has one moment; all remaining parameters have two.
             with torch.device("meta"):
                 whole = families.build(self.job.cfg)
             shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}

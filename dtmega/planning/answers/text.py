@@ -38,7 +38,7 @@ def write(answer: Answer) -> str:
 
 
 def skipped_checks(plan: Plan) -> list[str]:
-    """One sentence for each check that was skipped, because it needs values, which a plan does not have."""
+    """One sentence for each check that was skipped because the check needs values, which a plan does not have."""
     sentences: set[str] = set()
     for role in plan.roles.values():
         sentences.update(role.skipped)

@@ -42,8 +42,8 @@ def counted(recorder: Recorder | None = None) -> Iterator[None]:
     """Inside the `with` block, make `torch.compile` return graphs that run operator by operator.
 
     Args:
-        recorder: recorder to inform about tensors that are never in memory. With a recorder, a graph is replayed if a
-            new run would do the same as an earlier one; with None, the graph runs every time.
+        recorder: recorder that is informed about tensors that are never in memory. With a recorder, a graph is replayed
+            if an earlier run had arguments of the same kind; with None, the graph runs every time.
     """
     compile_graph = functools.partial(_compile, recorder)
     backend = aot_autograd(

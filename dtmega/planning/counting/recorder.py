@@ -113,7 +113,7 @@ class Recorder:
             self._named_owner = before
 
     def watch_blocks(self, stage: nn.Module, blocks: list[nn.Module]) -> None:
-        """Record which block computes, by the block's name in the stage."""
+        """Make each block record its name in the stage while the block computes."""
         names = {module: name for name, module in stage.named_modules()}
         for block in blocks:
             call = block._compiled_call_impl or block._call_impl
@@ -186,7 +186,7 @@ class Recorder:
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"
 
     def queue(self, launch: Launch) -> None:
-        """Put the work of a launch into the list of works and on its stream."""
+        """Append a launch's work to the list of works, and queue the work on its stream."""
         current = self.streams.current
         if launch.awaited:
             number = self._results.pop(launch.awaited, None)
@@ -243,4 +243,4 @@ class Recorder:
 
 
 def _nothing() -> None:
-    """Do nothing: the default of `Recorder.name_storages`."""
+    """Do nothing. This function is the default of `Recorder.name_storages`."""

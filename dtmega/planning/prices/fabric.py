@@ -30,7 +30,7 @@ Sources = dict[str, str]
 
 
 class Gpu(Section):
-    """One kind of GPU, or of another device that has its own memory."""
+    """One kind of GPU or other device with its own memory."""
 
     name: str = key("", "the device's name")
     memory_bytes: int = key(0, "memory of one device", gt=0)

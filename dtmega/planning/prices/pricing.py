@@ -82,7 +82,7 @@ def reached_flops(gpu: Gpu, dtype: str, product: tuple[int, int, int] | None) ->
 
 
 def _interpolated(points: Sequence[tuple[int, float]], side: int) -> float:
-    """Interpolate FLOP/s between measured points. Outside their range, the result is the value of the nearest point."""
+    """Interpolate FLOP/s between measured points. A side outside the measured range gets the nearest point's value."""
     if side <= points[0][0]:
         return points[0][1]
     for (left, slower), (right, faster) in itertools.pairwise(points):

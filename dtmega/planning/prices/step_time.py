@@ -78,11 +78,12 @@ def step_time(
         fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
         n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
-        later: actions whose output is sent only after another action, from `pipelining.table.sent_after`.
-        ep: number of ranks that a layer's experts are divided over.
+        later: action -> later action after which the output of the first is sent (`pipelining.table.sent_after`).
+        ep: number of ranks over which a layer's experts are divided.
 
     Raises:
-        ValueError: a role lacks a kind of action that its row of the table contains, or the fabric lacks a dtype.
+        ValueError: a role lacks a kind of action that the role's row of the table contains, or the fabric has no peak
+            FLOP/s for a dtype.
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
     times: dict[int, RankTimes] = {}
@@ -124,7 +125,7 @@ def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
     """The duration of each action in a row of the table.
 
     Args:
-        rank: times of this place, or of a place with the same number of stages, which are matched in order.
+        rank: times of this place, or of a place with equally many stages. The two places' stages are matched in order.
         row: actions of this place, in order.
 
     Raises:

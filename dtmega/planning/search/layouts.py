@@ -1,4 +1,4 @@
-"""All layouts of a number of ranks, and the reasons why training refuses some of them.
+"""All layouts for a given number of ranks, and training's reasons for refusing some of them.
 
     fallen = Fallen()
     for layout in Layouts(cfg, {"mesh.tp"}, 384, device).legal(fallen):
@@ -60,12 +60,12 @@ class Fallen:
 
 
 class Layouts:
-    """The layouts of a configuration on a number of ranks.
+    """The layouts of a configuration on a given number of ranks.
 
     Keys that have no effect are not varied: sequence_parallel without tp, cp_form without cp, the schedule without a
-    pipeline, and reshard_after_forward and accumulate if nothing is sharded. If two values have the same effect, only
-    one is used: `auto` already frees gathered weights wherever possible. ep takes the sizes that divide both
-    dp_shard x cp and the number of experts.
+    pipeline, and reshard_after_forward and accumulate if nothing is sharded. reshard_after_forward = true is not tried,
+    because "auto" already frees gathered weights wherever possible. ep takes the sizes that divide both dp_shard x cp
+    and the number of experts.
 
     Args:
         cfg: configuration, completed by `families.resolve`.
@@ -151,7 +151,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """Yield all combinations of axis sizes whose product is the number of ranks, each with all sizes of ep."""
+        """Yield all combinations of axis sizes whose product is the number of ranks, each with every size of ep."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 
@@ -257,7 +257,7 @@ class Layouts:
         checks.check_model(with_layout(self.cfg, layout), layout.sizes)
 
     def _refused_pipeline(self, layout: Layout) -> str:
-        """The message that refuses the schedule, or keys that do not work with a pipeline; '' if all are accepted."""
+        """The message with which the pipeline's checks refuse the layout; '' if they accept it."""
         of_step = layout.data_size * layout.micro_batch_size
         key = "pipeline", layout.pp, of_step, layout.schedule, layout.virtual_stages, layout.mode
         key = *key, layout.reshard_after_forward
