@@ -154,7 +154,7 @@ def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, rule: AttentionRule) -> Tensor:
-    """Compute attention by `_ByChunks`, whose kernel wants values that are as wide as keys."""
+    """Compute attention by `_ByChunks`, whose kernel needs values that are as wide as keys."""
     wide = v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     out: Any = _ByChunks.apply(q, k, wide, scale, *rule)
     return out[..., : v.shape[-1]]

@@ -22,7 +22,7 @@ from dtmega.ops.shared_rule import SharedRule
 
 Attend = Callable[..., Tensor]  # the type of `attention.attention`
 
-# Operators of the kernels. Their results are kept if backward recomputes the operations around the kernels.
+# Operators of the kernels. If backward recomputes the operations around a kernel, the kernel's results are kept.
 KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     OPERATOR,

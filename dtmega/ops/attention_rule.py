@@ -170,7 +170,7 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        # The strip's last row has all negative distances, and its first row has all other distances.
+        # The strip's last row has all negative distances, and its first row has all remaining distances.
         negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
         zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
         return torch.cat([negative, zero_and_positive], dim=1)

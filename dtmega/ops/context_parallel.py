@@ -120,7 +120,7 @@ class Run(NamedTuple):
 
 
 def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
-    """Join the ranks' parts [cp, ...] in the order of the sequence. `dim` counts the dims of a single part."""
+    """Join the ranks' parts [cp, ...] in the order of the sequence. `dim` is a dim of a single part."""
     pieces = list(parts.unbind())
     if balanced:
         halves = [part.chunk(2, dim) for part in pieces]

@@ -34,7 +34,7 @@ class Grid(NamedTuple):
 
     Attributes:
         exponent: binary exponent of the distance between neighbouring numbers.
-        limit: largest allowed magnitude of a term. If all terms have this magnitude, the sum still fits.
+        limit: largest allowed magnitude of a term. If all terms have this magnitude, the sum still fits into int64.
     """
 
     exponent: int
@@ -109,7 +109,10 @@ def exact_or_infinite(totals: Tensor) -> Tensor:
 
 
 def largest_of(tensor: Tensor) -> Tensor:
-    """The largest magnitude in a tensor, as an fp64 scalar: infinity if an element is not finite, 0 for no elements."""
+    """The largest magnitude in a tensor, as an fp64 scalar.
+
+    The result is infinity if an element is not finite, and 0 if the tensor has no elements.
+    """
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     least, most = tensor.aminmax()

@@ -1,4 +1,4 @@
-"""Functions that read tensor values on the host, and that the planner replaces, because its tensors have no values.
+"""Functions that read tensor values on the host. The planner replaces these functions, because a plan has no values.
 
 The planner (`dtmega/planning`) runs the real step on tensors without values. Wherever the trainer needs a value on the
 host, it calls a function of this module; the planner uses `answering` to supply a value instead.

@@ -111,7 +111,7 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """The dim that FSDP2 must shard: dim 1 if dim 0 is already cut in parts; otherwise None, for the default, dim 0.
+    """The dim that FSDP2 must shard: dim 1 if dim 0 is already cut in parts, otherwise None (FSDP2's default, dim 0).
 
     A second cut of dim 0 would mix up the parts.
     """
@@ -123,7 +123,7 @@ def dim_to_cut(parameter: Tensor) -> Shard | None:
 def dim_of_experts(parameter: Tensor, n_shards: int) -> Shard:
     """The dim along which FSDP2 must shard a rank's experts, [E, ...]: the first dim that divides evenly, or dim 0.
 
-    A rank may have fewer experts than there are shards, and then a cut of dim 0 would leave ranks without a part.
+    If a rank has fewer experts than there are shards, a cut of dim 0 would leave some of the shards empty.
 
     Args:
         parameter: DTensor on a mesh with the dims (ep,) or (ep, tp).

@@ -27,7 +27,7 @@ class Passes:
     """The passes over logits [N, V], computed with torch's own operations.
 
     Attributes:
-        rows: slices of the rows, to be processed one after the other.
+        rows: slices of the rows, to be processed one after another.
     """
 
     def __init__(self, logits: Tensor) -> None:

@@ -107,7 +107,7 @@ def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[s
 
     Returns:
         Name of an action in the longer step -> name of an action in the shorter step; {} if the growth is not linear,
-        or if the rank holds more at an action of the whole step that no action represents.
+        or if the rank may hold more at an unrepresented action of the whole step than at all represented actions.
     """
     shorter, longer, whole = (_states(row) for row in rows)
     pairs = {}
@@ -140,8 +140,8 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
     """The state of a rank at each action.
 
     For each stage, a state counts the microbatches that wait for backward ("F") or for the second part of backward
-    ("W"). It also records whether the stage has gradients ("some"), whether the gradients are complete ("all"), and
-    whether the action is the stage's last action of its kind ("last"). Gradients are summed over ranks in this last
+    ("W"). The state also records whether the stage has gradients ("some"), whether the gradients are complete ("all"),
+    and whether the action is the stage's last action of its kind ("last"). Gradients are summed over ranks in this last
     action.
     """
     left = Counter((action.stage, action.kind) for action in row)

@@ -159,7 +159,7 @@ def in_own_process(*arguments: Any) -> Role:
 
 
 def _kind(numbers: Sequence[int], stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
-    """A key that is equal for places with the same work.
+    """A key that is equal for all places that do the same work.
 
     Args:
         numbers: numbers of the stages at the place.

@@ -121,7 +121,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
     """Raise an error if the plan cannot cut the model over tp ranks. The model may be on meta; no mesh is needed.
 
     Raises:
-        ValueError: a pattern matches nothing, tp does not divide a size, or a style does not fit its module.
+        ValueError: a pattern matches nothing, tp does not divide a size, or a style does not fit a module.
     """
     for pattern, style in plan.items():
         for name, match in _matches(model, pattern):

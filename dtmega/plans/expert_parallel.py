@@ -110,7 +110,7 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, [sum(sent), D] -> [sum(received), D]. Backward sends the gradients in reverse."""
+    """An all-to-all of rows, [sum(sent), D] -> [sum(received), D]. Backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

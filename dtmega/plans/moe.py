@@ -9,7 +9,7 @@ from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 
 
 def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
-    """The plan for a mixture of experts: Llama's plan, with each expert cut inside, like a feed-forward network.
+    """The plan for a mixture of experts: Llama's plan, with each expert cut like a feed-forward network.
 
     A mixture's input is gathered once, for the router, the experts and the shared experts.
     """

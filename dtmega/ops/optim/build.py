@@ -51,7 +51,7 @@ def build_optimizer(
     left out. A pipeline stage with only frozen parameters gets one empty group.
 
     Args:
-        named: (name, parameter) pairs; each name is the parameter's name in the whole model.
+        named: pairs of a parameter's name in the whole model and the parameter.
         optim: section [optim] of the run's configuration.
         exact: whether an element's update must be independent of the part of the tensor that this rank holds.
         matrices: weights that Muon trains, and the ranks that hold these weights; None for all other optimizers. AdamW

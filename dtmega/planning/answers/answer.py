@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
         collective: kind of message, as in `Message.collective`.
         n_ranks: number of ranks in the group; 2 for messages between two ranks.
         n_messages: number of messages.
-        n_bytes: sum of the messages' sizes. The size of a message is that of its largest buffer on the rank.
+        n_bytes: sum of the messages' sizes. A message is as large as the message's largest buffer on the rank.
         seconds: predicted duration of the messages; None for messages between pipeline stages, which are part of the
             schedule's time.
         exposed_s: predicted time for which computing waits for the messages; None for messages between stages.
@@ -59,7 +59,7 @@ class RoleAnswer(NamedTuple):
     Attributes:
         plan: memory and work of one of the ranks.
         places: pipeline places of the ranks.
-        ranks: (first, last) rank number at each place.
+        ranks: numbers of the first and the last rank at each place.
         traffic: messages of one rank.
         flops: operator -> number of floating-point operations on one rank.
         comparisons: comparisons of the counts with formulas from the literature.
@@ -74,7 +74,7 @@ class RoleAnswer(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The whole answer to a question.
+    """The planner's whole answer for a job.
 
     Attributes:
         job: configuration, layout and hardware.
@@ -83,7 +83,7 @@ class Answer(NamedTuple):
         parameters: number of elements in all weights.
         elements: numbers of trained and frozen parameters, including adapters.
         step: predicted time of a step.
-        bubble: comparison of the schedule's bubble with its formula; None without a pipeline or a formula.
+        bubble: comparison of the schedule's bubble with a formula; None without a pipeline or a formula.
         tokens: number of tokens in the whole run.
         budget: predicted cost of training on `tokens` tokens.
     """

@@ -1,4 +1,4 @@
-"""Compare counts with formulas from the literature (`prices/formulas.py`), in the cases that a formula covers."""
+"""Compare counts with formulas from the literature (`prices/formulas.py`) wherever a formula applies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """The formula's error, relative to the count; 0 if both are 0."""
+        """The formula's error, relative to the count; 0 if the count is 0."""
         if self.counted == 0:
             return 0.0
         return self.formula / self.counted - 1

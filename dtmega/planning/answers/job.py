@@ -52,7 +52,7 @@ class Machine(NamedTuple):
     """The hardware of every rank in a job.
 
     Attributes:
-        device: device of a rank, which need not exist.
+        device: device of each rank; the device need not exist.
         fabric_name: name or path of the fabric.
         fabric: speed and price of the device, and the links between devices.
         memory: memory of the device.
@@ -125,7 +125,7 @@ def machine_of(kind: str, fabric: str = "", memory: str | None = None, reserve: 
 
 
 def world_of(cfg: Config) -> int:
-    """The number of ranks in a mesh, if all its sizes are given.
+    """The number of ranks in a mesh whose sizes are all given.
 
     Raises:
         ValueError: a size is -1, and therefore depends on a number of ranks that the user has not given.
@@ -206,10 +206,10 @@ def priced(job: Job) -> Job:
 
 
 def read_option(option: str, text: str | None) -> int | None:
-    """Parse an option that gives a number of bytes: 80GiB, 80GB, 1.5TiB or 85899345920; None if `text` is None.
+    """Parse an option's number of bytes, such as 80GiB, 1.5TiB or 85899345920; return None if `text` is None.
 
     Raises:
-        ValueError: the text is not a number of bytes.
+        ValueError: `text` is not a number of bytes.
     """
     if text is None:
         return None

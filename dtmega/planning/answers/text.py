@@ -170,7 +170,7 @@ def _where(places: Sequence[int], plan: Plan) -> str:
 
 
 def grouped(owners: Mapping[str, int]) -> dict[str, int]:
-    """Combine the owners: one entry for all blocks, and one for all small owners. The largest entry comes first."""
+    """Combine all blocks into one entry and all small owners into one last entry. Larger entries come first."""
     blocks = [name for name in owners if name.startswith(BLOCKS)]
     result: dict[str, int] = defaultdict(int)
     for owner, n_bytes in owners.items():

@@ -1,9 +1,9 @@
 """Recognize gradient sums that the autograd engine computes in place in a real step but not in a plan.
 
-If several operators use a tensor, the engine adds up the gradients from these operators. It writes the sum into the
-first gradient if that gradient is dense and only the engine holds it. A plan's tensors belong to a Python class, and
-for such tensors the engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp). The plan must not count
-the new tensor.
+If several operators use a tensor, the engine adds up the gradients from these operators. The engine writes the sum
+into the first gradient if that gradient is dense and only the engine holds it. A plan's tensors belong to a Python
+class, and for such tensors the engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp). The plan must
+not count the new tensor.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class _Graph:
         (output,) = module.graph.find_nodes(op="output")
         index = {node: i for i, node in enumerate(self._placeholders)}
         self._returned_arguments = [index.get(node, -1) for node in output.args[0]]
-        # Kind of the arguments -> the tape; None if a replay could not return the graph's results.
+        # Kind of the arguments -> tape of a run; None if a replay could not return the graph's results.
         self._tapes: dict[tuple[Argument, ...], Tape | None] = {}
 
     def run(self, args: list[Any]) -> Any:

@@ -1,6 +1,6 @@
 """Stand-ins, without values, for kernels that torch would replace or refuse on a pretended device.
 
-The stand-in for a GPU's fused attention kernels keeps the same tensors for backward as the kernels. Without the
+The stand-in for a GPU's fused attention kernels keeps the same tensors for backward as the real kernels. Without the
 stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the
 products of a mixture's experts accepts every dtype of the real kernels and has a FLOP formula. torch 2.13 supports only
 bf16 for fake tensors, and has no FLOP formula for these products.
@@ -106,7 +106,7 @@ def visible_share(rule: AttentionRule) -> float:
 
 
 def has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """True if `scaled_dot_product_attention` has a fused kernel on a Hopper GPU, as torch's sdp_utils.cpp decides.
+    """True if `scaled_dot_product_attention` has a fused kernel on a Hopper GPU, by the rules in torch's sdp_utils.cpp.
 
     The rules cover the flash kernel and the memory-efficient kernel. The result is False for a mask that requires a
     gradient.

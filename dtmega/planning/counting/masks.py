@@ -1,4 +1,4 @@
-"""Make transformers build the same attention masks for tensors without values as in a run."""
+"""Make transformers build the same attention masks in a plan, where tensors have no values, as in a run."""
 
 from __future__ import annotations
 

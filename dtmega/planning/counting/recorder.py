@@ -147,7 +147,7 @@ class Recorder:
             yield
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Enter the operator's new storages in the ledger, and its work in the list of works."""
+        """Enter an operator's new storages in the ledger, and append the operator's work to the list of works."""
         if TracingContext.try_get() is not None:
             return  # a graph is being captured, and nothing runs
         known = launches.described(operator)

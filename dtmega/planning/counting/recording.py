@@ -79,7 +79,7 @@ class Recording:
 
         Args:
             returned: results of the graph.
-            placeholders: one index per result, of the argument that is returned; -1 if the result is not an argument.
+            placeholders: index of the argument that each result returns; -1 if a result is not an argument.
         """
         results: list[Result] = []
         bases: dict[int, Tensor] = {}

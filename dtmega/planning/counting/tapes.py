@@ -1,10 +1,11 @@
 """Tapes of compiled graphs: a graph runs node by node once for each kind of arguments, and is replayed afterwards.
 
-A node costs about 0.4 ms of CPU time, because torch computes the shapes of its results. All layers and all microbatches
-run the same graphs on arguments of the same shapes. A tape therefore stores everything that the first run reported to
-the recorder: the launches, and the end of each storage's last value (`recording.py`). A replay reports the same events
-as the first run, but with the owner, action and streams at the time of the replay. Storages inside the graph are then
-only numbers in the ledger. Only the results become tensors, at the launch that made them in the first run.
+A node costs about 0.4 ms of CPU time, because torch computes the shapes of the node's results. All layers and all
+microbatches run the same graphs on arguments of the same shapes. A tape therefore stores everything that the first run
+reported to the recorder: the launches, and the end of each storage's last value (`recording.py`). A replay reports the
+same events as the first run, but with the owner, action and streams at the time of the replay. Storages inside the
+graph are then only numbers in the ledger. Only the results become tensors, at the launch that made them in the first
+run.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Tape(NamedTuple):
 
 
 def kind_of(args: Sequence[Any]) -> tuple[Argument, ...]:
-    """The kind of a graph's arguments: their layouts, the storages that they share, and values without a tensor."""
+    """The kind of a graph's arguments: their layouts, the storages that they share, and the values of non-tensors."""
     first: dict[int, int] = {}
     kind: list[Argument] = []
     for i, arg in enumerate(args):

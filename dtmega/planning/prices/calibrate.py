@@ -105,8 +105,8 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float
 def _many_launches(device: torch.device) -> Callable[[], object]:
     """Return a function that launches many small kernels, one after another.
 
-    On a GPU, the kernels are captured in a graph. Without a graph, the host would launch them more slowly than the GPU
-    starts them. In a training step, the host runs ahead of the GPU, so its launches cost no time.
+    On a GPU, the kernels are captured in a graph. Without a graph, the GPU would wait for the host to launch each
+    kernel. In a training step, the host runs ahead of the GPU, so launches cost no time.
     """
     small = torch.zeros(1, device=device)
 

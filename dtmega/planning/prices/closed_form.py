@@ -1,7 +1,7 @@
-"""Predict the time of a step by a closed form from a model's sizes and a layout, for comparison with published figures.
+"""Predict a step's time in closed form from a model's sizes and a layout, for comparison with published figures.
 
 The planner itself prices counted work (`step_time.py`). The closed form covers the matrix products of a standard
-transformer, the memory traffic of the operators between products, and the messages, averaged over the stages. The
+transformer, the memory traffic of the operators between products, and the messages, all averaged over the stages. The
 efficiencies of the shipped fabrics are fitted with this form (`benchmarks/published.py`).
 """
 

@@ -5,8 +5,8 @@
 
 First, each rank's streams are simulated as if messages between pipeline ranks took no time. The result is the duration
 of each action of the schedule, including waits for the rank's own collectives. Then `pipelining.table.simulate` runs
-the schedule with these durations and with the transfers between ranks. Finally, the time before the first action and
-after the last action is added. A collective that joins several pipeline ranks begins when the last of these ranks is
+the schedule with these durations and with the transfers between ranks. Finally, the times before the first action and
+after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
 ready.
 
 The model ignores that a collective may run during the pipeline's bubbles, so it tends to overestimate the time.
@@ -78,7 +78,7 @@ def step_time(
         fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
         n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
-        later: action -> later action after which the output of the first is sent (`pipelining.table.sent_after`).
+        later: action -> later action after which the first action's output is sent (`pipelining.table.sent_after`).
         ep: number of ranks over which a layer's experts are divided.
 
     Raises:

@@ -120,7 +120,7 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
 
 def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
-    """The time of each work, and the index of the work that each work waits for last (-1 if a work starts at once).
+    """The time of each work, and the index of the earlier work whose end let the work start (-1 if there is none).
 
     Raises:
         ValueError: a work waits for itself or for a later work.
@@ -155,7 +155,7 @@ def _waits(
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all works.
-        causes: one index per work, which names the earlier work that this work waited for last.
+        causes: one index per work, of the earlier work whose end let the work start; -1 if there is no such work.
 
     Returns:
         One tuple (index of a work, seconds) for each part of the wait.

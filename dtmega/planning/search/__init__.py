@@ -1,4 +1,4 @@
-"""Search for the fastest layout of a given number of ranks that fits into memory.
+"""Search for the fastest layout that fits into memory, for a given number of ranks.
 
 found = search(cfg, {"mesh.tp"}, 384, fabric.load("a100-ib"), 80 * 2**30, 2 * 2**30)
 print(text(found))

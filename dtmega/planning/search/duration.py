@@ -163,7 +163,7 @@ class TimeEstimator:
         return experts_s + self._collective_s(collective, round(element_bytes * others), "fsdp", key)
 
     def _time_update(self, place: Place, layout: Layout, n_microbatches: int) -> float:
-        """The time of the work that happens once per step: the optimizer, and messages that no computation covers."""
+        """The time of the work done once per step: the optimizer, and messages that do not overlap with computation."""
         n, shards, key = place.elements / layout.tp, layout.n_shards, _sizes(layout)
         seconds = OPTIMIZER_BYTES * n / shards / self.fabric.gpu.memory_bytes_per_s
         if layout.dp_replicate > 1:

@@ -4,7 +4,7 @@
     for layout in Layouts(cfg, {"mesh.tp"}, 384, device).legal(fallen):
         with_layout(cfg, layout)        # a configuration that `checks.check` and the loader accept
 
-Training's own checks decide which layouts are legal. Each check runs once for every combination of the keys it reads.
+Training's own checks decide which layouts are legal. Each check runs once per combination of the keys that it reads.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Layouts:
 
     Raises:
         ValueError: a fixed key is not among the varied keys, the fixed sizes of the mesh do not divide the number of
-            ranks, or a fixed ep divides no dp_shard x cp.
+            ranks, or a fixed ep divides dp_shard x cp in no layout.
     """
 
     def __init__(self, cfg: config.Config, fixed: Collection[str], world: int, device: torch.device) -> None:

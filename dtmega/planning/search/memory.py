@@ -33,7 +33,7 @@ BACKWARD = 0.7
 OF_PRODUCTS = 0.7
 # Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
 # 2022, arXiv:2205.05198, table 2, have 5 bytes, because they keep the softmax's result before and after dropout.)
-# Backward holds two 32-bit numbers per score at once, but by then it no longer needs the kept bytes. The second
+# Backward holds two 32-bit numbers per score at once, but by then the kept bytes are no longer needed. The second
 # constant is the difference.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
 # Maximum number of tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`), and bytes for each element
@@ -92,7 +92,7 @@ class MemoryEstimator:
         self._reduce_bytes: int = getattr(torch, cfg.precision.reduce).itemsize
         self._moments = 1 if cfg.optim.name == "sgd" else 2
         trained, frozen = families.elements(cfg)
-        # Numbers of trained and frozen elements per element of the pieces. The pieces do not include adapters.
+        # Ratios of trained and frozen elements to the elements of the pieces, which do not include adapters.
         n = max(1, sum(piece.elements for piece in places.pieces))
         self._trained, self._frozen = trained / n, frozen / n
         self._frozen_bytes = getattr(torch, cfg.lora.base).itemsize

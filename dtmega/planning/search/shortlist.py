@@ -144,7 +144,7 @@ class Shortlist:
 
 
 def _without_equals(heap: Collection[Entry]) -> list[Entry]:
-    """The entries of a heap, fastest first. If some differ only in schedule and peak, only the smallest peak stays."""
+    """The entries of a heap, fastest first. If entries differ only in schedule and peak, the smallest peak is kept."""
     kept: dict[tuple[Layout, float], Entry] = {}
     for entry in sorted(heap, reverse=True):
         kept.setdefault((entry.layout._replace(schedule=""), entry.speed), entry)
