@@ -122,9 +122,8 @@ class Rejoin(ParallelStyle):
     """A module that is not cut: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and computes the whole module.
 
     The gradient of the gathered input is complete on every rank. In backward, each rank therefore takes its part of
-    that gradient, and nothing is summed. Without sequence parallelism, the style does nothing. Modules inside this
-    module get the whole sequence. Each inner module has whole parameters (`Whole(False)`), or is cut as a region of its
-    own (`VocabHead(False)`).
+    that gradient, and nothing is summed. Without sequence parallelism, the style does nothing. Inner modules get the
+    whole sequence, and either have whole parameters (`Whole(False)`) or are separate regions (`VocabHead(False)`).
 
     Args:
         stack: stack that contains the module, as in `Style`.

@@ -26,8 +26,7 @@ class _Kind(NamedTuple):
     """The properties that all parameters of a group share.
 
     Attributes:
-        is_matrix: whether the parameters are matrices, which are decayed, or vectors (biases and norm weights), which
-            are not.
+        is_matrix: whether the parameters are matrices; vectors (biases and norm weights) are not decayed.
         factor: factor of the learning rate.
         by_muon: whether Muon trains the parameters.
     """

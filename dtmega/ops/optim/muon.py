@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups of the weights, in torch's format.
-        others: optimizer of all other parameters. Its groups and state become part of this optimizer.
+        others: optimizer of all other parameters. Muon takes over this optimizer's groups and state.
         cuts: matrices of each weight.
         matrices: ranks that hold the weights.
         optim: section [optim] of the run's configuration.

@@ -134,7 +134,7 @@ def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda d
 
 
 def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
-    """Turn the counts of a plan into an answer. `job` and `tokens` are the same as in `answer_job`."""
+    """Turn the counts of a plan into an answer. `job` and `tokens` are arguments of `answer_job`."""
     fabric = job.machine.fabric
     cfg = job.cfg
     pieces = families.pieces(cfg.model)

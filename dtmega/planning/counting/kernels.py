@@ -1,6 +1,6 @@
 """Stand-ins, without values, for kernels that torch would replace or refuse on a pretended device.
 
-The stand-in for a GPU's fused attention kernels keeps the same tensors for backward as the real kernels. Without the
+The stand-in for a GPU's fused attention kernels keeps the tensors that the real kernels keep for backward. Without the
 stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the
 products of a mixture's experts accepts every dtype of the real kernels and has a FLOP formula. torch 2.13 supports only
 bf16 for fake tensors, and has no FLOP formula for these products.

@@ -1,4 +1,4 @@
-"""Streams and events of the pretended device. They run nothing, but record which works each work waits for."""
+"""Streams and events of the pretended device, which run nothing and only record the works that each work waits for."""
 
 from __future__ import annotations
 

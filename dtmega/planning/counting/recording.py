@@ -79,7 +79,7 @@ class Recording:
 
         Args:
             returned: results of the graph.
-            placeholders: index of the argument that each result returns; -1 if a result is not an argument.
+            placeholders: indices of the arguments that the results return; -1 for a result that is not an argument.
         """
         results: list[Result] = []
         bases: dict[int, Tensor] = {}

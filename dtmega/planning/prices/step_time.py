@@ -30,7 +30,7 @@ from dtmega.planning.work import Work
 class StepTime(NamedTuple):
     """The predicted time of one step.
 
-    All times except `seconds` are means over the ranks of one pipeline. They add up to the step time:
+    All times except `seconds` are means over the ranks of one pipeline. The means add up to the step time:
     seconds = compute_s + exposed_communication_s + bubble_fraction x seconds.
 
     Attributes:

@@ -155,7 +155,7 @@ def _waits(
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all works.
-        causes: one index per work, of the earlier work whose end let the work start; -1 if there is no such work.
+        causes: index, for each work, of the earlier work whose end let the work start; -1 if there is no such work.
 
     Returns:
         One tuple (index of a work, seconds) for each part of the wait.

@@ -109,7 +109,7 @@ class TimeEstimator:
             seconds += place.layers * per_layer
         if layout.ep > 1:
             # Ranks send each token's row to the token's experts and receive the results; backward exchanges the
-            # gradients in the same way. Before the rows, the ranks exchange the numbers of rows.
+            # gradients likewise. Before the rows, the ranks exchange the numbers of rows.
             group = "ep", _sizes(layout)
             rows_s = self._collective_s("all-to-all", round(state_bytes * place.experts_per_token), *group)
             numbers_s = self._collective_s("all-to-all", 0, *group)

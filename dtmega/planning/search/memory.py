@@ -26,10 +26,9 @@ WHOLE = 4
 # Number of vectors of width D that a mixture keeps for each token and expert, namely the expert's input and result. tp
 # does not divide these vectors.
 OF_EXPERTS = 2
-# Memory for the results of one layer's backward, relative to those activations of the layer that tp divides (without
-# scores).
+# Memory for the results of one layer's backward, as a share of the layer's tp-divided activations (without scores).
 BACKWARD = 0.7
-# Of those activations of a layer that tp divides, selective recomputation keeps this share.
+# Share of a layer's tp-divided activations that selective recomputation keeps.
 OF_PRODUCTS = 0.7
 # Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
 # 2022, arXiv:2205.05198, table 2, have 5 bytes, because they keep the softmax's result before and after dropout.)

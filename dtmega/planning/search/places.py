@@ -84,7 +84,7 @@ class Places:
     def of(self, layout: Layout) -> list[Place]:
         """One pipeline place for each kind of work.
 
-        Of several places with equal work, the first is returned, because it has the most microbatches in flight.
+        If several places have equal work, the first place is returned, because it has the most microbatches in flight.
         """
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._known:
