@@ -231,7 +231,7 @@ class Recorder:
 
         def noted(work: FakeWork, *args: Any, **kwargs: Any) -> bool:
             result = wait(work, *args, **kwargs)
-            # A synchronous message waits only for itself, before any other message is sent.
+            # The launch of a synchronous message calls `wait` immediately, for this message alone.
             if not self._waits_for_itself:
                 self.streams.current.awaited |= self._outstanding
                 self._outstanding = set()

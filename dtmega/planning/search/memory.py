@@ -35,9 +35,9 @@ OF_PRODUCTS = 0.7
 # Backward holds two 32-bit numbers per score at once, but by then the kept bytes are no longer needed. The second
 # constant is the difference.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
-# Maximum number of tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`), and bytes for each element
-# of the head's gradient if the gradient is summed in 32 bits, as for more than twice LOSS_TOKENS tokens
-# (`ops.head_gradient`).
+# Maximum number of tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`). If there are more than
+# twice LOSS_TOKENS tokens, the head's gradient is summed in 32 bits (`ops.head_gradient`), and each element of the
+# gradient takes SUMMED_BYTES.
 LOSS_TOKENS, SUMMED_BYTES = 4096, 8
 # Number of vectors of width D, counted in the compute dtype, that each token needs during the loss: the last norm in
 # 32 bits, its input and its gradient.
