@@ -39,7 +39,7 @@ class Runs(NamedTuple):
 
 
 def in_flight(table: Table, between_parts: float = 0) -> list[float]:
-    """The peak number of microbatches on each rank whose forward has run but whose backward has not ended.
+    """For each rank, the peak number of microbatches whose forward has run but whose backward has not ended.
 
     Args:
         table: actions of the pipeline.

@@ -154,7 +154,7 @@ class _Product(torch.autograd.Function):
 
     - x W^T + b;
     - a ticket: zeros in the shape of x that take no memory. In a compiled block, the ticket's gradient is x. The ticket
-      is None if backward does not need x, because x is kept, or because the weight is frozen;
+      is None if x is kept or the weight is frozen, because backward then needs no gathered x;
     - the link for the next product: zeros like the ticket. The link's gradient is the later products' part of the
       gradient of x.
 

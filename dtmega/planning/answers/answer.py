@@ -3,8 +3,8 @@
     answer = answer_job(lay_out(config.load(argv), 384, machine_of("cuda", "a100-ib")))
     answer.fits, answer.step.seconds
 
-`text.py` writes the answer for people, and `as_dict` for programs. The counts come from `plan_job`; all times in
-seconds are predictions for the fabric.
+`text.py` writes the answer for people; `as_dict` converts the answer for programs. The counts come from `plan_job`.
+All times in seconds are predictions for the fabric.
 """
 
 from __future__ import annotations

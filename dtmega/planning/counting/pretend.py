@@ -52,7 +52,7 @@ class Observer(Protocol):
         ...
 
     def repeated(self, times: int) -> AbstractContextManager[object]:
-        """Count everything that is launched in the `with` block as launched `times` times."""
+        """Count each launch in the `with` block `times` times."""
         ...
 
 
@@ -110,7 +110,7 @@ class Pretended:
         return output
 
     def repeated(self, times: int) -> AbstractContextManager[object]:
-        """Make the observer count everything launched in the `with` block as launched `times` times."""
+        """Make the observer count each launch in the `with` block `times` times."""
         return self._observer.repeated(times)
 
     def resized(self, storage: torch.UntypedStorage) -> None:

@@ -215,7 +215,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count the kernels of the `with` block as launched `times` times. The block must not send messages."""
+        """Count each kernel launch in the `with` block `times` times. The block must not send messages."""
         first = len(self.works)
         yield
         body = self.works[first:]

@@ -77,7 +77,7 @@ class Launched(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """The end of the graph's last value on a storage.
+    """The point at which a storage no longer holds a value of the graph.
 
     Attributes:
         slot: number of the storage.

@@ -186,7 +186,7 @@ class Layouts:
         return list(itertools.product(self._choose("sequence_parallel", cuts), self._choose("cp_form", forms)))
 
     def _sums(self, layout: Layout) -> list[str]:
-        """The values of accumulate to try."""
+        """The values of `accumulate` to try."""
         n_microbatches = self.cfg.batch.global_batch_size // (layout.data_size * layout.micro_batch_size)
         differs = layout.n_shards > 1 and n_microbatches > 1
         return self._choose("accumulate", ["whole", "sharded"] if differs else ["whole"])
