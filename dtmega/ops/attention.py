@@ -56,7 +56,7 @@ def attention(
     Args:
         q: queries, [B, H, S, K].
         k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
-            k, and so on. Values may be narrower. With a cache, only those of the new tokens, [B, G, S, K].
+            k, and so on. Values may be narrower. With a cache, only the new tokens' keys and values, [B, G, S, K].
         rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None for no dropout.
         scale: factor of the scores; None for 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
@@ -148,12 +148,12 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 
 
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Convert the bias to fp64 if q is fp64, because torch's CPU kernel would return wrong numbers (torch 2.13)."""
+    """Convert the bias to fp64 if q is fp64, because torch's CPU kernel would otherwise be wrong (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, rule: AttentionRule) -> Tensor:
-    """Compute attention by `_ByChunks`, whose kernel wants values that are as wide as keys."""
+    """Compute attention by `_ByChunks`, whose kernel needs values that are as wide as keys."""
     wide = v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     out: Any = _ByChunks.apply(q, k, wide, scale, *rule)
     return out[..., : v.shape[-1]]

@@ -1,7 +1,7 @@
 """Attention in sequences whose tokens are divided among several ranks (context parallelism).
 
-The ranks either gather keys and values of all tokens, or exchange heads, so that each rank attends with all tokens of
-some heads. `ContextParallel.by_heads` selects the form.
+The ranks either gather the keys and values of all tokens, or exchange tokens for heads, so that each rank attends with
+all tokens of some heads. `ContextParallel.by_heads` selects the form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtmega.ops.shared_rule import SharedRule
 
 Attend = Callable[..., Tensor]  # the type of `attention.attention`
 
-# Operators of the kernels. Their results are kept if backward recomputes the operations around the kernels.
+# Operators of the kernels. If backward recomputes the operations around a kernel, the kernel's results are kept.
 KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     OPERATOR,
@@ -107,6 +107,6 @@ _keeping_results_of_kernels = functools.partial(create_selective_checkpoint_cont
 
 
 def needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
-    """True if there is a trained bias table or a soft cap, and no FlexAttention, the only kernel that supports them."""
+    """True for a trained bias table or a soft cap without FlexAttention, the only kernel that supports the two."""
     is_learned = rule.table is not None and rule.table.requires_grad
     return rule.block_mask is None and (is_learned or softcap is not None)

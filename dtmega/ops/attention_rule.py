@@ -170,7 +170,7 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        # The strip's last row has all negative distances, and its first row has all other distances.
+        # The strip's last row has all negative distances, and its first row has all remaining distances.
         negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
         zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
         return torch.cat([negative, zero_and_positive], dim=1)
@@ -265,15 +265,15 @@ def attention_rule(
             as a separate document.
         prefix: mask of the prefix keys, [B, T] bool; a query sees all prefix keys of its document, even keys after the
             query. With a cache, a prefix is allowed only while the cache is empty.
-        slopes: ALiBi slopes, [H]: the bias is slope x (place of the key - place of the query). Under tp, only the
+        slopes: ALiBi slopes, [H]; the bias is slope x (place of the key - place of the query). Under tp, only the
             slopes of this rank's heads.
-        table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`): the bias is the entry for (place of the
+        table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`); the bias is the entry for (place of the
             key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, only the rows of
             this rank's heads.
         key_places, key_document_ids: places and documents of the keys, [B, T]; only for keys that belong to different
             tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
-            so a rule with a cache serves only one forward pass. This also holds for its copies made by `with_window`.
+            so a rule with a cache serves only one forward pass, and so do the copies that `with_window` makes.
         fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
             once. If False, the host waits for the device once, to check whether places are consecutive.
         context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None if this
@@ -333,7 +333,7 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
     """T5's bucket for each distance, [2 max_distance + 1] int64.
 
     A bucket is a row of the weight [buckets, H]; looking up these rows gives the `table` of `attention_rule`. Half of
-    the buckets hold one distance each. The other buckets hold ranges of distances that grow logarithmically, up to
+    the buckets hold one distance each. The remaining buckets hold ranges of distances that grow logarithmically, up to
     `max_distance` (Raffel et al., arXiv:1910.10683; mesh_tensorflow `_relative_position_bucket`).
 
     Args:

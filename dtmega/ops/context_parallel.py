@@ -16,7 +16,8 @@ that the bits do not depend on the order in which messages arrive.
 The memory for gathered keys and values does not shrink as cp grows. Autograd therefore keeps only the rank's own keys
 and values, and backward gathers the rest again, as in TransformerEngine
 (attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVAllGather). In recomputed blocks, the
-recomputation just before backward has already gathered them again, so backward does not gather a third time.
+recomputation just before backward has already gathered the keys and values again, so backward does not gather a third
+time.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Run(NamedTuple):
 
 
 def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
-    """Join the ranks' parts [cp, ...] in the order of the sequence. `dim` counts the dims of a single part."""
+    """Join the ranks' parts [cp, ...] in the order of the sequence. `dim` is a dim of a single part."""
     pieces = list(parts.unbind())
     if balanced:
         halves = [part.chunk(2, dim) for part in pieces]

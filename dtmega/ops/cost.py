@@ -54,10 +54,10 @@ class Piece(NamedTuple):
         decoder_flops: FLOPs of the products for decoder tokens, per decoder token.
         decoder_attention_flops: FLOPs of the decoder's self-attention, per decoder token and decoder key.
         cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
-        begins_decoder: whether this is the first piece of a decoder that follows an encoder.
+        begins_decoder: whether the piece is the first piece of a decoder that follows an encoder.
         window: largest number of keys that a query sees; 0 for no limit.
         expert_elements: number of elements in the stacked weights of a mixture's experts, a part of `elements`.
-        experts_per_token: number of these experts that a token uses; 0: the piece is no mixture.
+        experts_per_token: number of the mixture's experts that a token uses; 0 if the piece is not a mixture.
     """
 
     name: str
@@ -83,8 +83,8 @@ class Piece(NamedTuple):
     def attention_per_token(self, seq_len: int) -> int:
         """FLOPs of QK^T and PV for one token in a sequence of `seq_len` tokens.
 
-        A causal query sees S / 2 keys of S on average, but with a window of W < S only W - W^2 / (2 S): the first W
-        queries see W / 2 on average, and all others W.
+        On average, a causal query sees S / 2 of the S keys. With a window of W < S, the average is only
+        W - W^2 / (2 S) keys: the first W queries see W / 2 keys on average, and all later queries see W keys.
         """
         twice_seen = seq_len
         if 0 < self.window < seq_len:

@@ -70,7 +70,7 @@ def linear_cross_entropy(
     """The sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
     Args:
-        h: hidden states, [N, D] in any floating dtype, the same on all ranks. Products are computed in this dtype,
+        h: hidden states, [N, D] in any floating dtype, equal on all ranks. Products are computed in this dtype,
             softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
         weight: weight of the head, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
         labels: token ids in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
@@ -94,7 +94,7 @@ def linear_cross_entropy(
             On a GPU these kernels never store the softmax in fp32.
 
     Returns:
-        The loss as an fp32 scalar, the same on all ranks. The gradients of weight and bias are final. The gradient of h
+        The loss as an fp32 scalar, equal on all ranks. The gradients of weight and bias are final. The gradient of h
         is this rank's part of a sum over the group ({U_group}); the backward of the operation that gave h to all ranks
         must sum these parts. Backward can run only once, because it returns its own buffers as gradients.
     """
@@ -322,7 +322,7 @@ def _subtract_target(
 def _slope(peak: Tensor, total: Tensor, factor: Tensor, z_loss: float) -> Tensor:
     """The factor of exp(logit - peak) in the derivative of a row's loss.
 
-    Smoothing and the label each subtract a constant from that product.
+    Smoothing and the label each subtract a constant from the product of this factor and exp(logit - peak).
     """
     slope = factor / total
     return slope * (1 + 2 * z_loss * (peak + total.log())) if z_loss else slope
@@ -352,7 +352,7 @@ def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 
     Args:
         value: one or more numbers computed from x. The dims of `value` are the leading dims of x, and each number
             depends only on its own part of x.
-        x: tensor that `value` was computed from.
+        x: tensor from which `value` was computed.
         gradient: `expected` times the derivative, in the shape of x. Backward changes this tensor in place and
             returns it as the gradient of x.
         expected: gradient that backward will probably pass to `value`.

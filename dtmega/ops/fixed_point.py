@@ -1,4 +1,4 @@
-"""Sums that do not depend on the order of their terms: terms rounded to multiples of a power of two and added exactly.
+"""Order-independent sums: terms are rounded to multiples of a power of two, and the rounded terms are added exactly.
 
 The bits of a floating-point sum depend on the order of its terms, and each layout adds the terms in a different order.
 An int64 sum has the same bits in every order, unless it wraps. Each term is therefore rounded once, to a grid, and all
@@ -34,7 +34,7 @@ class Grid(NamedTuple):
 
     Attributes:
         exponent: binary exponent of the distance between neighbouring numbers.
-        limit: largest allowed magnitude of a term. If all terms have this magnitude, the sum still fits.
+        limit: largest allowed magnitude of a term. If all terms have this magnitude, the sum still fits into int64.
     """
 
     exponent: int
@@ -84,7 +84,7 @@ class ExactState(NamedTuple):
     """The part of a checkpoint that a run with [run] exact needs.
 
     Attributes:
-        maxima: name of a tensor -> largest gradient of a microbatch in the last step that was not skipped.
+        maxima: name of a tensor -> largest magnitude in a microbatch's gradient, in the last step that was not skipped.
         fixed: name of a setting -> value that the run began with, which no later start may change (`training/exact`).
     """
 
@@ -109,7 +109,10 @@ def exact_or_infinite(totals: Tensor) -> Tensor:
 
 
 def largest_of(tensor: Tensor) -> Tensor:
-    """The largest magnitude in a tensor, as an fp64 scalar: infinity if an element is not finite, 0 for no elements."""
+    """The largest magnitude in a tensor, as an fp64 scalar.
+
+    The result is infinity if an element is not finite, and 0 if the tensor has no elements.
+    """
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     least, most = tensor.aminmax()
@@ -120,8 +123,8 @@ def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: d
     """The square of the L2 norm over tensors that are divided over a group of ranks; its bits are equal on all layouts.
 
     Each square is split into a multiple of a coarse unit and a multiple of a fine unit. The coarse and the fine
-    multiples are each added as int64 over all elements of a tensor. At least 64 bits below the largest square
-    therefore count, and more in small tensors.
+    multiples are each added as int64 over all elements of a tensor. The sum therefore keeps at least 64 bits below the
+    largest square, and more bits for small tensors.
 
     Args:
         parts: name of each tensor -> this rank's part. Each element is on exactly one rank of the group.
@@ -153,8 +156,10 @@ def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: d
 
 
 def _sums_of_squares(tensor: Tensor, exponent: int, room: int) -> Tensor:
-    """The two sums over a tensor's squares, int64 [2]: of coarse parts, in units of 2^exponent, and of the remainders,
-    in units of 2^(exponent - room).
+    """The two sums over a tensor's squares, int64 [2].
+
+    The first number is the sum of the coarse parts, in units of 2^exponent. The second number is the sum of the
+    remainders, in units of 2^(exponent - room).
     """
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for piece in _pieces(tensor):

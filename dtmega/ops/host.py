@@ -1,4 +1,4 @@
-"""Functions that read tensor values on the host. The planner's tensors have no values, so it replaces the functions.
+"""Functions that read tensor values on the host. The planner replaces these functions, because a plan has no values.
 
 The planner (`dtmega/planning`) runs the real step on tensors without values. Wherever the trainer needs a value on the
 host, it calls a function of this module; the planner uses `answering` to supply a value instead.
@@ -45,12 +45,13 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def read_sizes(sizes: Tensor, total: int) -> Tensor:
-    """The numbers of rows that this rank sends to n ranks, and that it receives from them, as a tensor on the host.
+    """The numbers of rows that this rank sends to and receives from each of n ranks, as a tensor on the host.
 
-    The data decides them. A plan assumes that the ranks have even loads, or that this rank has the largest load.
+    The numbers depend on the data. A plan assumes that all ranks have equal loads, or that this rank has the largest
+    load.
 
     Args:
-        sizes: the numbers of rows, [2, n].
+        sizes: numbers of rows to send and to receive, [2, n].
         total: total number of rows that this rank sends.
     """
     return _hosts[-1].read_sizes(sizes, total)

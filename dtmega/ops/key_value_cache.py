@@ -23,8 +23,8 @@ class KeyValueCache:
     Attributes:
         places: places of the cached tokens, [B, P] int; None if no token is cached.
         documents: documents of the cached tokens, [B, P] int; None if all tokens belong to one document.
-        inner: cache of a model that stores keys and values in its own way: transformers' `past_key_values`, or in a
-            pipeline a dict that maps each stage index to the cache of the stage.
+        inner: cache of a model that stores keys and values in its own way, namely transformers' `past_key_values` or,
+            in a pipeline, a dict that maps each stage index to the stage's cache.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Randomness as a function: a counter-based hash of (seed, name, global index) instead of a generator with a state.
 
-Without a state, a mask or an initial value is the same on every layout, does not change when it is recomputed, and
+Without a state, a mask or an initial value is equal on all layouts, does not change when it is recomputed, and
 need not be stored in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations,
 so the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
 
@@ -81,7 +81,7 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
     return mix(mix(rows) ^ query_places[:, None])
 
 
-# Number of Feistel rounds. Four make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
+# Number of Feistel rounds. Four rounds make a permutation pseudo-random (Luby, Rackoff 1988), but a small n needs more.
 ROUNDS = 8
 
 
@@ -89,7 +89,7 @@ def permuted(i: int, n: int, name: str) -> int:
     """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), computed without a table.
 
     A Feistel network permutes all two-digit numbers in base ceil(sqrt(n)); there are n of these numbers, or a few more.
-    A result outside 0 to n - 1 goes through the network again until it is inside. The mapping of 0 to n - 1 is then
+    A result outside 0 to n - 1 goes through the network again until it lies in this range. The resulting mapping is
     still a permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     assert 0 <= i < n

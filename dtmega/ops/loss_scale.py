@@ -53,7 +53,7 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: config.Precision, state: ScaleState | None) -> LossScale | None:
-        """The loss scale of a run; None if the run does not compute in float16. The class explains the arguments."""
+        """The loss scale of a run; None if the run does not compute in float16. `LossScale` describes the arguments."""
         return cls(precision, state) if precision.params == "float16" else None
 
     @property

@@ -111,7 +111,7 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """The dim that FSDP2 must shard: dim 1 if dim 0 is already cut in parts; otherwise None, for the default, dim 0.
+    """The dim that FSDP2 must shard: dim 1 if dim 0 is already cut in parts, otherwise None (FSDP2's default, dim 0).
 
     A second cut of dim 0 would mix up the parts.
     """
@@ -123,7 +123,7 @@ def dim_to_cut(parameter: Tensor) -> Shard | None:
 def dim_of_experts(parameter: Tensor, n_shards: int) -> Shard:
     """The dim along which FSDP2 must shard a rank's experts, [E, ...]: the first dim that divides evenly, or dim 0.
 
-    A rank may have fewer experts than there are shards, and then a cut of dim 0 would leave ranks without a part.
+    If a rank has fewer experts than there are shards, a cut of dim 0 would leave some of the shards empty.
 
     Args:
         parameter: DTensor on a mesh with the dims (ep,) or (ep, tp).
@@ -210,9 +210,8 @@ def runs_at(matrix: Tensor, place: Mapping[str, int]) -> Runs:
     tp cuts a matrix first. FSDP2 then cuts each part into pieces of equal size; the last pieces may be short or empty.
 
     Args:
-        matrix: matrix, of which this rank may hold a different part. A tensor that is not a DTensor is whole on all
-            ranks.
-        place: coordinate of the rank along each dim of the matrix's mesh, by name.
+        matrix: DTensor, or a plain tensor that is whole on all ranks. This rank may hold a different part of a DTensor.
+        place: name of each dim of the matrix's mesh -> coordinate of the given rank along the dim.
     """
     runs = []
     for dim in range(2):

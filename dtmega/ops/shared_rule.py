@@ -62,8 +62,8 @@ def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Call
         part: `AttentionRule` with this rank's parts of the query and key tensors.
         context: ranks that share the sequences.
         crosses: whether this is cross-attention, where keys and queries come from different tokens.
-        finish: function that completes a rule for consecutive queries. Its second argument is True if the last key
-            and the last query belong to the same token.
+        finish: function that completes a rule for consecutive queries. The second argument of `finish` is True if the
+            last key and the last query belong to the same token.
     """
     # Tokens under a causal mask are balanced over the ranks, and so are a decoder's queries in cross-attention.
     keys_balanced, queries_balanced = part.causal, part.causal or crosses

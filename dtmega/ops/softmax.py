@@ -27,7 +27,7 @@ class Passes:
     """The passes over logits [N, V], computed with torch's own operations.
 
     Attributes:
-        rows: slices of the rows, to be processed one after the other.
+        rows: slices of the rows, to be processed one after another.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -111,7 +111,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 @functools.cache
 def compiled_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    # On a GPU, Inductor chooses to read a few long rows twice, and would warn about this choice.
+    # On a GPU, if x has few but long rows, Inductor reads each row twice, and would print a warning.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
     return torch.compile(function, dynamic=True)
 

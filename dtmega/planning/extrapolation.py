@@ -1,8 +1,8 @@
 """Extrapolate a step with all its microbatches from two shorter steps that differ by a few microbatches.
 
-The memory that a rank holds at an action grows linearly with the number of microbatches. Each microbatch adds buffers
-and rows, in some schedules activations, and messages that a schedule releases only at the end. For each action, the
-memory in the whole step therefore lies on the line through the memory in the two shorter steps.
+The memory that a rank holds at an action grows linearly with the number of microbatches. Each microbatch adds buffers,
+rows, and messages that the schedule releases only at the end; in some schedules, it also adds activations. The memory
+at each action of the whole step is therefore extrapolated linearly from the two shorter steps.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Runs(NamedTuple):
     Attributes:
         shorter: number of microbatches in the first step.
         longer: number of microbatches in the second step; equal to `shorter` if nothing is extrapolated.
-        pairs: one dict per pipeline place: action of the second step -> action of the first step that does the same
-            work.
+        pairs: one dict per pipeline place. Each dict maps an action of the second step to the matching action of the
+            first step.
     """
 
     shorter: int
@@ -39,12 +39,12 @@ class Runs(NamedTuple):
 
 
 def in_flight(table: Table, between_parts: float = 0) -> list[float]:
-    """The peak number of microbatches in flight on each rank: forward has run, but backward has not ended.
+    """For each rank, the peak number of microbatches whose forward has run but whose backward has not ended.
 
     Args:
         table: actions of the pipeline.
-        between_parts: additional share of a microbatch to count between the two parts of the microbatch's backward,
-            because of the gradients that it holds then.
+        between_parts: share of a microbatch to add between the two parts of the microbatch's backward, for the
+            gradients that wait for the second part.
 
     Returns:
         One number per rank, summed over the rank's stages.
@@ -97,8 +97,8 @@ def _table(pipeline: config.Pipeline, pp: int, n: int) -> Table:
 def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[str, str]:
     """Pair the actions of a rank's shorter and longer steps, if the rank's memory grows linearly between the steps.
 
-    An action of the longer step represents the action of the whole step whose microbatch has the same number, counted
-    from the start or from the end.
+    An action of the longer step represents an action of the whole step if the two microbatches have equal numbers,
+    counted from the start or from the end.
 
     Args:
         rows: actions of the rank in the shorter, the longer and the whole step.
@@ -107,7 +107,7 @@ def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[s
 
     Returns:
         Name of an action in the longer step -> name of an action in the shorter step; {} if the growth is not linear,
-        or if the rank holds more at an action of the whole step that no action represents.
+        or if the rank may hold more at an unrepresented action of the whole step than at all represented actions.
     """
     shorter, longer, whole = (_states(row) for row in rows)
     pairs = {}
@@ -140,8 +140,8 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
     """The state of a rank at each action.
 
     For each stage, a state counts the microbatches that wait for backward ("F") or for the second part of backward
-    ("W"). It also records whether the stage has gradients ("some"), whether the gradients are complete ("all"), and
-    whether the action is the stage's last action of its kind ("last"). Gradients are summed over ranks in this last
+    ("W"). The state also records whether the stage has gradients ("some"), whether the gradients are complete ("all"),
+    and whether the action is the stage's last action of its kind ("last"). Gradients are summed over ranks in this last
     action.
     """
     left = Counter((action.stage, action.kind) for action in row)
@@ -164,10 +164,10 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
 
 
 def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
-    """Extrapolate the plan of a rank to n microbatches, from a plan that has run two shorter steps.
+    """Extrapolate a rank's plan from two shorter steps to a step with n microbatches.
 
-    The result has the spans of the longer step, with the bytes of the whole step. It has the works of the longer step;
-    `plan.times_repeated` returns how often each work happens in the whole step.
+    The result has the spans of the longer step, with the bytes of the whole step. The result also has the works of the
+    longer step; `plan.times_repeated` returns how often each work occurs in the whole step.
 
     Args:
         role: plan of the longer step, with the memory of the shorter step.
@@ -207,9 +207,9 @@ def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
 
 
 def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
-    """Extrapolate a span at the start of a step, when a rank still holds the memory that the previous step left.
+    """Extrapolate a span at the start of a step, when a rank still holds memory from the previous step.
 
-    In the plan, the previous step was the shorter step.
+    In the plan, the previous step is the shorter step.
     """
     left = _grown(role.held_shorter, role.held, times)
     added = {owner: n_bytes - role.held_shorter.get(owner, 0) for owner, n_bytes in left.items()}
@@ -221,7 +221,7 @@ def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
 
 
 def _line(before: Span, span: Span, times: int) -> Span:
-    """The span of the whole step, on the line through the spans of the two shorter steps."""
+    """The span of the whole step, extrapolated linearly from the spans of the two shorter steps."""
     at_peak = _grown(before.at_peak, span.at_peak, times)
     held_bytes = span.held_bytes + times * (span.held_bytes - before.held_bytes)
     return Span(span.action, sum(at_peak.values()), at_peak, held_bytes)

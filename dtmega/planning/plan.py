@@ -3,9 +3,9 @@
     plan = plan_job(cfg, mesh.resolve(cfg.mesh, 384), torch.device("cuda", 0))
     plan.roles[0].peak.peak_bytes
 
-Ranks that differ only along dp, cp or tp do the same work, and the first of these ranks holds the largest parts. The
-roles are therefore the places of the pipeline. Places whose stages hold equal pieces share a role: the plan of the
-place with the most microbatches in flight.
+Ranks that differ only along dp, cp or tp do the same work, and the first of these ranks holds the largest parts. Each
+place of the pipeline therefore has one role. Places whose stages hold equal pieces share a role, which is planned for
+the place with the most microbatches in flight.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class Plan(NamedTuple):
         sizes: resolved size of each mesh axis.
         device: device of every rank.
         n_microbatches: number of microbatches in a step on each rank.
-        table: actions of the pipeline with all microbatches; None without a pipeline.
+        table: pipeline actions for all microbatches; None without a pipeline.
         stages: names of the pieces in each pipeline stage.
-        roles: pipeline place -> plan of a rank at this place, with all microbatches. Places of one role share a plan.
+        roles: plan of one rank per pipeline place, over all microbatches, keyed by place. Places that share a role
+            share a plan.
         run_microbatches: number of microbatches in the longest step that was run; if it is less than
             `n_microbatches`, the rest is extrapolated.
-        imbalance: load of the experts of each planned rank, as a multiple of the mean of its ep group.
+        imbalance: load of each planned rank's experts, as a multiple of the mean load in the rank's ep group.
     """
 
     cfg: config.Config
@@ -60,7 +61,7 @@ class Plan(NamedTuple):
 
     @property
     def assumptions(self) -> list[str]:
-        """What the plan assumes of the data, as sentences."""
+        """Sentences that state the plan's assumptions about the data."""
         ep = self.cfg.mesh.ep
         if ep == 1:
             return []
@@ -99,10 +100,11 @@ def plan_job(
     Args:
         cfg: configuration of the job, complete and checked for this layout (`checks.check`).
         sizes: resolved size of each mesh axis.
-        device: device that is pretended on every rank.
-        on_role: function that is called before each role, with the number of planned roles and the number of all roles.
+        device: pretended device of every rank.
+        on_role: function that is called before each role is planned, with the number of roles planned so far and the
+            number of all roles.
         run_role: function that runs `plan_role`; None for `in_own_process`.
-        imbalance: load of the experts of each planned rank, as a multiple of the mean of its ep group.
+        imbalance: load of each planned rank's experts, as a multiple of the mean load in the rank's ep group.
     """
     run_role = run_role or in_own_process
     sizes = dict(sizes)
@@ -150,14 +152,14 @@ def in_own_process(*arguments: Any) -> Role:
     """Run `plan_role` in a separate process, because DTensor's caches keep the process groups of an earlier role.
 
     Raises:
-        ValueError: training would refuse the role too, so it cannot be planned.
-        ChildProcessError: the role's process was killed, or ended with an error of the planner.
+        ValueError: training would refuse the role too, so the role cannot be planned.
+        ChildProcessError: the role's process was killed, or the planner failed in this process.
     """
     return own_process.run(plan_role, *arguments)
 
 
 def _kind(numbers: Sequence[int], stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
-    """A key that is equal for places with the same work.
+    """A key that is equal for all places that do the same work.
 
     Args:
         numbers: numbers of the stages at the place.
@@ -204,7 +206,7 @@ def totals(role: Role) -> Totals:
 
 
 def times_repeated(work: Work, n_run: int, n: int) -> float:
-    """The number of times that a work of the shorter step happens in the whole step.
+    """The number of times that a kernel or message of the shorter step occurs in the whole step.
 
     Args:
         work: kernel or message of the shorter step.

@@ -25,7 +25,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a name of `dtmega.interop.hf` on first use.
 
-    Users can import the names of both `plans` and `hf` from `plans`. But `hf` imports `plans`, because the plans for
+    Users can import the public names of `hf` from `plans` too. But `hf` imports `plans`, because the plans for
     transformers models use the styles in `plans`. So `plans` must not import `hf` before a name of `hf` is used.
     """
     if name not in __all__:

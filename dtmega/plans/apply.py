@@ -121,7 +121,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
     """Raise an error if the plan cannot cut the model over tp ranks. The model may be on meta; no mesh is needed.
 
     Raises:
-        ValueError: a pattern matches nothing, tp does not divide a size, or a style does not fit its module.
+        ValueError: a pattern matches nothing, tp does not divide a size, or a style does not fit a module.
     """
     for pattern, style in plan.items():
         for name, match in _matches(model, pattern):
@@ -163,8 +163,8 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
     """Sum the gradients of the named parameters over tp in one all-reduce (Megatron's `allreduce_layernorm_grads`).
 
     Args:
-        model: model that `apply_plan` has cut, and that FSDP2 may also have sharded. All ranks of the tp mesh hold the
-            same FSDP2 shard of a parameter, so the local shards can be summed directly.
+        model: model that `apply_plan` has cut, and that FSDP2 may also have sharded. The ranks of the tp mesh hold
+            corresponding FSDP2 shards of a parameter, so the local shards can be summed directly.
         names: names that `apply_plan` returned; parameters without a gradient are left out.
         mesh: 1-D tp mesh.
     """

@@ -1,4 +1,4 @@
-"""The base class of styles: a module's parameters become DTensors, and its forward computes on their local parts.
+"""The base class of styles: a module's parameters become DTensors, and forward computes on the DTensors' local parts.
 
 Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), or
 [B, S, D] on every rank without sequence parallelism. Each parameter becomes a DTensor on the 1-D tp mesh, because

@@ -58,8 +58,9 @@ class Arrived(NamedTuple):
     Attributes:
         rows: rows from all ranks, ordered by sending rank and then by expert, [n, D].
         experts: index of each row's expert among this rank's experts, [n] int64.
-        give_back: function that sends one result for each row, [n, D], back to the row's rank. It returns the results
-            for the rows that this rank has sent, in the order of these rows, and zeros for rows without an expert.
+        give_back: function that sends one result for each row, [n, D], back to the row's rank. The function returns
+            the results for the rows that this rank has sent, in the order of these rows, and zeros for rows without an
+            expert.
     """
 
     rows: Tensor
@@ -80,10 +81,10 @@ class Exchange:
     # The sizes depend on values, so a compiled block is interrupted here.
     @torch.compiler.disable
     def __call__(self, rows: Tensor, n_rows: Tensor) -> Arrived:
-        """Send each row to the rank that holds its expert.
+        """Send each row to the rank that holds the row's expert.
 
         Args:
-            rows: rows in the order of their experts, [N, D]. Rows behind them, without an expert, stay here.
+            rows: rows in the order of their experts, [N, D]. Rows without an expert come last and stay on this rank.
             n_rows: number of rows for each expert, [E] int64.
         """
         n_ranks = self._group.size()
@@ -109,7 +110,7 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, [sum(sent), D] -> [sum(received), D]. Backward sends the gradients in reverse."""
+    """An all-to-all of rows, [sum(sent), D] -> [sum(received), D]. Backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

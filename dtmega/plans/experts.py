@@ -1,4 +1,4 @@
-"""Styles for a mixture of experts: the experts cut inside, and the router that every rank computes whole."""
+"""Styles for a mixture of experts: for experts that are cut inside, and for a router that is whole on every rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dtmega.plans.styles import Whole
 class ExpertRows(Style):
     """Stacked experts, each cut by its inner width F, inside an Enter: [B, S, D] -> [B, S/tp, D].
 
-    The module's parameters are gate and up, [E, F, D], and down, [E, D, F], and its method `compute` takes parts of
-    them. Each rank computes its part of F for all tokens, and the ranks' results are summed.
+    The module's parameters are gate and up, [E, F, D], and down, [E, D, F]. The module's method `compute` takes parts
+    of these parameters. Each rank computes its part of F for all tokens, and the ranks' results are summed.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"gate": Shard(1), "up": Shard(1), "down": Shard(2)}
@@ -43,9 +43,9 @@ class ExpertRows(Style):
 class TokenRouter(Whole):
     """A router, whole on every rank, inside an Enter. Every rank routes all tokens, [B, S, D].
 
-    The gradient of the tokens' weights is only this rank's part, because the rank has only its part of the experts. So
-    the gradients of the router are summed over tp. The gradient of the losses is whole on every rank, and each rank
-    passes on its share.
+    Each rank has only its part of the experts, so a rank's gradient of the tokens' expert weights is partial. The
+    router's gradients are therefore summed over tp. The gradient of the router's losses is whole on every rank, so each
+    rank passes on only its share of that gradient (`share_gradient`).
     """
 
     def __init__(self, stack: Any = True) -> None:

@@ -40,8 +40,8 @@ def vocab_parallel_cross_entropy(
         reduction: form of the result: "none" for the losses [...], or "sum" for the sum of the losses.
 
     Returns:
-        The losses or their sum in fp32, the same on all ranks. The gradient of logits_shard is complete: it needs no
-        sum over the ranks. Backward can run only once.
+        The losses or their sum in fp32, equal on all ranks. The gradient of logits_shard is complete and needs no sum
+        over the ranks. Backward can run only once.
 
     Raises:
         ValueError: the shapes do not match, or the reduction is unknown.

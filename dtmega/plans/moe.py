@@ -9,7 +9,7 @@ from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 
 
 def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
-    """The plan for a mixture of experts: Llama's plan, with each expert cut inside, like a feed-forward network.
+    """The plan for a mixture of experts: Llama's plan, with each expert cut like a feed-forward network.
 
     A mixture's input is gathered once, for the router, the experts and the shared experts.
     """
@@ -30,10 +30,11 @@ def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
 
 
 def _latent(model: config.MoE, sp: bool) -> Plan:
-    """The plan for the other projections of latent attention.
+    """The plan for all projections of latent attention except the output projection.
 
-    Every rank computes whole latent vectors, and from these its own heads. So the gradients of what computes the latent
-    vectors are summed over tp, as those of one head of keys that all ranks share.
+    Every rank computes the whole latent vectors, and computes its own heads from these vectors. The gradients of the
+    modules that compute the latent vectors are therefore summed over tp, like the gradients of a key head that all
+    ranks share.
     """
     heads, attn = {"n_heads": model.n_heads}, "layers.*.attn"
     return {

@@ -154,12 +154,13 @@ class _Product(torch.autograd.Function):
 
     - x W^T + b;
     - a ticket: zeros in the shape of x that take no memory. In a compiled block, the ticket's gradient is x. The ticket
-      is None if backward does not need x, because x is kept, or because the weight is frozen;
+      is None if x is kept or the weight is frozen, because backward then needs no gathered x;
     - the link for the next product: zeros like the ticket. The link's gradient is the later products' part of the
       gradient of x.
 
     Args:
-        link: input of the region, or the link from the previous product. The gradient of x is returned for the link.
+        link: input of the region, or the link from the previous product. Backward returns the gradient of x as the
+            link's gradient.
         x: input of the region, detached.
         cut: whether x was gathered, and is therefore not kept.
         sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.

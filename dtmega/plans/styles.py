@@ -151,7 +151,7 @@ class Column(Style):
 class KVColumn(Column):
     """nn.Linear that computes keys or values: cut like a Column, or whole on every rank if there are too few heads.
 
-    If there are fewer heads than ranks, each rank has the whole weight and computes the one head that its query heads
+    If there are fewer heads than ranks, each rank has the whole weight and computes only the head that its query heads
     need, so each head is computed by tp / kv_heads ranks. The weight's gradient is the sum of all ranks' parts.
     """
 

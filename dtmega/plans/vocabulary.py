@@ -49,7 +49,7 @@ class VocabEmbedding(VocabStyle):
     with an IndexError on a CPU, and with a device assert on CUDA.
 
     Raises:
-        ValueError: `forward` must cut the sequence, but tp does not divide its length.
+        ValueError: `forward` must cut the sequence, but tp does not divide the sequence's length.
     """
 
     cost = ("all-reduce", "reduce-scatter, backward all-gather")
@@ -121,9 +121,9 @@ class HeadColumns(Style):
 class Rejoin(ParallelStyle):
     """A module that is not cut: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and computes the whole module.
 
-    The gradient of the gathered input is complete on every rank, so in backward each rank takes its part, and nothing
-    is summed. Without sequence parallelism, the style does nothing. Modules inside this module get the whole sequence.
-    Each inner module has whole parameters (`Whole(False)`), or is cut as a region of its own (`VocabHead(False)`).
+    The gradient of the gathered input is complete on every rank. In backward, each rank therefore takes its part of
+    that gradient, and nothing is summed. Without sequence parallelism, the style does nothing. Inner modules get the
+    whole sequence, and either have whole parameters (`Whole(False)`) or are separate regions (`VocabHead(False)`).
 
     Args:
         stack: stack that contains the module, as in `Style`.
@@ -152,9 +152,9 @@ class VocabHead(VocabStyle):
     """A head like `models.layers.LMHead`, cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
 
     The module has `vocab_size` (V without padding rows) and `loss_terms()` (keyword arguments for
-    `linear_cross_entropy`), and may have a bias. Each rank computes the same loss from its own columns, after one
-    exchange of a few numbers per token. If the sequence is not cut before the head, the input may also be a selection
-    of tokens, [N, D], that is whole on every rank.
+    `linear_cross_entropy`), and may have a bias. The ranks exchange a few numbers per token, and then each rank
+    computes the whole loss from its own columns. If the sequence is not cut before the head, the input may also be a
+    selection of tokens, [N, D], that is whole on every rank.
     """
 
     def check_class(self, module: nn.Module) -> None:

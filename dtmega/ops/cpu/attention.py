@@ -30,7 +30,7 @@ from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 CACHED_SCORES = 2**18
 # Number of scores to compute in one product. Calling the library takes as long as computing 2^16 scores.
 PRODUCT_SCORES = 2**22
-# Probabilities are kept for backward if their memory is at most this multiple of the memory of q, k, v and the result.
+# Probabilities are kept for backward if they take at most this multiple of the memory of q, k, v and the result.
 KEPT_SHARE = 1.0
 SHORT_CHUNK = 128  # approximate number of queries in a chunk, for sequences shorter than LONG
 LONG = 1024
@@ -162,7 +162,7 @@ def attention_cpu_backward(
     )
     dq, dk, dv = _gradients(q, k, v)
     chunks = _chunks(rule)
-    # The tensors are one for the gradient of the scores, one for probabilities that were not kept, and, with dropout,
+    # Allocate one tensor for the gradient of the scores, one for probabilities that were not kept, and, with dropout,
     # one for the probabilities after dropout.
     n_tensors = 1
     if not kept.numel():
@@ -315,7 +315,7 @@ def _reversed(x: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Memory for the scores of one part (`_Part`), which the parts use one after the other.
+    """Memory for the scores of one part (`_Part`), which the parts use one after another.
 
     Args:
         q, k: queries and keys of all chunks.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-# Waiting is measured between these two steps of this process. The first steps are left out, because compilers and data
-# readers start during these steps.
+# Waiting is measured between these two steps of this process. The steps before FROM are left out, because compilers and
+# data readers start in these steps.
 FROM, TO = 3, 13
 CROWDED = 0.25  # advise the user if all threads together wait for at least this many seconds per second
 THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux

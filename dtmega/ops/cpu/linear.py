@@ -3,7 +3,7 @@
 - A bias is added while the product is still in registers. torch would first fill the result with the bias, and then add
   the product.
 - If a weight has many more inputs than outputs, its gradient is computed from a transposed copy of the output's
-  gradient, because a product whose first factor is a transposed view runs at half the rate (torch 2.13). With fewer
+  gradient. A product whose first factor is a transposed view would run at half the rate (torch 2.13). With fewer
   inputs, the copy would cost as much time as it saves.
 """
 

@@ -1,8 +1,8 @@
 """Optimizers as in Megatron: parameter groups, learning rate and weight decay schedules, clipping, loss spikes.
 
-- `build.py`, `adam.py`: the optimizer of a run and its parameter groups; AdamW on this rank's parts of tensors
-- `muon.py`, `owners.py`: Muon; the exchange that gives Muon whole matrices
-- `rates.py`, `gradients.py`, `spikes.py`: schedules; norms and clipping; steps to skip
+- `build.py` builds a run's optimizer and parameter groups; `adam.py` has AdamW on this rank's parts of tensors
+- `muon.py` has Muon; `owners.py` exchanges parts of tensors, so that Muon gets whole matrices
+- `rates.py` has the schedules, `gradients.py` has norms and clipping, and `spikes.py` finds steps to skip
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class _Kind(NamedTuple):
     """The properties that all parameters of a group share.
 
     Attributes:
-        is_matrix: whether the parameter is a matrix, which is decayed; vectors (biases and norm weights) are not.
+        is_matrix: whether the parameters are matrices; vectors (biases and norm weights) are not decayed.
         factor: factor of the learning rate.
-        by_muon: whether Muon trains the parameter.
+        by_muon: whether Muon trains the parameters.
     """
 
     is_matrix: bool = True
@@ -50,9 +50,9 @@ def build_optimizer(
     left out. A pipeline stage with only frozen parameters gets one empty group.
 
     Args:
-        named: (name, parameter) pairs; each name is the parameter's name in the whole model.
+        named: pairs of a parameter's name in the whole model and the parameter.
         optim: section [optim] of the run's configuration.
-        exact: whether an element's update may not depend on the part of the tensor that this rank holds.
+        exact: whether an element's update must be independent of the part of the tensor that this rank holds.
         matrices: weights that Muon trains, and the ranks that hold these weights; None for all other optimizers. AdamW
             trains the parameters that Muon does not train.
 

@@ -1,4 +1,4 @@
-"""The norm of gradients over all ranks, and their clipping, as in Megatron."""
+"""The norm of gradients over all ranks, and gradient clipping, as in Megatron."""
 
 from __future__ import annotations
 

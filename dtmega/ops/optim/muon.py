@@ -50,7 +50,7 @@ class Cut(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The weights of the whole model that Muon trains, and the ranks that hold this rank's stages.
+    """The weights that Muon trains in the whole model, and the ranks that hold this rank's stages.
 
     Attributes:
         cuts: name of each weight -> matrices of the weight.
@@ -67,12 +67,13 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices, together with the optimizer of all other parameters.
 
     The momentum of a weight is sharded like the weight. In each step, an owner gets the momentum of the whole weight,
-    orthogonalises the matrices in it, and sends each rank its part. Everything else is computed on local parts, by
-    operations that round only once. The bits of an element therefore do not depend on the rank that holds it.
+    orthogonalises the matrices in this momentum, and sends each rank its part of the result. Everything else is
+    computed on local parts, by operations that round only once. The bits of an element therefore do not depend on the
+    rank that holds the element.
 
     Args:
         groups: parameter groups of the weights, in torch's format.
-        others: optimizer of all other parameters. Its groups and state become part of this optimizer.
+        others: optimizer of all other parameters. Muon takes over this optimizer's groups and state.
         cuts: matrices of each weight.
         matrices: ranks that hold the weights.
         optim: section [optim] of the run's configuration.
@@ -130,7 +131,7 @@ class Muon(torch.optim.Optimizer):
         return torch.mul(buffer, momentum).add_(gradient)
 
     def _orthogonalize(self, i: int, whole: Tensor) -> None:
-        """Replace the momentum of weight number i by the weight's update, in place, for the whole weight."""
+        """Replace the whole momentum of weight number i by the weight's update, in place."""
         cut = self._cuts[i]
         for view in cut.views(whole):
             matrix = view.flatten(cut.dim, cut.dim + 1)
@@ -157,7 +158,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def adjustment(adjust_lr_fn: str, shape: torch.Size) -> float:
-    """The factor of a matrix's learning rate.
+    """The factor that adjusts the learning rate to a matrix's shape.
 
     Args:
         adjust_lr_fn: name of the rule: "original" (Jordan et al. 2024), where the update's norm depends on the ratio of

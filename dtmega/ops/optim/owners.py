@@ -1,8 +1,8 @@
 """Owners of matrices. A matrix's owner is the rank that gathers the whole matrix, computes, and returns the result.
 
-Matrices are divided among the ranks according to the work they need. One all-to-all sends all parts to the owners, and
-a second all-to-all returns the results. If several ranks hold the same part, the rank that is nearest to the owner
-sends the part, and all of these ranks receive the result.
+Matrices are divided among the ranks according to the work that each matrix needs. One all-to-all sends all parts to
+the owners, and a second all-to-all returns the results. If several ranks hold the same part, the rank that is nearest
+to the owner sends the part, and all of these ranks receive the result.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Owners:
         assert len(places) == n
         self._shapes = [matrix.shape for matrix in matrices]
         owners = divided(costs, n)
-        # For each owner, the indices of its matrices, and the indices of the matrices whose parts this rank sends to
-        # the owner.
+        # The first list has the indices of the matrices that each rank owns. The second list has the indices of the
+        # matrices whose parts this rank sends to each owner.
         self._of_owner: list[list[int]] = [[] for _ in range(n)]
         self._sent: list[list[int]] = [[] for _ in range(n)]
         self._owned: list[_Owned] = []
@@ -81,7 +81,7 @@ class Owners:
         """Make each matrix's owner change the matrix in place. All ranks of the group call this method together.
 
         Args:
-            parts: this rank's part of each matrix. The method replaces it by this rank's part of the result.
+            parts: this rank's part of each matrix. The method replaces each part by this rank's part of the result.
             function: function that changes a whole matrix in place; called with the matrix's index and the matrix.
         """
         if self._group.size() == 1:
@@ -137,7 +137,7 @@ class Owners:
 
 
 def divided(costs: Sequence[float], n: int) -> list[int]:
-    """Choose the owner of each matrix. The most costly matrix comes first, and each goes to the least loaded rank.
+    """Choose the owner of each matrix: in order of decreasing cost, assign each matrix to the least loaded rank.
 
     The first rank gets the most work, so that a plan for the first rank is an upper bound for all ranks.
     """
@@ -164,5 +164,5 @@ def _copied_over(matrix: Tensor) -> list[str]:
 
 
 def _same(a: Mapping[str, int], b: Mapping[str, int], dims: Sequence[str]) -> bool:
-    """True if the ranks with coordinates a and b have equal coordinates along all of these dims."""
+    """True if the ranks with coordinates a and b have equal coordinates along all dims in `dims`."""
     return all(a[dim] == b[dim] for dim in dims)

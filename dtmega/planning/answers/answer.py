@@ -3,8 +3,8 @@
     answer = answer_job(lay_out(config.load(argv), 384, machine_of("cuda", "a100-ib")))
     answer.fits, answer.step.seconds
 
-`text.py` writes the answer for people, and `as_dict` for programs. The counts come from `plan_job`; all times in
-seconds are predictions for the fabric.
+`text.py` writes the answer for people; `as_dict` converts the answer for programs. The counts come from `plan_job`.
+All times in seconds are predictions for the fabric.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
         collective: kind of message, as in `Message.collective`.
         n_ranks: number of ranks in the group; 2 for messages between two ranks.
         n_messages: number of messages.
-        n_bytes: sum of the messages' sizes. The size of a message is that of its largest buffer on the rank.
+        n_bytes: sum of the messages' sizes. A message is as large as the message's largest buffer on the rank.
         seconds: predicted duration of the messages; None for messages between pipeline stages, which are part of the
             schedule's time.
         exposed_s: predicted time for which computing waits for the messages; None for messages between stages.
@@ -59,9 +59,9 @@ class RoleAnswer(NamedTuple):
     Attributes:
         plan: memory and work of one of the ranks.
         places: pipeline places of the ranks.
-        ranks: (first, last) rank number at each place.
+        ranks: numbers of the first and the last rank at each place.
         traffic: messages of one rank.
-        flops: floating-point operations of one rank, by operator.
+        flops: operator -> number of floating-point operations on one rank.
         comparisons: comparisons of the counts with formulas from the literature.
     """
 
@@ -74,7 +74,7 @@ class RoleAnswer(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The whole answer to a question.
+    """The planner's whole answer for a job.
 
     Attributes:
         job: configuration, layout and hardware.
@@ -82,8 +82,8 @@ class Answer(NamedTuple):
         roles: one answer per role, in the order of the pipeline.
         parameters: number of elements in all weights.
         elements: numbers of trained and frozen parameters, including adapters.
-        step: predicted step.
-        bubble: comparison of the schedule's bubble with its formula; None without a pipeline or a formula.
+        step: predicted time of a step.
+        bubble: comparison of the schedule's bubble with a formula; None without a pipeline or a formula.
         tokens: number of tokens in the whole run.
         budget: predicted cost of training on `tokens` tokens.
     """
@@ -108,7 +108,7 @@ class Answer(NamedTuple):
         """Bytes of the tensors in one checkpoint: the trained weights and the optimizer's moments, both in float32."""
         trained = self.elements.trained
         if self.job.cfg.optim.name == "muon":
-            # A matrix has one moment. Every other parameter has two.
+            # A matrix has one moment; all remaining parameters have two.
             with torch.device("meta"):
                 whole = families.build(self.job.cfg)
             shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}
@@ -134,7 +134,7 @@ def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda d
 
 
 def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
-    """Turn the counts of a plan into an answer. `job` and `tokens` are the same as in `answer_job`."""
+    """Turn the counts of a plan into an answer. `job` and `tokens` are arguments of `answer_job`."""
     fabric = job.machine.fabric
     cfg = job.cfg
     pieces = families.pieces(cfg.model)

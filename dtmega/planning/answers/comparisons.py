@@ -1,4 +1,4 @@
-"""Compare counts with formulas from the literature (`prices/formulas.py`), in the cases that a formula covers."""
+"""Compare counts with formulas from the literature (`prices/formulas.py`) wherever a formula applies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """The formula's error, relative to the count; 0 if both are 0."""
+        """The formula's error, relative to the count; 0 if the count is 0."""
         if self.counted == 0:
             return 0.0
         return self.formula / self.counted - 1
@@ -70,8 +70,8 @@ def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece], elem
 def _has_layers_of_megatron(cfg: Config, pieces: Sequence[Piece]) -> bool:
     """True if the model has dropout, and each layer has as many weights as a layer in Korthikanti et al.
 
-    Their layer has two norms with biases, four products with biases, and 4 h channels in the feed-forward network. The
-    result is False if `pieces` contains no layers.
+    A layer in the paper has two norms with biases, four products with biases, and 4 h channels in the feed-forward
+    network. The result is False if `pieces` contains no layers.
     """
     h = cfg.model.hidden_size
     weights = 4 * h + (3 * h * h + 3 * h) + (h * h + h) + (8 * h * h + 5 * h)
@@ -89,7 +89,7 @@ def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare the bytes of weights, gradients and moments, at the time when their sum is largest, with a formula."""
+    """Compare a formula with the bytes of weights, gradients and moments at the time of their largest sum."""
     elements = sum(piece.elements for piece in mine)
     if plan.table is not None:
         elements += _copies(plan, place, mine)
@@ -105,8 +105,9 @@ def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparis
 
 
 def _copies(plan: Plan, place: int, mine: Sequence[Piece]) -> int:
-    """The number of elements that a place holds twice or more: weights that the model's first piece shares with stages
-    that do not hold this piece.
+    """The number of elements in a place's copies of shared weights.
+
+    A stage without the model's first piece holds a copy of each weight that its pieces share with the first piece.
     """
     assert plan.table is not None
     first = plan.stages[0][0]
@@ -127,7 +128,7 @@ def activation_bytes(at_peak: dict[str, int]) -> int:
 
 
 def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare the bytes of all layers' activations, at the time when their sum is largest, with a formula."""
+    """Compare a formula with the largest number of bytes that all layers' activations take at one time."""
     cfg, sizes = job.cfg, job.sizes
     layers = sum(piece.is_layer for piece in mine)
     flight = 1.0
@@ -157,7 +158,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
 
 
 def compare_bubble(job: Job, plan: Plan) -> Comparison | None:
-    """Compare the bubble of the schedule, simulated with equal stages, with a formula; None if no formula covers it."""
+    """Compare a formula with the bubble of the schedule, simulated with equal stages; None without a formula."""
     pipeline = job.cfg.pipeline
     if plan.table is None or pipeline.csv or pipeline.schedule not in WITH_BUBBLE:
         return None

@@ -29,7 +29,7 @@ FIRST = "dry run: nothing was started or written"
 
 
 def main(argv: list[str]) -> int:
-    """Make a dry run, and return the exit code."""
+    """Perform a dry run, and return the exit code."""
     try:
         return _run(argv, Startup())
     except Refused as refused:

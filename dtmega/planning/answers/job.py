@@ -1,6 +1,6 @@
 """The question that a plan answers: a configuration, a number of ranks, the ranks' device and the device's memory.
 
-The functions that refuse an impossible layout in training refuse it here too, with the same messages.
+The functions that refuse an impossible layout in training also refuse the layout here, with the same messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Machine(NamedTuple):
     """The hardware of every rank in a job.
 
     Attributes:
-        device: device of a rank, which need not exist.
+        device: device of each rank; the device need not exist.
         fabric_name: name or path of the fabric.
         fabric: speed and price of the device, and the links between devices.
         memory: memory of the device.
@@ -76,7 +76,7 @@ class Job(NamedTuple):
         cfg: configuration, with all open values filled in for this layout.
         sizes: size of each axis of the mesh.
         machine: hardware of every rank.
-        imbalance: largest load of a rank's experts, as a multiple of the mean of its ep group.
+        imbalance: largest load of a rank's experts, as a multiple of the mean load in the rank's ep group.
     """
 
     cfg: Config
@@ -105,7 +105,7 @@ def machine_of(kind: str, fabric: str = "", memory: str | None = None, reserve: 
         reserve: number of bytes that tensors cannot use, as text; None for the number in the fabric.
 
     Raises:
-        ValueError: the fabric does not exist, or a text is not a number of bytes.
+        ValueError: the fabric does not exist, or `memory` or `reserve` is not a number of bytes.
     """
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     name = fabric or DEFAULT_FABRICS[kind]
@@ -125,7 +125,7 @@ def machine_of(kind: str, fabric: str = "", memory: str | None = None, reserve: 
 
 
 def world_of(cfg: Config) -> int:
-    """The number of ranks in a mesh, if all its sizes are given.
+    """The number of ranks in a mesh whose sizes are all given.
 
     Raises:
         ValueError: a size is -1, and therefore depends on a number of ranks that the user has not given.
@@ -147,11 +147,11 @@ def lay_out(asked: Config, world: int | None, machine: Machine, imbalance: float
         asked: configuration as the user wrote it (`config.load`).
         world: number of ranks; None for the product of the mesh sizes.
         machine: hardware of every rank. The memory of the device decides the meaning of [fsdp] accumulate = "auto".
-        imbalance: largest load of a rank's experts, as a multiple of the mean of its ep group.
+        imbalance: largest load of a rank's experts, as a multiple of the mean load in the rank's ep group.
 
     Raises:
         ValueError: training would refuse this configuration on this layout, the number of ranks is not known, the
-            fabric lacks the speed of matrix products in the configured dtype, or no rank can have such a load.
+            fabric lacks the speed of matrix products in the configured dtype, or no rank can have the load `imbalance`.
     """
     asked = families.resolve(asked)
     sizes = mesh.resolve(asked.mesh, world or world_of(asked))
@@ -182,7 +182,7 @@ def check_imbalance(imbalance: float, ep: int) -> None:
 
 
 def with_dtype(cfg: Config, device: torch.device) -> Config:
-    """Resolve [precision] params = "auto" for a new run: bfloat16 if the device computes fast in it, else float32."""
+    """Resolve [precision] params = "auto" for a new run: bfloat16 if the device is fast in bfloat16, else float32."""
     if cfg.precision.params != "auto":
         return cfg
     is_fast = device.type == "cuda" or mesh.has_fast_bfloat16(device)
@@ -206,10 +206,10 @@ def priced(job: Job) -> Job:
 
 
 def read_option(option: str, text: str | None) -> int | None:
-    """Parse an option that gives a number of bytes: 80GiB, 80GB, 1.5TiB or 85899345920; None if `text` is None.
+    """Parse an option's number of bytes, such as 80GiB, 1.5TiB or 85899345920; return None if `text` is None.
 
     Raises:
-        ValueError: the text is not a number of bytes.
+        ValueError: `text` is not a number of bytes.
     """
     if text is None:
         return None

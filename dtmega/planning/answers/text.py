@@ -38,7 +38,7 @@ def write(answer: Answer) -> str:
 
 
 def skipped_checks(plan: Plan) -> list[str]:
-    """One sentence for each check that was skipped, because it needs values, which a plan does not have."""
+    """One sentence for each check that was skipped because the check needs values, which a plan does not have."""
     sentences: set[str] = set()
     for role in plan.roles.values():
         sentences.update(role.skipped)
@@ -170,7 +170,7 @@ def _where(places: Sequence[int], plan: Plan) -> str:
 
 
 def grouped(owners: Mapping[str, int]) -> dict[str, int]:
-    """Combine the owners: one entry for all blocks, and one for all small owners. The largest entry comes first."""
+    """Combine all blocks into one entry and all small owners into one last entry. Larger entries come first."""
     blocks = [name for name in owners if name.startswith(BLOCKS)]
     result: dict[str, int] = defaultdict(int)
     for owner, n_bytes in owners.items():

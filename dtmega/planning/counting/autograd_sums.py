@@ -1,9 +1,9 @@
-"""Recognize sums of gradients that autograd's engine computes in place in a real step, but not in a plan.
+"""Recognize gradient sums that the autograd engine computes in place in a real step but not in a plan.
 
-If several operators use a tensor, the engine adds up the gradients from these operators. It writes the sum into the
-first gradient if that gradient is dense and only the engine holds it. A plan's tensors belong to a Python class, and
-for such tensors the engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp). The plan must not count
-the new tensor.
+If several operators use a tensor, the engine adds up the gradients from these operators. The engine writes the sum
+into the first gradient if that gradient is dense and only the engine holds it. A plan's tensors belong to a Python
+class, and for such tensors the engine makes a new tensor instead (torch/csrc/autograd/input_buffer.cpp). The plan must
+not count the new tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineSums:
     """Recognizes the engine's sums that a real step computes in place.
 
     Args:
-        fake: mode that makes the plan's tensors.
+        fake: torch's mode that makes the plan's fake tensors.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -43,7 +43,7 @@ class EngineSums:
 
 
 def _from_engine() -> bool:
-    """True if the engine itself, or a node in C++, calls an operator; False if a backward function in Python does."""
+    """True if the engine itself or a C++ node calls the current operator; False if a Python backward function does."""
     frame = sys._getframe()
     while frame is not None and frame.f_globals["__name__"].startswith(OF_MODES):
         frame = frame.f_back
@@ -57,7 +57,7 @@ def _uses(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True if the elements lie side by side in memory, with any order of the dims."""
+    """True if the elements are contiguous in memory, with the dims in any order."""
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -69,7 +69,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Counts(TorchDispatchMode):
-    """Records the numbers of references to the first tensor in each of the engine's sums."""
+    """Records the reference counts (`_uses`) of the first tensor in each of the engine's sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Counts(TorchDispatchMode):
 
 
 def _uses_of_own(fake: FakeTensorMode) -> tuple[int, int]:
-    """The numbers of references to a gradient that only the engine holds, at the moment when a mode sees the sum."""
+    """The reference counts that a dispatch mode sees for a gradient that only the engine holds."""
     with _Counts() as counts, torch.enable_grad():
         with fake:
             x = torch.ones(1, device="cpu", requires_grad=True)

@@ -42,8 +42,8 @@ def counted(recorder: Recorder | None = None) -> Iterator[None]:
     """Inside the `with` block, make `torch.compile` return graphs that run operator by operator.
 
     Args:
-        recorder: recorder to inform about tensors that are never in memory. With a recorder, a graph is replayed if a
-            new run would do the same as an earlier one; with None, the graph runs every time.
+        recorder: recorder that is informed about tensors that are never in memory. With a recorder, a graph is replayed
+            if an earlier run had arguments of the same kind; with None, the graph runs every time.
     """
     compile_graph = functools.partial(_compile, recorder)
     backend = aot_autograd(
@@ -89,7 +89,7 @@ class _Graph:
         (output,) = module.graph.find_nodes(op="output")
         index = {node: i for i, node in enumerate(self._placeholders)}
         self._returned_arguments = [index.get(node, -1) for node in output.args[0]]
-        # Kind of the arguments -> the tape; None if a replay could not return the graph's results.
+        # Kind of the arguments -> tape of a run; None if a replay could not return the graph's results.
         self._tapes: dict[tuple[Argument, ...], Tape | None] = {}
 
     def run(self, args: list[Any]) -> Any:

@@ -1,6 +1,6 @@
-"""Stand-ins without values for kernels that torch would replace or refuse on a device in name only.
+"""Stand-ins, without values, for kernels that torch would replace or refuse on a pretended device.
 
-The stand-in for a GPU's fused attention kernels keeps the same tensors for backward as the kernels. Without the
+The stand-in for a GPU's fused attention kernels keeps the tensors that the real kernels keep for backward. Without the
 stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the
 products of a mixture's experts accepts every dtype of the real kernels and has a FLOP formula. torch 2.13 supports only
 bf16 for fake tensors, and has no FLOP formula for these products.
@@ -106,7 +106,7 @@ def visible_share(rule: AttentionRule) -> float:
 
 
 def has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """True if `scaled_dot_product_attention` has a fused kernel on a Hopper GPU, by the rules of torch's sdp_utils.cpp.
+    """True if `scaled_dot_product_attention` has a fused kernel on a Hopper GPU, by the rules in torch's sdp_utils.cpp.
 
     The rules cover the flash kernel and the memory-efficient kernel. The result is False for a mask that requires a
     gradient.
@@ -152,7 +152,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *_: float | None
 
 
 def _grouped_product(mode: FakeTensorMode, operator: Any, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Multiply each group of rows by its matrix, with fake tensors."""
+    """Multiply each group of rows by the group's matrix, on fake tensors."""
     if a.dtype == torch.bfloat16:
         return NotImplemented  # torch's own function handles bfloat16
     with mode:
@@ -160,7 +160,7 @@ def _grouped_product(mode: FakeTensorMode, operator: Any, a: Tensor, b: Tensor, 
 
 
 def _flops_of_groups(share: float, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of the products of groups and matrices. A rank computes the share that belongs to its own experts."""
+    """FLOPs of the products of row groups with matrices. A rank computes the share of its own experts."""
     n_products = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return round(2 * n_products * a.shape[-2] * a.shape[-1] * b.shape[-1] * share)
 
@@ -171,7 +171,7 @@ def without_values(experts_over: int = 1) -> Iterator[None]:
 
     Args:
         experts_over: number of ranks that divide a mixture's experts among themselves; 1 if every rank has a part of
-            each expert. The tokens' choices of experts are not known, so each rank counts as computing an equal share.
+            each expert. The tokens' choices of experts are not known, so all ranks are assumed to compute equal shares.
     """
     grouped = torch.ops.aten._grouped_mm
     original = F.scaled_dot_product_attention

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from dtmega.planning.counting.ledger import Ledger, local_part
 from dtmega.planning.work import Message, Work
 
-# Name of a communication operator of torch, without "c10d::" or "_c10d_functional::" -> kind of the message.
+# Name of a torch communication operator, without "c10d::" or "_c10d_functional::" -> kind of the message.
 COLLECTIVES = {
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """The names and properties of one of torch's operators.
+    """The names and properties of a torch operator.
 
     Attributes:
         packet: operator without its overload, such as `torch.ops.aten.mm`.
@@ -88,7 +88,7 @@ class Operator(NamedTuple):
 
 @functools.cache
 def described(operator: Any) -> Operator:
-    """The names and properties of one of torch's operators."""
+    """The names and properties of a torch operator."""
     packet = operator._overloadpacket
     text = str(packet)
     namespace, _, name = text.partition(".")

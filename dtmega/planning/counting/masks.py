@@ -1,4 +1,4 @@
-"""Make transformers build the same attention masks for tensors without values as in a run."""
+"""Make transformers build the same attention masks in a plan, where tensors have no values, as in a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega import config, families
 
 @contextlib.contextmanager
 def of_rows(cfg: config.Config) -> Iterator[None]:
-    """Inside the `with` block, tell transformers whether each row is a single sequence.
+    """Inside the `with` block, make transformers treat each row as one sequence, unless conversations are packed.
 
     In a run, transformers reads the positions. If no row holds several sequences, transformers attends without a mask.
     If a row holds several sequences, or if the positions cannot be read, transformers builds a mask [B, 1, S, S], which

@@ -1,11 +1,11 @@
-"""A device and ranks in name only: tensors have shapes, dtypes and a device, but no memory and no values.
+"""A pretended device and pretended ranks: tensors have shapes, dtypes and a device, but no memory and no values.
 
     with pretending(torch.device("cuda", 0), rank=0, world_size=384, observer=observer):
         x = torch.empty(8, 8, device="cuda:0", requires_grad=True)      # without a GPU, and without CUDA
         (x @ x).sum().backward()
 
 Tensors on the pretended device are torch's fake tensors, and the process group is torch's "fake" process group, which
-completes every collective at once. An observer is informed of every operator.
+completes every collective immediately. An observer is informed of every operator.
 
 torch's autograd engine reads a tensor's device in C++. If that device were a GPU, the engine would need a build of
 torch with CUDA. A fake tensor is a tensor on torch's "meta" device that reports a different device in Python. The
@@ -52,7 +52,7 @@ class Observer(Protocol):
         ...
 
     def repeated(self, times: int) -> AbstractContextManager[object]:
-        """Count everything that is launched in the `with` block as launched `times` times."""
+        """Count each launch in the `with` block `times` times."""
         ...
 
 
@@ -60,7 +60,7 @@ class Pretended:
     """The state of a pretended device.
 
     Attributes:
-        device: device that is pretended.
+        device: pretended device.
         fake: torch's mode that makes fake tensors.
         skipped: one sentence for each check that was skipped because it needs values.
         sums: recognizer of the autograd engine's sums that a real device computes in place.
@@ -110,7 +110,7 @@ class Pretended:
         return output
 
     def repeated(self, times: int) -> AbstractContextManager[object]:
-        """Make the observer count everything launched in the `with` block as launched `times` times."""
+        """Make the observer count each launch in the `with` block `times` times."""
         return self._observer.repeated(times)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -183,7 +183,7 @@ class PlannedHost(host.Host):
 
 
 def _evenly(total: int, n_parts: int) -> list[int]:
-    """Whole numbers that add up to the total, and differ by at most 1."""
+    """Whole numbers, one per part, that add up to `total` and differ by at most 1."""
     return [(total + part) // n_parts for part in range(n_parts)]
 
 
@@ -200,7 +200,7 @@ def pretending(
     """Inside the `with` block, pretend to be one rank of a job on a device that need not exist.
 
     Args:
-        device: device to pretend, "cuda:0" or "cpu".
+        device: pretended device, "cuda:0" or "cpu".
         rank: number of the rank.
         world_size: number of ranks in the job.
         observer: observer that is informed of all operators.
@@ -214,7 +214,8 @@ def pretending(
         pretended.resized(storage)
         return result
 
-    # The first use of `torch.device` makes torch list the functions that it changes, so use it once before the patches.
+    # At the first use of `with torch.device(...)`, torch lists the functions that this mode changes. Use the mode once
+    # here, before any function is patched.
     with torch.device("meta"):
         torch.empty(0)
     with contextlib.ExitStack() as stack:
@@ -315,7 +316,7 @@ def _gradients_of_composites() -> Iterator[None]:
 
 
 def _fixed_messages_at_start() -> Any:
-    """Skip the vote in which neighbouring stages agree on shapes, because `pipelining/stage.py` already knows them."""
+    """Skip the vote in which neighbouring stages agree on shapes, because `pipelining/stage.py` sets the shapes."""
     from torch.distributed.pipelining import schedules
 
     modes = getattr(schedules, "InferenceMode", None)

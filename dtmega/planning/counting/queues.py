@@ -1,4 +1,4 @@
-"""Streams and events of the pretended device, which run nothing but record which works wait for which other works."""
+"""Streams and events of the pretended device, which run nothing and only record the works that each work waits for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stream:
         return waits
 
     def synchronize(self) -> None:
-        """Wait on the host, which a plan does not time."""
+        """Do nothing, because a plan does not time waits on the host."""
 
 
 class Event:
@@ -75,11 +75,11 @@ class Event:
         (stream or Stream._streams.current).wait_event(self)
 
     def query(self) -> bool:
-        """True: nothing runs, so everything has ended."""
+        """Return True, because nothing runs and so no work is pending."""
         return True
 
     def synchronize(self) -> None:
-        """Wait on the host, which a plan does not time."""
+        """Do nothing, because a plan does not time waits on the host."""
 
 
 class Streams:

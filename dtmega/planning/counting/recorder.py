@@ -113,7 +113,7 @@ class Recorder:
             self._named_owner = before
 
     def watch_blocks(self, stage: nn.Module, blocks: list[nn.Module]) -> None:
-        """Record which block computes, by the block's name in the stage."""
+        """Make each block record its name in the stage while the block computes."""
         names = {module: name for name, module in stage.named_modules()}
         for block in blocks:
             call = block._compiled_call_impl or block._call_impl
@@ -147,7 +147,7 @@ class Recorder:
             yield
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Enter the operator's new storages in the ledger, and its work in the list of works."""
+        """Enter an operator's new storages in the ledger, and append the operator's work to the list of works."""
         if TracingContext.try_get() is not None:
             return  # a graph is being captured, and nothing runs
         known = launches.described(operator)
@@ -186,7 +186,7 @@ class Recorder:
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"
 
     def queue(self, launch: Launch) -> None:
-        """Put the work of a launch into the list of works and on its stream."""
+        """Append a launch's work to the list of works, and queue the work on its stream."""
         current = self.streams.current
         if launch.awaited:
             number = self._results.pop(launch.awaited, None)
@@ -215,7 +215,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count the kernels of the `with` block as launched `times` times. The block must not send messages."""
+        """Count each kernel launch in the `with` block `times` times. The block must not send messages."""
         first = len(self.works)
         yield
         body = self.works[first:]
@@ -231,7 +231,7 @@ class Recorder:
 
         def noted(work: FakeWork, *args: Any, **kwargs: Any) -> bool:
             result = wait(work, *args, **kwargs)
-            # A synchronous message waits only for itself, before any other message is sent.
+            # The launch of a synchronous message calls `wait` immediately, for this message alone.
             if not self._waits_for_itself:
                 self.streams.current.awaited |= self._outstanding
                 self._outstanding = set()
@@ -243,4 +243,4 @@ class Recorder:
 
 
 def _nothing() -> None:
-    """Do nothing: the default of `Recorder.name_storages`."""
+    """Do nothing. This function is the default of `Recorder.name_storages`."""

@@ -79,7 +79,7 @@ class Recording:
 
         Args:
             returned: results of the graph.
-            placeholders: for each result, the index of the argument that the result is; -1 if it is not an argument.
+            placeholders: indices of the arguments that the results return; -1 for a result that is not an argument.
         """
         results: list[Result] = []
         bases: dict[int, Tensor] = {}
@@ -99,7 +99,7 @@ class Recording:
             results.append(result)
         kept = {slot: layout_of(base) for slot, base in bases.items()}
         for slot, base in bases.items():
-            # A replay makes the tensor with a storage of exactly the tensor's size, beginning at its first element.
+            # A tensor made by a replay begins at the storage's first element and fills the whole storage.
             if kept[slot].offset or kept[slot].storage_bytes != base.untyped_storage().nbytes():
                 return None
         for slot in sorted(set(self._slots.values())):
@@ -113,7 +113,7 @@ class Recording:
     def _result(self, value: Tensor, bases: dict[int, Tensor]) -> Result | None:
         """The tape's description of a new tensor; None if a tape cannot describe it.
 
-        The tensor, or its base if it is a view, is added to `bases`.
+        The tensor (for a view, the view's base) is added to `bases`.
         """
         slot = self._slots.get(address(value))
         if slot is None:

@@ -1,6 +1,6 @@
 """Run the real `parallelize` and `train_step` of one rank on a pretended device, and report the rank's memory and work.
 
-A role is a kind of rank. All ranks at one pipeline place do the same work, so one rank represents the others.
+A role is a kind of rank. All ranks at one pipeline place do the same work, so one rank represents them all.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Role(NamedTuple):
         held: bytes of each owner between two steps.
         spans: memory during each action of the step, in order.
         works: kernels and messages of the step, in the order in which the host launches them.
-        n_shorter: number of microbatches in the previous step, from which `extrapolation.extrapolated` sees the growth.
+        n_shorter: number of microbatches in the previous step, from which `extrapolation.extrapolated` computes the
+            growth per microbatch.
         held_shorter, shorter: `held` and `spans` of the previous step.
-        repeated: number of microbatches that were not run, because each does the same work as one in the middle.
+        repeated: number of microbatches that were not run, because each does the same work as a middle microbatch.
         skipped: one sentence for the user for each check that the plan has skipped, because the check compares values.
     """
 
@@ -95,8 +96,9 @@ def plan_role(
     n_shorter: int | None = None,
     imbalance: float = 1.0,
 ) -> Role:
-    """Run two steps of one rank, and plan the rank from the second step. The first step also sets up FSDP, streams and
-    pipelines.
+    """Run two steps of one rank, and plan the rank from the second step.
+
+    The first step also sets up FSDP, streams and pipelines.
 
     Args:
         cfg: configuration of the run, complete and checked for this layout.
@@ -105,7 +107,7 @@ def plan_role(
         device: pretended device.
         n_microbatches: number of microbatches in the second step.
         n_shorter: number of microbatches in the first step; None for `n_microbatches`.
-        imbalance: load of this rank's experts, as a multiple of the mean of its ep group.
+        imbalance: load of this rank's experts, as a multiple of the mean load in the rank's ep group.
     """
     numbers = (n_microbatches if n_shorter is None else n_shorter, n_microbatches)
     ends: list[tuple[dict[str, int], list[Span]]] = []
@@ -134,7 +136,8 @@ def plan_role(
             recorder.watch_blocks(stage, stage.blocks())
         loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
         step = _Step(cfg, world, model, optimizer, Spikes(0), recorder, loss_scale)
-        # Compute the positions of these elements now: the computation needs values, and later tensors have no values.
+        # Compute the positions of the unseen elements now, because the computation needs values, which the tensors of a
+        # step do not have.
         _ = model.unseen_elements
         recorder.name_storages = lambda: name_storages(recorder, model, optimizer)
         with pretended.holding_everything() if device.type == "cpu" else contextlib.nullcontext():
@@ -183,7 +186,7 @@ def _batch(cfg: config.Config, rows: dict[str, Tensor], n_microbatches: int) -> 
 def _keeping_circles() -> Iterator[None]:
     """Inside the `with` block, do not free tensors in reference cycles.
 
-    Otherwise Python's garbage collector would free them at moments that depend on everything the process did before.
+    Otherwise Python's garbage collector would free these tensors at moments that depend on the process's whole history.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -196,7 +199,7 @@ def _keeping_circles() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
-    """Make the tensors that the model family allocates fake, even on a pretended CPU."""
+    """Inside the `with` block, make the model family allocate fake tensors, even on a pretended CPU."""
     kind = type(families.of(cfg.model))
     allocate = kind.allocate
 
@@ -212,7 +215,7 @@ def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
 
 
 def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Tell the ledger the owners of long-lived storages. These owners are not known when the storages are made."""
+    """Enter the owners of long-lived storages in the ledger. An owner is not yet known when its storage is made."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
         give(parameter, PARAMETERS if parameter.requires_grad else FROZEN)

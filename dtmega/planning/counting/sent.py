@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 class _Sent(dist.Work):
     """A message in flight that holds its tensor.
 
-    A message of NCCL holds the tensor until `wait`. A message of gloo holds the tensor as long as the message exists.
+    An NCCL message holds the tensor until `wait`. A gloo message holds the tensor as long as the message exists.
 
     Args:
         tensor: tensor that is sent.

@@ -1,10 +1,11 @@
 """Tapes of compiled graphs: a graph runs node by node once for each kind of arguments, and is replayed afterwards.
 
-A node costs about 0.4 ms of CPU time, because torch computes the shapes of its results. All layers and all microbatches
-run the same graphs on arguments of the same shapes. A tape therefore stores everything that the first run reported to
-the recorder: the launches, and the end of the last value on each storage (`recording.py`). A replay reports the same
-events, but with the owner, action and streams at the time of the replay. Storages inside the graph are then only
-numbers in the ledger. Only the results become tensors, at the launch that made them in the first run.
+A node costs about 0.4 ms of CPU time, because torch computes the shapes of the node's results. All layers and all
+microbatches run the same graphs on arguments of the same shapes. A tape therefore stores everything that the first run
+reported to the recorder: the launches, and the end of each storage's last value (`recording.py`). A replay reports the
+same events as the first run, but with the owner, action and streams at the time of the replay. Storages inside the
+graph are then only numbers in the ledger. Only the results become tensors, at the launch that made them in the first
+run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """The properties of one argument of a graph on which a run depends.
+    """The properties of a graph's argument that affect a run of the graph.
 
     Attributes:
         slot: index of the first argument that has the same storage; -1 if the argument is not a tensor.
@@ -63,7 +64,7 @@ class Launched(NamedTuple):
     Attributes:
         name: name of the operator, from which the recorder derives the owner of new storages.
         launch: launch of the operator, with the addresses of the first run.
-        made: (number, bytes) of each storage that the operator makes.
+        made: number and size in bytes of each storage that the operator makes.
         result: number of the storage at `launch.result`; -1 if `launch.result` is 0.
         awaited: number of the storage at `launch.awaited`; -1 if `launch.awaited` is 0.
     """
@@ -76,7 +77,7 @@ class Launched(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """The end of the graph's last value on a storage.
+    """The point at which a storage no longer holds a value of the graph.
 
     Attributes:
         slot: number of the storage.
@@ -113,7 +114,7 @@ class Tape(NamedTuple):
         events: launches and ends of storages, in order.
         results: results of the graph.
         kept: number of each storage that the graph makes and returns -> layout of the tensor on this storage.
-        mode: mode that makes the plan's tensors.
+        mode: torch's mode that makes the plan's fake tensors.
     """
 
     events: list[Launched | Freed]
@@ -176,7 +177,7 @@ class Tape(NamedTuple):
 
 
 def kind_of(args: Sequence[Any]) -> tuple[Argument, ...]:
-    """The kind of a graph's arguments, on which a run depends: the layouts, and which arguments share a storage."""
+    """The kind of a graph's arguments: their layouts, the storages that they share, and the values of non-tensors."""
     first: dict[int, int] = {}
     kind: list[Argument] = []
     for i, arg in enumerate(args):
@@ -188,7 +189,7 @@ def kind_of(args: Sequence[Any]) -> tuple[Argument, ...]:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """The form of a tensor in its storage."""
+    """The layout of a tensor in its storage."""
     return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
 
 
@@ -198,13 +199,13 @@ def address(tensor: Tensor) -> int:
 
 
 def _key(slot: int, held: list[Any], keys: dict[int, int]) -> int:
-    """The ledger's key for the storage with this number; 0 if the number is -1, which stands for no storage."""
+    """The ledger's key for the storage with this number; 0 if the number is -1, which means no storage."""
     if slot < 0:
         return 0
     return keys[slot] if slot in keys else address(held[slot])
 
 
 def _empty(layout: Layout, mode: FakeTensorMode | None) -> Tensor:
-    """A new tensor of the plan, of which the recorder is not informed."""
+    """A new tensor of the plan that is not reported to the recorder."""
     size, stride, _, dtype, device = layout
     return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)

@@ -1,4 +1,4 @@
-"""The functions of torch.cuda for a GPU in name only.
+"""Replacements for torch.cuda functions, for a pretended GPU.
 
 This module imports no part of Dynamo, because Dynamo keeps the functions that torch.cuda had when Dynamo was imported.
 """
@@ -34,7 +34,7 @@ PROPERTIES = SimpleNamespace(
 
 
 def answers_of_cuda(streams: Streams) -> dict[str, Callable[..., Any] | type]:
-    """Replacements for the functions of torch.cuda that the trainer and torch call, for one device in name only.
+    """Replacements for the functions of torch.cuda that the trainer and torch call, for one pretended device.
 
     Args:
         streams: streams of the device.

@@ -86,7 +86,7 @@ def write(fabric: Fabric, path: str) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float]]:
-    """Measure products with growing smallest sides: a list of (smallest side, FLOP/s).
+    """Measure products with increasing smallest sides, and return a list of (smallest side, FLOP/s).
 
     The first product that takes longer than ENOUGH_S ends the list. The two remaining sides of each product are long,
     as in a model: a small square product would mostly wait for its launch.
@@ -103,10 +103,10 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float
 
 
 def _many_launches(device: torch.device) -> Callable[[], object]:
-    """Return a function that launches many small kernels one after the other.
+    """Return a function that launches many small kernels, one after another.
 
-    On a GPU, the kernels are captured in a graph. Without a graph, the host would launch them more slowly than the GPU
-    starts them. In a training step, the host runs ahead of the GPU, so its launches cost no time.
+    On a GPU, the kernels are captured in a graph. Without a graph, the GPU would wait for the host to launch each
+    kernel. In a training step, the host runs ahead of the GPU, so launches cost no time.
     """
     small = torch.zeros(1, device=device)
 
@@ -124,7 +124,7 @@ def _many_launches(device: torch.device) -> Callable[[], object]:
 
 
 def _shortest_s(work: Callable[[], object], device: torch.device) -> float:
-    """Repeat a work and return the shortest time in seconds, because other processes can only lengthen a time."""
+    """Run `work` repeatedly and return the shortest time in seconds; other processes can only lengthen the time."""
     work()
     times_s: list[float] = []
     while len(times_s) < LEAST_REPEATS or sum(times_s) < LEAST_S:
@@ -144,7 +144,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _links(device: torch.device) -> tuple[int, float, float, int]:
-    """Measure the links: (number of ranks, bandwidth, latency of one step of the ranks' ring, number of nodes).
+    """Measure the links, and return (number of ranks, bandwidth, latency of one step of a ring, number of nodes).
 
     An all-gather of S bytes over n ranks takes (n - 1) latencies and (n - 1) / n x S / bandwidth, so two sizes S
     determine the latency and the bandwidth. For a single rank, the bandwidth is a placeholder.

@@ -1,7 +1,7 @@
-"""Predict the time of a step by a closed form from a model's sizes and a layout, for comparison with published figures.
+"""Predict a step's time in closed form from a model's sizes and a layout, for comparison with published figures.
 
 The planner itself prices counted work (`step_time.py`). The closed form covers the matrix products of a standard
-transformer, the memory traffic of the operators between products, and the messages, averaged over the stages. The
+transformer, the memory traffic of the operators between products, and the messages, all averaged over the stages. The
 efficiencies of the shipped fabrics are fitted with this form (`benchmarks/published.py`).
 """
 
@@ -17,8 +17,8 @@ from dtmega.planning.work import Message
 # tensor parallelism alone does not divide (Korthikanti et al. 2022, arXiv:2205.05198). Forward writes and reads each
 # byte once; backward moves twice as many bytes.
 KEPT_BYTES, WHOLE_BYTES = 34, 10
-# Bytes that AdamW moves for each parameter. It reads the gradient, the weight and two moments, and writes the weight
-# and the moments, all in 32 bits. It also writes the weight in 16 bits.
+# Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, and writes the weight
+# and the moments, all in 32 bits. AdamW also writes the weight in 16 bits.
 OPTIMIZER_BYTES = 30
 
 
@@ -89,7 +89,7 @@ class Parts(NamedTuple):
         attention_s: time of the attention's core.
         traffic_s: time of the operators that only move bytes, between products and in the optimizer.
         tp_s, data_s: exposed communication time of tensor parallelism and of data parallelism.
-        bubble_s: time of waiting in the pipeline.
+        bubble_s: time spent waiting in the pipeline.
     """
 
     products_s: float

@@ -1,7 +1,7 @@
 """A fabric: the speed, memory and price of one kind of GPU, and of the links between GPUs.
 
     fabric = load("h100-ib")             # a file in fabrics/, by name
-    fabric = load("mine.toml")           # a file of the user
+    fabric = load("mine.toml")           # a user's file
     seconds = pricing.seconds(work, fabric, rank, groups)
 
 Rates and latencies apply to one GPU. `[gpu.sources]`, `[node.sources]` and `[network.sources]` give the source of each
@@ -30,7 +30,7 @@ Sources = dict[str, str]
 
 
 class Gpu(Section):
-    """One kind of GPU, or of another device that has its own memory."""
+    """One kind of GPU or other device with its own memory."""
 
     name: str = key("", "the device's name")
     memory_bytes: int = key(0, "memory of one device", gt=0)
@@ -95,7 +95,7 @@ REQUIRED = {
 
 
 class _Suggester:
-    """Suggests corrections for unknown keys in the file of a fabric."""
+    """Suggests corrections for unknown keys in a fabric's file."""
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str:
         fields = list(SECTIONS[section].model_fields) if section in SECTIONS else []

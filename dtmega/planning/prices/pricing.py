@@ -1,8 +1,8 @@
 """The time of one kernel or message on a fabric.
 
-A kernel takes as long as its FLOPs or its memory traffic, whichever takes longer. A collective takes as long as on a
-ring (the alpha-beta model of Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): each
-step of the ring has a latency, and the ring's slowest link limits the bandwidth.
+A kernel takes as long as its FLOPs or its memory traffic, whichever takes longer. A collective takes as long as its
+steps on a ring (the alpha-beta model of Thakur et al. 2005, "Optimization of Collective Communication Operations in
+MPICH"): each step has a latency, and the ring's slowest link limits the bandwidth.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def reached_flops(gpu: Gpu, dtype: str, product: tuple[int, int, int] | None) ->
 
 
 def _interpolated(points: Sequence[tuple[int, float]], side: int) -> float:
-    """Interpolate FLOP/s between measured points. Outside their range, the result is the value of the nearest point."""
+    """Interpolate FLOP/s between measured points. A side outside the measured range gets the nearest point's value."""
     if side <= points[0][0]:
         return points[0][1]
     for (left, slower), (right, faster) in itertools.pairwise(points):

@@ -28,7 +28,7 @@ class RankTimes(NamedTuple):
         before_s: time before the first action, plus the first action's waits for collectives that need no other stage.
         until_joined_s: time from the last action to the end of the last collective that joins pipeline ranks; 0 without
             such a collective.
-        after_s: time from the end of that collective to the end of the step.
+        after_s: remaining time until the end of the step.
         sends: sizes in bytes of the messages that the rank sends to other pipeline ranks.
         streams: simulated streams of the rank.
     """
@@ -49,7 +49,7 @@ def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Group
     Args:
         sizes: size of each axis of the mesh.
         rank: number of the rank.
-        ep: number of ranks that a layer's experts are divided over.
+        ep: number of ranks over which a layer's experts are divided.
     """
     of_experts = expert_groups(dict(sizes), ep)
     known: dict[str, Sequence[int]] = {}
@@ -76,7 +76,7 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
         groups: function that returns the ranks in one of this rank's process groups.
 
     Raises:
-        ValueError: the fabric lacks a dtype.
+        ValueError: the fabric has no peak FLOP/s for a dtype.
     """
     durations_s = []
     sends = []
@@ -89,8 +89,8 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
     scheduled = [number for number, work in enumerate(works) if ACTION.fullmatch(work.action)]
     first, after = (scheduled[0], scheduled[-1] + 1) if scheduled else (0, 0)
 
-    # Simulate again with a late first kernel, when all messages that need no kernel are already done. The difference is
-    # the time of waiting for these messages.
+    # Simulate again with the first kernel delayed until all messages that need no kernel are done. The difference
+    # between the two simulations is the time spent waiting for these messages.
     delay_s = result.communication_s
     late_works = [*works[:first], Work("", COMPUTE, "delay"), *_shifted(works[first:], first)]
     late = streams.run(late_works, [*durations_s[:first], delay_s, *durations_s[first:]])
@@ -124,7 +124,7 @@ def _advances(works: Sequence[Work], spans: Sequence[Span], begun_s: float) -> d
     """The time that the compute stream takes for each action, including waits.
 
     Args:
-        works: works from the first action to the last action. A work between two actions counts as part of the first.
+        works: works from the first action to the last action. A work between two actions belongs to the earlier action.
         spans: times of the works.
         begun_s: time at which the compute stream is ready for the first action.
     """

@@ -5,8 +5,8 @@
 
 First, each rank's streams are simulated as if messages between pipeline ranks took no time. The result is the duration
 of each action of the schedule, including waits for the rank's own collectives. Then `pipelining.table.simulate` runs
-the schedule with these durations and with the transfers between ranks. Finally, the time before the first action and
-after the last action is added. A collective that joins several pipeline ranks begins when the last of these ranks is
+the schedule with these durations and with the transfers between ranks. Finally, the times before the first action and
+after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
 ready.
 
 The model ignores that a collective may run during the pipeline's bubbles, so it tends to overestimate the time.
@@ -30,7 +30,7 @@ from dtmega.planning.work import Work
 class StepTime(NamedTuple):
     """The predicted time of one step.
 
-    All times except `seconds` are means over the ranks of one pipeline. They add up to the step time:
+    All times except `seconds` are means over the ranks of one pipeline. The means add up to the step time:
     seconds = compute_s + exposed_communication_s + bubble_fraction x seconds.
 
     Attributes:
@@ -78,11 +78,12 @@ def step_time(
         fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
         n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
-        later: actions whose output is sent only after another action, from `pipelining.table.sent_after`.
-        ep: number of ranks that a layer's experts are divided over.
+        later: action -> later action after which the first action's output is sent (`pipelining.table.sent_after`).
+        ep: number of ranks over which a layer's experts are divided.
 
     Raises:
-        ValueError: a role lacks a kind of action that its row of the table contains, or the fabric lacks a dtype.
+        ValueError: a role lacks a kind of action that the role's row of the table contains, or the fabric has no peak
+            FLOP/s for a dtype.
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
     times: dict[int, RankTimes] = {}
@@ -124,7 +125,7 @@ def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
     """The duration of each action in a row of the table.
 
     Args:
-        rank: times of this place, or of a place with the same number of stages, which are matched in order.
+        rank: times of this place, or of a place with equally many stages. The two places' stages are matched in order.
         row: actions of this place, in order.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dtmega.planning.work import COMPUTE, Work
 
-OTHER = "other"  # axis for waits of the compute stream that are not for a message but for a kernel on another stream
+OTHER = "other"  # axis name if the compute stream waits for a kernel on a different stream instead of a message
 
 
 class Span(NamedTuple):
@@ -51,7 +51,7 @@ class StreamTimes(NamedTuple):
         seconds: time at which the last work ends.
         compute: action -> time during which the compute stream runs kernels.
         exposed: (action, axis) -> time during which the compute stream waits for messages that this action launched on
-            this axis. The axis is "other" for kernels on another stream.
+            this axis. The axis is "other" for waits for kernels on a different stream.
         messages: messages, in the order of the list of works.
     """
 
@@ -120,7 +120,7 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
 
 def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
-    """The time of each work, and the index of the work whose end lets it start (-1 if the work starts at once).
+    """The time of each work, and the index of the earlier work whose end let the work start (-1 if there is none).
 
     Raises:
         ValueError: a work waits for itself or for a later work.
@@ -147,15 +147,15 @@ def _waits(
 ) -> list[tuple[int, float]]:
     """Divide a wait of the compute stream among the works that caused it.
 
-    The wait is traced backwards. The work whose end finished the wait accounts for the time since that work started.
-    The work that let that work start accounts for the time before, and so on back to the start of the wait.
+    The wait is traced backwards from its end. The work that ended the wait accounts for the time since that work began.
+    The earlier work for which that work had to wait accounts for the time before, and so on back to the wait's start.
 
     Args:
         cause: index of the work whose end finished the wait; -1 if there was no such work.
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all works.
-        causes: for each work, the index of the work whose end let it start.
+        causes: index, for each work, of the earlier work whose end let the work start; -1 if there is no such work.
 
     Returns:
         One tuple (index of a work, seconds) for each part of the wait.

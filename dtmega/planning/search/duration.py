@@ -20,16 +20,16 @@ from dtmega.planning.work import Message
 # Memory traffic of kernels without products, for each microbatch, counted with fused compiled blocks:
 # - the number of times that forward and backward move the bytes that a layer keeps;
 # - the bytes per score of plain attention, in forward and in backward;
-# - the bytes per logit, per 16-bit gradient that is added to a 32-bit sum, and per element of the embedding and of the
-#   head (lookup, or scaling of the gradient), and per element of tied weights, whose two gradients are added up.
+# - the bytes per logit; per 16-bit gradient that is added to a 32-bit sum; per element of the embedding and of the head
+#   (lookup, or scaling of the gradient); and per element of tied weights, whose two gradients are added up.
 FORWARD_PASSES, BACKWARD_PASSES = 3.7, 4.8
 SCORE_FORWARD, SCORE_BACKWARD = 7, 20
 LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
-# Bytes that are copied into and out of FSDP's buffer, for each byte of the buffer: for gathered weights, and for summed
-# gradients.
+# Bytes that are copied into and out of FSDP's buffer, for each byte of the buffer: first for gathered weights, then for
+# summed gradients.
 GATHER_COPIES, SUM_COPIES = 4, 2
 LAUNCHES = 240  # number of kernels that one layer launches in forward and backward
-# Bytes that AdamW moves for each parameter. It reads the gradient, the weight and two moments, and writes the weight
+# Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, and writes the weight
 # and the moments.
 OPTIMIZER_BYTES = 28
 NOT_IN_MICROBATCH: dict[str, Any] = {"schedule": "", "virtual_stages": 0}
@@ -89,8 +89,8 @@ class TimeEstimator:
         state_bytes = tokens * self._bytes * hidden
         if tp > 1:
             # A layer has two regions. In forward and in backward, each region gathers its input and reduce-scatters
-            # its sum, and it gathers once more for the weights' gradients. Without sequence parallelism, all-reduces
-            # take the place of these messages. A recomputed layer repeats the sum of its first region.
+            # its sum. For the weights' gradients, each region gathers its input once more. Without sequence
+            # parallelism, all-reduces replace these messages. A recomputed layer repeats the sum of its first region.
             repeated = 0 if layout.mode == "none" else 1
             gathers, scatters, adds = (6, 4 + repeated, 0) if cut > 1 else (0, 0, 4 + repeated)
             group = "tp", _sizes(layout)
@@ -108,8 +108,8 @@ class TimeEstimator:
                 per_layer += self._collective_s("all-to-all", whole, *group)
             seconds += place.layers * per_layer
         if layout.ep > 1:
-            # The rows of the tokens go to their experts, and the results come back; so do the gradients. Before, the
-            # ranks tell each other numbers.
+            # Ranks send each token's row to the token's experts and receive the results; backward exchanges the
+            # gradients likewise. Before the rows, the ranks exchange the numbers of rows.
             group = "ep", _sizes(layout)
             rows_s = self._collective_s("all-to-all", round(state_bytes * place.experts_per_token), *group)
             numbers_s = self._collective_s("all-to-all", 0, *group)
@@ -150,9 +150,9 @@ class TimeEstimator:
         return seconds
 
     def _sharded_s(self, collective: str, element_bytes: int, place: Place, layout: Layout) -> float:
-        """The time in which FSDP gathers all weights of a place once, or sums their gradients.
+        """The time that FSDP takes to gather all weights of a place once, or to sum their gradients.
 
-        Fewer ranks share the experts of a rank than share other weights.
+        With ep, the experts' weights are sharded over fewer ranks than the remaining weights.
         """
         key = _sizes(layout)
         of_experts = place.expert_elements / layout.tp
@@ -163,7 +163,7 @@ class TimeEstimator:
         return experts_s + self._collective_s(collective, round(element_bytes * others), "fsdp", key)
 
     def _time_update(self, place: Place, layout: Layout, n_microbatches: int) -> float:
-        """The time of the work that happens once per step: the optimizer, and messages that no computation covers."""
+        """The time of the work done once per step: the optimizer, and messages that do not overlap with computation."""
         n, shards, key = place.elements / layout.tp, layout.n_shards, _sizes(layout)
         seconds = OPTIMIZER_BYTES * n / shards / self.fabric.gpu.memory_bytes_per_s
         if layout.dp_replicate > 1:

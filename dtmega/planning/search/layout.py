@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from dtmega import config, mesh
 
-# Key that a search varies (a field of `Layout`) -> section of the key. An older version of dtmega may lack a key.
+# Key that a search varies (a field of `Layout`) -> section of the key. Older versions of dtmega lack some of the keys.
 SECTIONS = {
     "pp": "mesh",
     "dp_replicate": "mesh",

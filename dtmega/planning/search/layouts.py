@@ -1,10 +1,10 @@
-"""All layouts of a number of ranks, and the reasons why training refuses some of them.
+"""All layouts for a given number of ranks, and training's reasons for refusing some of them.
 
     fallen = Fallen()
     for layout in Layouts(cfg, {"mesh.tp"}, 384, device).legal(fallen):
         with_layout(cfg, layout)        # a configuration that `checks.check` and the loader accept
 
-Training's own checks decide which layouts are legal. Each check runs once for every combination of the keys it reads.
+Training's own checks decide which layouts are legal. Each check runs once per combination of the keys that it reads.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Fallen:
 
 
 class Layouts:
-    """The layouts of a configuration on a number of ranks.
+    """The layouts of a configuration on a given number of ranks.
 
     Keys that have no effect are not varied: sequence_parallel without tp, cp_form without cp, the schedule without a
-    pipeline, and reshard_after_forward and accumulate if nothing is sharded. If two values have the same effect, only
-    one is used: `auto` already frees gathered weights wherever possible. ep takes the sizes that divide both
-    dp_shard x cp and the number of experts.
+    pipeline, and reshard_after_forward and accumulate if nothing is sharded. reshard_after_forward = true is not tried,
+    because "auto" already frees gathered weights wherever possible. ep takes the sizes that divide both dp_shard x cp
+    and the number of experts.
 
     Args:
         cfg: configuration, completed by `families.resolve`.
@@ -76,7 +76,7 @@ class Layouts:
 
     Raises:
         ValueError: a fixed key is not among the varied keys, the fixed sizes of the mesh do not divide the number of
-            ranks, or a fixed ep divides no dp_shard x cp.
+            ranks, or a fixed ep divides dp_shard x cp in no layout.
     """
 
     def __init__(self, cfg: config.Config, fixed: Collection[str], world: int, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """Yield all combinations of axis sizes whose product is the number of ranks, each with all sizes of ep."""
+        """Yield all combinations of axis sizes whose product is the number of ranks, each with every size of ep."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 
@@ -186,7 +186,7 @@ class Layouts:
         return list(itertools.product(self._choose("sequence_parallel", cuts), self._choose("cp_form", forms)))
 
     def _sums(self, layout: Layout) -> list[str]:
-        """The values of accumulate to try."""
+        """The values of `accumulate` to try."""
         n_microbatches = self.cfg.batch.global_batch_size // (layout.data_size * layout.micro_batch_size)
         differs = layout.n_shards > 1 and n_microbatches > 1
         return self._choose("accumulate", ["whole", "sharded"] if differs else ["whole"])
@@ -257,7 +257,7 @@ class Layouts:
         checks.check_model(with_layout(self.cfg, layout), layout.sizes)
 
     def _refused_pipeline(self, layout: Layout) -> str:
-        """The message that refuses the schedule, or keys that do not work with a pipeline; '' if all are accepted."""
+        """The message with which the pipeline's checks refuse the layout; '' if they accept it."""
         of_step = layout.data_size * layout.micro_batch_size
         key = "pipeline", layout.pp, of_step, layout.schedule, layout.virtual_stages, layout.mode
         key = *key, layout.reshard_after_forward

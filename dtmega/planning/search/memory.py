@@ -1,9 +1,9 @@
 """Estimate the memory of a layout by closed forms. The planner's counts are the reference.
 
-For backward, a layer keeps the following numbers for each token: the inputs and outputs of its norms (4 D numbers), and
-for each matrix the side that is not D (12 D numbers for 12 D^2 weights). Together these are 16 D numbers, or 32 D bytes
-in 16 bits. `formulas.activation_bytes_per_layer` has 34 D bytes; the remaining 2 D are dropout masks, which are
-recomputed here.
+For each token, a layer keeps 16 D numbers for backward, or 32 D bytes in 16 bits. The inputs and outputs of the norms
+are 4 D numbers. Each weight matrix adds a vector as wide as the matrix's side that is not D; for 12 D^2 weights, these
+vectors have 12 D numbers. `formulas.activation_bytes_per_layer` has 34 D bytes; the remaining 2 D bytes are dropout
+masks, which are recomputed here.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from dtmega.planning.search.layout import Layout, with_layout
 from dtmega.planning.search.places import Place, Places
 
 MASTER_BYTES = 4  # bytes of a parameter, of a gradient after the sum over ranks, or of a moment
-# Number of vectors of width D that the operators between products keep for each token. tp alone does not divide them.
+# Number of vectors of width D that the operators between products keep for each token. tp divides these vectors only
+# with sequence parallelism.
 WHOLE = 4
-# Number of vectors of width D that a mixture keeps for each token and expert: the expert's input and result. tp does
-# not divide them.
+# Number of vectors of width D that a mixture keeps for each token and expert, namely the expert's input and result. tp
+# does not divide these vectors.
 OF_EXPERTS = 2
-# Memory for the results of one layer's backward, as a share of the layer's activations that tp divides, without scores.
+# Memory for the results of one layer's backward, as a share of the layer's tp-divided activations (without scores).
 BACKWARD = 0.7
-# Share of a layer's activations, among those that tp divides, that selective recomputation keeps.
+# Share of a layer's tp-divided activations that selective recomputation keeps.
 OF_PRODUCTS = 0.7
 # Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
 # 2022, arXiv:2205.05198, table 2, have 5 bytes, because they keep the softmax's result before and after dropout.)
-# Backward holds two 32-bit numbers per score at once, but by then it no longer needs the kept bytes. The second
+# Backward holds two 32-bit numbers per score at once, but by then the kept bytes are no longer needed. The second
 # constant is the difference.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
-# Maximum number of tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`), and bytes for each element
-# of the head's gradient if the gradient is summed in 32 bits. It is summed in 32 bits if there are more than twice
-# LOSS_TOKENS tokens (`ops.head_gradient`).
+# Maximum number of tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`). If there are more than
+# twice LOSS_TOKENS tokens, the head's gradient is summed in 32 bits (`ops.head_gradient`), and each element of the
+# gradient takes SUMMED_BYTES.
 LOSS_TOKENS, SUMMED_BYTES = 4096, 8
-# Number of vectors of width D, in the compute dtype, that each token needs during the loss: the last norm in 32 bits,
-# its input and its gradient.
+# Number of vectors of width D, counted in the compute dtype, that each token needs during the loss: the last norm in
+# 32 bits, its input and its gradient.
 BESIDE_LOSS = 6
-# Fixed values for the layout keys that one part of the estimate does not read, so that its result can be cached for
-# many layouts.
+# Fixed values for the layout keys that a part of the estimate does not read. Layouts that differ only in these keys
+# then share one cached result.
 NOT_IN_STATES: dict[str, Any] = {
     "micro_batch_size": 0,
     "sequence_parallel": True,
@@ -90,7 +91,7 @@ class MemoryEstimator:
         self._reduce_bytes: int = getattr(torch, cfg.precision.reduce).itemsize
         self._moments = 1 if cfg.optim.name == "sgd" else 2
         trained, frozen = families.elements(cfg)
-        # Numbers of trained and frozen elements per element of the pieces. The pieces do not include adapters.
+        # Ratios of trained and frozen elements to the elements of the pieces, which do not include adapters.
         n = max(1, sum(piece.elements for piece in places.pieces))
         self._trained, self._frozen = trained / n, frozen / n
         self._frozen_bytes = getattr(torch, cfg.lora.base).itemsize
@@ -162,8 +163,8 @@ class MemoryEstimator:
             of_head = place.head_elements / tp
             loss = logits + (SUMMED_BYTES if in_32_bits else self._bytes) * of_head + BESIDE_LOSS * width * hidden
             working += self._bytes * of_head  # the head's gradient waits for its sum
-        # The embedding's gradient contains all rows, and a tied head's gradient is added to the embedding's. At this
-        # time, the microbatch keeps nothing else.
+        # The embedding's gradient contains all rows, and a tied head's gradient is added to the embedding's gradient.
+        # While the two are in memory, the microbatch keeps nothing else.
         table = self._bytes * place.embedding_elements * (3 if place.is_tied else 1) / tp
         loss = max(loss, table - kept * place.layers)
         first = width * hidden / cut if place.ends else 0.0

@@ -31,13 +31,14 @@ class Place(NamedTuple):
         is_tied: whether the embedding and the head at this place share their weights.
         layers: number of layers.
         sides: count of the numbers that the layers keep for each token, except the vectors of width D.
-        product_flops, attention_flops: FLOPs of forward and backward, per token of the sequence.
+        product_flops, attention_flops: numbers of FLOPs in weight products and in attention, for forward and backward,
+            per token of the sequence.
         in_layers: share of `product_flops` in layers.
-        ends: number of ends of the pipeline at this place.
-        expert_elements, largest_experts: numbers of elements in the weights of experts, and of those in the largest
-            layer.
+        ends: number of pipeline ends at this place; 2 if the place has both the first and the last piece.
+        expert_elements, largest_experts: numbers of elements in the experts of all layers, and in the experts of the
+            largest layer.
         mixtures: number of layers with experts.
-        experts_per_token: number of experts that a token uses in such a layer.
+        experts_per_token: number of experts that a token uses in one layer with experts.
     """
 
     number: int
@@ -60,11 +61,11 @@ class Place(NamedTuple):
     experts_per_token: int
 
     def whole_elements(self, ep: int) -> float:
-        """Number of elements in the weights that a rank gathers and computes with, before tp divides them."""
+        """The number of weight elements that a rank gathers and computes with, before tp divides them."""
         return self.elements - self.expert_elements * (1 - 1 / ep)
 
     def whole_largest(self, ep: int) -> float:
-        """`whole_elements` of the largest layer."""
+        """The number of `whole_elements` in the largest layer."""
         return self.largest - self.largest_experts * (1 - 1 / ep)
 
 
@@ -81,8 +82,9 @@ class Places:
         self._known: dict[tuple[Any, ...], list[Place]] = {}
 
     def of(self, layout: Layout) -> list[Place]:
-        """The pipeline places with different work. The first of several equal places represents them, because it has
-        the most microbatches in flight.
+        """One pipeline place for each kind of work.
+
+        If several places have equal work, the first place is returned, because it has the most microbatches in flight.
         """
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._known:
@@ -160,9 +162,9 @@ class Places:
         return in_flight_of(layout.schedule, layout.pp, virtual, n, place) / virtual
 
     def bubble(self, layout: Layout, n: int) -> float:
-        """The time that a rank waits for other pipeline ranks, in units of one microbatch's time on all its stages.
+        """The time that a rank waits for other pipeline ranks, in units of the time that the rank needs per microbatch.
 
-        With 1F1B, the result is p - 1. A schedule with v stages per rank divides it by v
+        With 1F1B, the result is p - 1. With v stages per rank, this number is divided by v
         (`formulas.bubble_over_ideal`).
 
         Args:
@@ -180,7 +182,7 @@ class Places:
 
 @functools.cache
 def _of_table(path: str, pp: int) -> tuple[list[float], float]:
-    """The microbatches in flight on each rank, and the bubble, for the schedule in a CSV file."""
+    """The number of microbatches in flight on each rank, and the bubble, for a CSV file's schedule."""
     table = csv_table(path, pp)
     return in_flight(table), simulate(table).bubble
 

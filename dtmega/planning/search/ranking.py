@@ -74,8 +74,8 @@ class Result(NamedTuple):
 
     Attributes:
         overrides: keys and values of the layout, as in `--section.key value`.
-        layout: layout itself.
-        estimate: estimate because of which the layout was chosen.
+        layout: layout that was planned.
+        estimate: estimate by which the layout was chosen.
         summary: memory of the fullest rank.
         time: predicted time of a step.
         tokens_per_s: predicted tokens per second of all ranks.
@@ -117,7 +117,8 @@ class Found(NamedTuple):
         memory_bytes, reserve_bytes: memory of a device, and the part of the memory that tensors cannot use.
         seconds: duration of the search.
         interrupted: whether the user ended the search early.
-        imbalance: largest load of a rank's experts in the plans with ep, as a multiple of the mean of its ep group.
+        imbalance: largest load of a rank's experts in the plans with ep, as a multiple of the mean load in the rank's
+            ep group.
     """
 
     ranked: list[Result]
@@ -140,7 +141,7 @@ class Found(NamedTuple):
 
 
 def _ignore(progress: Progress) -> None:
-    """Report nothing: the default of `on_progress`."""
+    """Report nothing. This function is the default of `on_progress`."""
 
 
 def search(
@@ -168,14 +169,14 @@ def search(
         memory_bytes: memory of a device.
         reserve_bytes: part of the memory that tensors cannot use.
         top: number of layouts to plan.
-        device: device that is pretended on every rank; None for a GPU.
+        device: pretended device of every rank; None for a GPU.
         on_progress: function that is called repeatedly while the search runs.
-        imbalance: largest load of a rank's experts in the plans with ep, as a multiple of the mean of its ep group; at
-            most the size of the group. Estimates assume even loads.
+        imbalance: largest load of a rank's experts in the plans with ep, as a multiple of the mean load in the rank's
+            ep group; at most the size of the group. Estimates assume even loads.
 
     Raises:
         ValueError: a fixed key is not among the varied keys, the fixed sizes of the mesh do not divide the number of
-            ranks, the fabric has no speed for the dtype, or no layout can have such a load of experts.
+            ranks, the fabric has no speed for the dtype, or no layout can have the load `imbalance`.
     """
     started_s = time.monotonic()
     device = device or torch.device("cuda", 0)
@@ -230,7 +231,7 @@ def _plan_best(
 ) -> None:
     """Plan the first `top` layouts. If none of these layouts fits, plan more layouts until one fits.
 
-    Each result is added to `planned` at once, so that no result is lost if the search is interrupted.
+    Each result is added to `planned` immediately, so that no result is lost if the search is interrupted.
     """
     started_s = time.monotonic()
     chosen = shortlist.chosen()

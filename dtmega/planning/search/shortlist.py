@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 class Entry(NamedTuple):
-    """A layout with its estimate. The largest entry is the fastest; of equally fast entries, it has the smallest peak.
+    """A layout with its estimate. A larger entry is a faster layout or, at equal speed, a layout with a smaller peak.
 
     Attributes:
         speed: negative time of a step.
@@ -58,8 +58,8 @@ class Shortlist:
         self.fallen = Fallen()
         self.n_refused = self.n_legal = self.n_may_fit = 0
         self._numbers = itertools.count()
-        # Layouts that fit even if the counts exceed the estimate by the margin, layouts that fit by the estimate, and
-        # layouts that may fit although the estimate does not.
+        # Three heaps: layouts that fit even if the counts exceed the estimate by the margin, layouts whose estimate
+        # fits, and layouts that may fit although their estimate does not.
         self._certain: list[Entry] = []
         self._likely: list[Entry] = []
         self._doubtful: list[Entry] = []
@@ -70,7 +70,7 @@ class Shortlist:
         Args:
             layouts: all layouts of the job.
             estimator: estimator of memory and time.
-            on_estimated: function that is called every EVERY_S seconds with the number of layouts so far.
+            on_estimated: function that is called every EVERY_S seconds with the number of layouts estimated so far.
 
         Raises:
             ValueError: the fabric has no speed for the dtype.
@@ -109,11 +109,11 @@ class Shortlist:
             heapq.heappushpop(heap, entry)
 
     def chosen(self) -> list[Entry]:
-        """The layouts to plan, in order. First come the `top` fastest layouts; at least half of them fit by estimate.
+        """The layouts to plan, in order. The `top` fastest layouts come first; at least half of them fit by estimate.
 
-        More layouts follow, in case none of the first fits by counts. Among these, layouts that certainly fit come
-        first. If several equally fast layouts differ only in their schedule, the layout with the smallest peak is
-        taken.
+        More layouts follow, in case the counts show that none of the first layouts fits. These additional layouts
+        begin with those that certainly fit. If several equally fast layouts differ only in their schedule, the layout
+        with the smallest peak is taken.
         """
         likely = _without_equals([*self._certain, *self._likely])
         doubtful = _without_equals(self._doubtful)
@@ -144,7 +144,7 @@ class Shortlist:
 
 
 def _without_equals(heap: Collection[Entry]) -> list[Entry]:
-    """The entries of a heap, fastest first. Of entries that differ only in schedule and peak, the smallest is kept."""
+    """The entries of a heap, fastest first. If entries differ only in schedule and peak, the smallest peak is kept."""
     kept: dict[tuple[Layout, float], Entry] = {}
     for entry in sorted(heap, reverse=True):
         kept.setdefault((entry.layout._replace(schedule=""), entry.speed), entry)
