@@ -61,7 +61,7 @@ class Mixture(nn.Module):
                 and apply no capacity.
         """
         routing = self.router(x)
-        found = None if texts is None else report(routing, texts, self.has_losses)
+        found = None if texts is None else report(routing, texts, self.has_losses, self.router.steered)
         if found is not None and texts is not None and texts.capacity is not None:
             late = texts.capacity.late(routing.experts)
             routing, found = routing.without(late), found._replace(dropped=late.sum().float())

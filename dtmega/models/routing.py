@@ -107,7 +107,8 @@ class Report(NamedTuple):
     """How evenly a layer has routed a microbatch.
 
     Attributes:
-        balance: sum over the tokens of the balance loss, fp32 scalar (arXiv:2412.19437, equations 17 to 20).
+        balance: sum over the tokens of the balance loss, fp32 scalar (arXiv:2412.19437, equations 17 to 20). It counts
+            the experts with the largest scores, which need not be those that tokens use.
         z: sum over the tokens of the squared log_z (arXiv:2202.08906, equation 5), fp32 scalar.
         load: number of pairs of each expert before any is dropped, [E] fp32 without a gradient. Under cp: of this
             rank's tokens.
@@ -120,30 +121,39 @@ class Report(NamedTuple):
     dropped: Tensor
 
 
-def report(routing: Routing, texts: Texts, losses: bool) -> Report:
+def report(routing: Routing, texts: Texts, losses: bool, steered: bool) -> Report:
     """Report how evenly N tokens were routed.
 
     Args:
         routing: routing of the tokens.
         texts: tokens that count, by document.
         losses: whether to compute the losses; if not, they are 0.
+        steered: whether a bias or groups took part in the choice of experts.
 
     The balance loss of a document of T tokens is T times the sum over the experts of f P. f is E / k times the share of
-    the document's pairs that the expert got, and P is the mean of the expert's probabilities. If all experts are used
-    evenly, f and E P are 1, and so is each token's part of the loss.
+    the document's tokens that have the expert among their k largest scores, without bias and groups, and P is the mean
+    of the expert's probabilities. If all experts are alike, f and E P are 1, and so is each token's part of the loss.
     """
     n_experts, k = routing.probabilities.shape[1], routing.experts.shape[1]
-    chosen = torch.zeros_like(routing.probabilities).scatter(1, routing.experts, 1.0) * texts.counts.unsqueeze(1)
-    load = chosen.sum(0)
+    used = _counted(routing.experts, n_experts, texts)
+    load = used.sum(0)
     zero = load.new_zeros(())
     if not losses:
         return Report(zero, zero, load, zero)
-    loads = texts.add_up(chosen)
+    # Probabilities are in the order of scores. If nothing steers the choice, these are the experts that tokens use.
+    best = _counted(_largest(routing.probabilities.detach(), k), n_experts, texts) if steered else used
+    loads = texts.add_up(best)
     share = loads * (n_experts / k) / texts.length.clamp(min=1).unsqueeze(1)
     of_token = (share[texts.document] * routing.probabilities).sum(1)
     balance = (of_token * texts.counts).sum()
     z = (routing.log_z.square() * texts.counts).sum()
     return Report(balance, z, load, zero)
+
+
+def _counted(experts: Tensor, n_experts: int, texts: Texts) -> Tensor:
+    """Whether each token counts and has each expert, [N, k] -> [N, E]: 1 or 0, fp32."""
+    counts = texts.counts.unsqueeze(1)
+    return counts.new_zeros(len(experts), n_experts).scatter(1, experts, 1.0) * counts
 
 
 class Router(nn.Module):
@@ -153,6 +163,7 @@ class Router(nn.Module):
         weight: the expert's direction of each expert, [E, D].
         bias: number that is added to each expert's score for the choice, but not for the weights, [E] fp32. Training
             moves it towards an even load, without a gradient (arXiv:2408.15664). None: there is none.
+        steered: whether a bias or groups take part in the choice, so that it need not be the largest scores.
     """
 
     bias: Tensor | None
@@ -161,6 +172,7 @@ class Router(nn.Module):
         super().__init__()
         self.k, self.scores = cfg.experts_per_token, cfg.router_scores
         self.groups, self.groups_per_token = cfg.expert_groups, cfg.groups_per_token
+        self.steered = cfg.router_bias or cfg.expert_groups > 1
         self.normalizes, self.scale = cfg.normalize_weights, cfg.routed_scale
         self.weight = nn.Parameter(torch.empty(cfg.n_experts, cfg.hidden_size))
         self.register_buffer("bias", torch.zeros(cfg.n_experts) if cfg.router_bias else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -259,32 +260,55 @@ def test_of_equal_scores_the_experts_with_smaller_numbers_are_chosen():
     assert router.choose(scores).tolist() == [[40, 0, 1]] * 100
 
 
-def test_the_balance_loss_is_the_closed_form_of_each_document():
-    cfg = config.MoE(n_experts=4, experts_per_token=2, hidden_size=16, n_heads=2)
+BIAS = torch.tensor([0.3, -0.2, 0.1, -0.4])
+
+
+def better_half(scores: Tensor) -> Tensor:
+    """The experts 0 and 1, or 2 and 3."""
+    half = scores.unflatten(1, (2, 2)).sum(-1).argmax(1)
+    return torch.stack([2 * half, 2 * half + 1], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "choose"),
+    [
+        ({}, lambda scores: scores.topk(2).indices),
+        ({"router_scores": "sigmoid", "router_bias": True}, lambda scores: (scores + BIAS).topk(2).indices),
+        ({"expert_groups": 2}, better_half),
+    ],
+    ids=["largest scores", "bias", "groups"],
+)
+def test_the_balance_loss_is_the_closed_form_of_each_document(keys: dict[str, Any], choose: Callable[[Tensor], Tensor]):
+    cfg = config.MoE(n_experts=4, experts_per_token=2, hidden_size=16, n_heads=2, **keys)
     router = routing.Router(cfg)
+    if router.bias is not None:
+        router.bias += BIAS
     generator = torch.Generator().manual_seed(0)
     nn.init.normal_(router.weight, generator=generator)
     x = torch.randn(2, 10, 16, generator=generator)
     labels = torch.zeros(2, 10, dtype=torch.int64)
     labels[1, 7:] = -100
     documents = torch.tensor([[0] * 4 + [1] * 6, [0] * 7 + [1] * 3])
-    found = routing.report(router(x), routing.texts_of(labels, documents, None, cfg), losses=True)
+    found = routing.report(router(x), routing.texts_of(labels, documents, None, cfg), True, router.steered)
     logits = (x @ router.weight.t()).detach().double()
     balance = z = 0.0
-    load = torch.zeros(4)
+    load, of_scores = torch.zeros(4), torch.zeros(4)
     for row, first, end in ((0, 0, 4), (0, 4, 10), (1, 0, 7)):
         here = logits[row, first:end]
-        probabilities = here.softmax(-1)
+        scores = here.sigmoid() if cfg.router_scores == "sigmoid" else here.softmax(-1)
+        probabilities = scores / scores.sum(-1, keepdim=True)
         counts = torch.zeros(4)
-        for numbers in here.topk(2).indices.tolist():
-            counts[numbers] += 1
+        for best, used in zip(here.topk(2).indices.tolist(), choose(scores).tolist(), strict=True):
+            counts[best] += 1
+            load[used] += 1
         f = 4 / (2 * (end - first)) * counts
         balance += (end - first) * (f * probabilities.mean(0)).sum()
         z += here.logsumexp(-1).square().sum()
-        load += counts
+        of_scores += counts
     assert found.balance.item() == pytest.approx(float(balance), rel=1e-6)
     assert found.z.item() == pytest.approx(float(z), rel=1e-6)
     assert found.load.tolist() == load.tolist()
+    assert torch.equal(load, of_scores) is not router.steered
 
 
 BALANCED: dict[str, Any] = {"n_experts": 4, "router_bias": True, "router_bias_rate": 0.125, "dense_layers": 1}

@@ -197,8 +197,9 @@ def _set_balance(draft: Draft) -> None:
     """Set the weight of the balance loss.
 
     dtmega's loss for a document equals Megatron's loss for a sequence if each sequence is one document and each token
-    has a label. Megatron's loss for a microbatch is also equal if a microbatch is one sequence. Since core 0.13,
-    Megatron counts the experts with the largest scores, regardless of bias and groups.
+    has a label. Megatron's loss for a microbatch is also equal if a microbatch is one sequence. Both count the experts
+    with the largest scores, regardless of bias and groups. Before core 0.13, Megatron counted the experts that tokens
+    used.
     """
     unknown = draft.unknown(BALANCE) or draft.unknown(COEFFICIENT)
     kinds = draft.command.values.get(BALANCE) or ["aux_loss"]
@@ -240,11 +241,6 @@ def _difference(draft: Draft, kind: str) -> str:
         return "with alltoall_seq, each tensor-parallel rank counts its part of the sequence"
     if draft.has("reset-attention-mask"):
         return "with --reset-attention-mask, balance_loss counts each document, Megatron's loss each sequence"
-    if "model.router_bias" in draft.keys or "model.expert_groups" in draft.keys:
-        return (
-            "with a bias or groups, balance_loss counts the experts that tokens use; Megatron's loss, since core 0.13, "
-            "those with the largest scores"
-        )
     return ""
 
 

@@ -253,6 +253,8 @@ def z_loss(logits: Tensor, coefficient: float) -> Tensor:
         # A microbatch of one sequence is a sequence.
         ("--micro-batch-size 1 --moe-router-load-balancing-type aux_loss", "softmax"),
         ("--micro-batch-size 1", "softmax"),
+        ("--micro-batch-size 1 --moe-router-enable-expert-bias", "sigmoid"),
+        ("--micro-batch-size 1 --moe-router-num-groups 4 --moe-router-group-topk 2", "sigmoid"),
     ],
 )
 def test_the_losses_of_routers_are_megatrons_with_its_coefficients(flags: str, scores: str) -> None:
@@ -266,9 +268,11 @@ def test_the_losses_of_routers_are_megatrons_with_its_coefficients(flags: str, s
     for _ in range(cfg.n_layers):
         router = Router(cfg)
         nn.init.normal_(router.weight, std=0.1, generator=generator)
+        if router.bias is not None:
+            nn.init.normal_(router.bias, generator=generator)
         logits = (x @ router.weight.t()).transpose(0, 1)
         expected += seq_aux_loss(logits, 4, 0.25, scores) + z_loss(logits, 1e-3)
-        found = report(router(x), texts_of(labels, None, None), losses=True)
+        found = report(router(x), texts_of(labels, None, None, cfg), True, router.steered)
         sums["balance"] += found.balance
         sums["router_z"] += found.z
     objective = with_router_losses(cfg, NEXT_TOKEN)
@@ -363,7 +367,6 @@ REFUSED = {
     "--moe-aux-loss-coeff 1e-2 --eod-mask-loss": "all tokens in Megatron",
     "--moe-z-loss-coeff 1e-3 --eod-mask-loss": "all tokens in Megatron",
     "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall_seq --tensor-model-parallel-size 2": "its part of",
-    "--moe-aux-loss-coeff 1e-2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias": "since core 0.13",
     "--moe-expert-capacity-factor 1.25": "over a microbatch",
     "--moe-input-jitter-eps 1e-2": "a router has no noise",
     "--moe-use-upcycling": "experts that begin as copies",
