@@ -58,8 +58,8 @@ EXPERTS = (
         "moe-router-load-balancing-type",
         MANY,
         "model.balance_loss",
-        "seq_aux_loss, or aux_loss with --micro-batch-size 1; with a bias or groups, as since core 0.13; others count "
-        "over a microbatch, so that the layout would change the gradients",
+        "seq_aux_loss, or aux_loss with --micro-batch-size 1; with a bias or groups, as from core 0.13 on; others "
+        "count over a microbatch, so that the layout would change the gradients",
         "aux_loss",
     ),
     other("moe-aux-loss-coeff", MANY, "model.balance_loss", "one coefficient for each type", "0.0"),
