@@ -164,6 +164,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "pp": 1,
                 "dp_replicate": 1,
                 "dp_shard": -1,
+                "ep": 1,
                 "tp": 1,
             },
         },
@@ -209,6 +210,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "dtype": "bfloat16",
                 "vocab_size": 0,
                 "average_copies": False,
+                "ep": 1,
                 "tp": 1,
                 "pp": 1,
             },
@@ -237,7 +239,13 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     (
         "plan --config a --mesh.tp -1 --world 4 --optim.lr=1e-3 --device cpu",
         {
-            **{"config": "a", "keys": ["--mesh.tp", "-1", "--optim.lr=1e-3"], "world": 4, "device": "cpu"},
+            **{
+                "config": "a",
+                "keys": ["--mesh.tp", "-1", "--optim.lr=1e-3"],
+                "world": 4,
+                "device": "cpu",
+                "imbalance": None,
+            },
             **{"fabric": "", "memory": None, "reserve": None, "tokens": None, "json": None},
             **{"page": None, "search": False, "top": 10, "write": None, "calibrate": None},
         },
@@ -249,10 +257,10 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "replay r --step 3 --scratch s --mesh.pp 2",
         {"run": "r", "step": 3, "scratch": "s", "keys": ["--mesh.pp", "2"]},
     ),
-    ("verify-plan d", {"directory": "d", "tp": 2, "no_sequence_parallel": False, "generic": False}),
+    ("verify-plan d", {"directory": "d", "tp": 2, "ep": 0, "no_sequence_parallel": False, "generic": False}),
     (
         "verify-plan d --tp 1 --no-sequence-parallel --generic",
-        {"directory": "d", "tp": 1, "no_sequence_parallel": True, "generic": True},
+        {"directory": "d", "tp": 1, "ep": 0, "no_sequence_parallel": True, "generic": True},
     ),
 ]
 

@@ -456,9 +456,9 @@ def test_a_run_watches_for_its_timeout_and_collectives_give_up_after_twice_that(
     seen: dict[str, Any] = {}
     begin, watching = mesh.start, train.Watch
 
-    def start(device: Any, sizes: Any, timeout_s: float, store: Any) -> Any:
+    def start(device: Any, sizes: Any, timeout_s: float, store: Any, *, ep: int) -> Any:
         seen["collective"] = timeout_s
-        return begin(device, sizes, timeout_s, store)
+        return begin(device, sizes, timeout_s, store, ep=ep)
 
     def watch(grace_s: float, timeout_s: float, rank: int, *others: Any) -> Watch:
         seen.update(grace=grace_s, hang=timeout_s, rank=rank)
