@@ -171,7 +171,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         f"generate --run r --prompt p --prompt - --tokens 1 --temperature 0.5 --top-k 0 --top-p 0.5 --step 0 "
-        f"--interactive --mesh.pp 2 --mesh.dp_replicate 3 --mesh.dp_shard 4 --mesh.tp 5 --seed {2**63 - 1} "
+        f"--interactive --mesh.pp 2 --mesh.dp_replicate 3 --mesh.dp_shard 4 --mesh.ep 2 --mesh.tp 5 --seed {2**63 - 1} "
         f"--prompts f --batch-size 3 --chat --chat-template turns",
         {
             **{"run": "r", "prompt": ["p", "-"], "tokens": 1, "temperature": 0.5, "top_k": 0, "top_p": 0.5},
@@ -187,6 +187,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "pp": 2,
                 "dp_replicate": 3,
                 "dp_shard": 4,
+                "ep": 2,
                 "tp": 5,
             },
         },
@@ -210,7 +211,6 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "dtype": "bfloat16",
                 "vocab_size": 0,
                 "average_copies": False,
-                "ep": 1,
                 "tp": 1,
                 "pp": 1,
             },
