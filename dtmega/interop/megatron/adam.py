@@ -102,7 +102,7 @@ def _parameters(rank: Rank, decayed: bool) -> list[TensorPlace]:
 
 
 def is_decayed(name: str) -> bool:
-    """True if Megatron applies weight decay to the parameter."""
+    """True if Megatron applies weight decay to a parameter."""
     return not (name.endswith(".bias") or "layernorm." in name or ".norm." in name)
 
 
@@ -186,7 +186,7 @@ def _number(file: SavedFile, pickled: PickledObject) -> float:
 
 
 def scale_of(file: SavedFile, pickled: Any) -> ScaleState | None:
-    """The state of Megatron's DynamicGradScaler; None if the file has no such state, or if a value is unusable."""
+    """The state of Megatron's DynamicGradScaler; None if the file lacks the state or has unusable values."""
     if pickled is None:
         return None
     scaler = entries(pickled, "the state of the loss scale")

@@ -71,8 +71,8 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm after the block before it, and dtmega after the block that follows. Self-attention is
-    # followed by cross-attention in a decoder, and by the feed-forward in an encoder.
+    # Megatron names a norm after the preceding block, dtmega after the following block. Self-attention is followed by
+    # cross-attention in a decoder, and by the feed-forward in an encoder.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (

@@ -68,7 +68,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Derived:
-    """A part that `read` computes from another part. Both parts have the same dtype and shape."""
+    """A part whose `read` computes the values from another part with the same dtype and shape."""
 
     part: Part
 

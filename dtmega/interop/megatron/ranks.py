@@ -104,7 +104,7 @@ def _paths(folder: Path) -> dict[tuple[int, int], Path]:
     """The paths of the ranks' files, keyed by (tp, pp). The function does not check that the files exist.
 
     Raises:
-        ValueError: a folder has an unexpected name, two folders belong to the same rank, or there is no folder at all.
+        ValueError: a folder has an unexpected name, two folders belong to the same rank, or no rank has a folder.
     """
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):

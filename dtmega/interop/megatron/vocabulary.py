@@ -1,4 +1,4 @@
-"""A checkpoint's vocabulary size: the number of the tokenizer's ids, without the embedding's padding rows."""
+"""A checkpoint's vocabulary size: the number of ids in the tokenizer, not counting the embedding's padding rows."""
 
 from __future__ import annotations
 

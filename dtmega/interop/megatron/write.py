@@ -78,7 +78,7 @@ def write(
 
     Args:
         folder: path of the checkpoint, a new or empty folder.
-        source: tensors of the whole model, under Megatron's names, without duplicates and vocabulary padding.
+        source: tensors of the whole model, under Megatron's names, without duplicates or vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
