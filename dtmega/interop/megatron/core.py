@@ -56,7 +56,7 @@ class RunState(NamedTuple):
     """State of the run that wrote a checkpoint, apart from the weights.
 
     Attributes:
-        moments: sources for exp_avg and exp_avg_sq, both with the weights' names; empty if the moments are incomplete.
+        moments: sources of exp_avg and exp_avg_sq, under the weights' names; empty if the moments are incomplete.
         iteration: number of iterations done.
         steps: update counts in the optimizer, without duplicates; more than one if the parameter groups disagree.
         scheduler: state of the learning-rate scheduler, as stored in the file; None if the file has no scheduler.

@@ -1,8 +1,8 @@
 """Megatron's `Format` for each model family: tensor names, and how a run's arguments map to [model] keys.
 
-families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given as
-its name. Older versions and forks lack some of the arguments, so each argument has a default here.
-Source: `megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
+families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given as its
+name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
+`megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
 """
 
 from __future__ import annotations

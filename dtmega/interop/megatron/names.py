@@ -148,7 +148,7 @@ def cut_dim(name: str) -> int | None:
 def qkv_parts(name: str) -> int:
     """The number of projections (q, k, v) fused in each head of a tensor; 1 if the tensor is not a fused projection.
 
-    Files older than version 2 store the rows of a fused projection in a different order within each shard.
+    Files older than checkpoint version 2 store the rows of a fused projection in a different order within each shard.
 
     Raises:
         ValueError: no family has a tensor of that name.

@@ -306,8 +306,8 @@ def join_ranks(
         A dict from each tensor's whole-model name to the tensor's parts, one per tensor-parallel rank, in rank order.
 
     Raises:
-        ValueError: the ranks of a stage do not have the same tensors, or a QKV must be reordered and the head count is
-            not known or cannot be divided among the ranks.
+        ValueError: the ranks of a stage do not have the same tensors; or a QKV must be reordered, but the head count is
+            unknown or not divisible by the number of ranks.
     """
     parts: dict[str, list[Part]] = {}
     n_tp = 1 + max(tp for tp, _ in ranks)

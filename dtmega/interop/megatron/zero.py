@@ -1,4 +1,4 @@
-"""DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors, sharded over the data ranks.
+"""Read the states of DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors, sharded across the data ranks.
 
     bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt
         optimizer_state_dict

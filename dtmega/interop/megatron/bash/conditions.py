@@ -1,4 +1,4 @@
-"""Evaluate a script's conditions. A result is True, False, or None if it depends on a real machine."""
+"""Evaluate a script's conditions. A result is True or False; None if it depends on a real machine."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def translate_known_model(
 
     Args:
         found: the command.
-        known: values keyed by "section.key". The [model] section gets only these values; in other sections, these values
-            replace the values from the flags.
+        known: values keyed by "section.key". [model] gets only these values; in other sections, these values replace
+            the values from the flags.
         title: first line of the text, a comment.
 
     Returns:
