@@ -182,7 +182,7 @@ def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assemb
         shape: shape of the weight.
     """
     match = LAYER.fullmatch(name)
-    # Keep an unknown name here. No model has a tensor with such a name, so a later check refuses the name.
+    # Keep an unknown name unchanged here. No model has a tensor with such a name, so a later check refuses the name.
     if match is None or match["number"] or match["inner"] not in TENSORS_IN_LAYER:
         return {name: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
     n_layers, *layer_shape = shape

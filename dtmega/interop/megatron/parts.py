@@ -219,7 +219,7 @@ def _mean(parts: Sequence[Part]) -> Tensor:
 
 
 class Drift(NamedTuple):
-    """The distance between the copies of one tensor.
+    """The difference between the copies of one tensor.
 
     Attributes:
         name: name of the tensor.

@@ -205,7 +205,7 @@ def check_agreed(args: Mapping[str, Any], path: Path, others: Mapping[str, Any],
 
 
 def _check_same(first: Rank, other: Rank) -> None:
-    """Refuse two files that were not written by the same save.
+    """Refuse two files that belong to different checkpoints.
 
     Raises:
         ValueError: the version, the iteration or the number of virtual stages differs.

@@ -1,4 +1,4 @@
-"""Read the states of DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors, sharded across the data ranks.
+"""Read the states of DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors, sharded by data rank.
 
     bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt
         optimizer_state_dict

@@ -152,7 +152,7 @@ def _is_filled(word: Word) -> bool | None:
 
 
 def _of_words(words: Sequence[Word], expander: Expander) -> bool | None:
-    """Evaluate a test, given as a list of words."""
+    """Evaluate a test that is given as a list of words."""
     texts = [known(word) for word in words]
     for operator in ("-o", "-a"):
         if operator in texts:

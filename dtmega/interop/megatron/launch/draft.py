@@ -98,7 +98,7 @@ class Draft:
         self.open[flag] = Open(f"{name} {values}".strip(), line, reason)
 
     def lack(self, key: str, reason: str, flag: str = "") -> None:
-        """Leave the value of a key to the user.
+        """Leave it to the user to set a key.
 
         Args:
             key: name of the key, as "section.key".
