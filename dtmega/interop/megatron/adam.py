@@ -1,4 +1,4 @@
-"""Read Adam's moments, step and fp32 masters from one rank's Megatron-LM file, and match them with weight names.
+"""Read Adam's state (moments, step, fp32 masters) from one rank's Megatron-LM file, and match it with weight names.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: {state, param_groups}, fp32_from_fp16_params: [[...], [...]], grad_scaler: ...}

@@ -2,7 +2,7 @@
 
 The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
 of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
-included. Reading and writing both use these tables. Code that joins or cuts shards calls `cut_dim` and `qkv_parts`, so
+included. Readers and writers use these tables. Code that joins or cuts shards calls `cut_dim` and `qkv_parts`, so
 the code does not depend on the family.
 
 A file nests these names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers layers within the

@@ -45,7 +45,7 @@ class Rank(NamedTuple):
     """The contents of one rank's file.
 
     Attributes:
-        args: the run's arguments as plain values (numbers, strings, lists of both); empty in files from 2019.
+        args: the run's arguments as plain values (numbers, strings, or lists of these); empty in files from 2019.
         version: checkpoint version; 0 if the file gives no version.
         chunks: one dict per virtual stage, which maps each name within the stage to its tensor; a dict's tensors are in
             the file's order.
