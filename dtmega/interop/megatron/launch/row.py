@@ -39,7 +39,7 @@ def row(names: str, n_values: int, keys: str = "", why: str = "", default: str |
     """Create a row of the table.
 
     Args:
-        names: names of the flags, separated by blanks. A flag's own names are joined by bars.
+        names: names of the flags, separated by blanks. Several names of one flag are separated by bars.
         n_values: number of values that each flag takes.
         keys: keys of the configuration, separated by blanks.
         why: remark for readers of the table.
