@@ -1,4 +1,4 @@
-"""Read Adam's moments, step and fp32 masters from one rank's Megatron-LM file, and match them with weight names.
+"""Read Adam's state (moments, step, fp32 masters) from one rank's Megatron-LM file, and match it with weight names.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: {state, param_groups}, fp32_from_fp16_params: [[...], [...]], grad_scaler: ...}
@@ -102,7 +102,7 @@ def _parameters(rank: Rank, decayed: bool) -> list[TensorPlace]:
 
 
 def is_decayed(name: str) -> bool:
-    """True if Megatron applies weight decay to the parameter."""
+    """True if Megatron applies weight decay to a parameter."""
     return not (name.endswith(".bias") or "layernorm." in name or ".norm." in name)
 
 
@@ -186,7 +186,7 @@ def _number(file: SavedFile, pickled: PickledObject) -> float:
 
 
 def scale_of(file: SavedFile, pickled: Any) -> ScaleState | None:
-    """The state of Megatron's DynamicGradScaler; None if the file has no such state, or if a value is unusable."""
+    """The state of Megatron's DynamicGradScaler; None if the file lacks the state or has unusable values."""
     if pickled is None:
         return None
     scaler = entries(pickled, "the state of the loss scale")

@@ -5,8 +5,8 @@
     iter_0001000/.metadata, __*.distcp      the tensors
 
 A tensor that exists in every layer is either stacked under one name, [L, ...], or stored once per layer.
-`*_extra_state*` are byte entries, which are not opened. The name of an Adam moment or an fp32 master is the weight's
-name after a prefix such as `optimizer.state.exp_avg.`; the step is in common.pt.
+Entries named `*_extra_state*` hold bytes and are not opened. The name of an Adam moment or an fp32 master is the
+weight's name after a prefix such as `optimizer.state.exp_avg.`; the step is in common.pt.
 
 Source: `dist_checkpointing/optimizer.py` and `optimizer/optimizer.py` of megatron-core 0.16.1.
 """
@@ -40,7 +40,7 @@ NAMES = {
 LAYER = re.compile(rf"{re.escape(LAYERS)}(?P<number>\d{{1,6}}\.)?(?P<inner>.+)")
 MAX_LAYERS = 100_000
 STATE = "optimizer.state."  # followed by the kind of state and the name of a model tensor
-# Prefixes of the fp32 masters: the first is a 16-bit optimizer's, the second a distributed optimizer's.
+# Prefixes of the fp32 masters: a 16-bit optimizer uses the first prefix, a distributed optimizer the second.
 MASTERS = (f"{STATE}fp32_param.", f"{STATE}param.")
 BUCKETS = "optimizer.distributed."  # prefix that a distributed optimizer uses if its moments have no names
 # Names of entries outside the model: the optimizer, the random generators, the rerun state, the scheduler.
@@ -56,7 +56,7 @@ class RunState(NamedTuple):
     """State of the run that wrote a checkpoint, apart from the weights.
 
     Attributes:
-        moments: sources for exp_avg and exp_avg_sq, both with the weights' names; empty if the moments are incomplete.
+        moments: sources of exp_avg and exp_avg_sq, under the weights' names; empty if the moments are incomplete.
         iteration: number of iterations done.
         steps: update counts in the optimizer, without duplicates; more than one if the parameter groups disagree.
         scheduler: state of the learning-rate scheduler, as stored in the file; None if the file has no scheduler.
@@ -162,7 +162,7 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
     Args:
         shapes: shape of each weight, keyed by the weight's name in the checkpoint.
-        keys: names of the stored tensors that hold the weights' values, keyed by the weight's name.
+        keys: name of the stored tensor that holds each weight's values, keyed by the weight's name.
     """
     assemblies: dict[str, Assembly] = {}
     for name, shape in shapes.items():
@@ -182,7 +182,7 @@ def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assemb
         shape: shape of the weight.
     """
     match = LAYER.fullmatch(name)
-    # Keep an unknown name here. No model has a tensor with such a name, so a later check refuses the name.
+    # Keep an unknown name unchanged here. No model has a tensor with such a name, so a later check refuses the name.
     if match is None or match["number"] or match["inner"] not in TENSORS_IN_LAYER:
         return {name: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
     n_layers, *layer_shape = shape

@@ -26,7 +26,7 @@ RANK = re.compile(r"mp_rank_(\d{2,5})_model_states\.pt")
 
 
 class Layers(NamedTuple):
-    """The contents of a folder, except for the optimizer.
+    """The contents of a checkpoint's folder, except for the optimizer.
 
     Attributes:
         parts: mapping from each tensor's whole-model name to its parts, one per tensor-parallel rank, in rank order.

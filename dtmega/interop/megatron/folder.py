@@ -35,8 +35,8 @@ class Contents(NamedTuple):
     Attributes:
         path: the checkpoint's folder.
         args: the run's arguments as plain values; empty if the files have no arguments.
-        weights: tensors of the whole model, under the names that `program` uses.
-        moments: sources for exp_avg and exp_avg_sq, both with the weights' names; empty if the moments are incomplete.
+        weights: tensors of the whole model, named as in the formats that `program` selects.
+        moments: sources of exp_avg and exp_avg_sq, under the weights' names; empty if the moments are incomplete.
         progress: the run's progress; meaningful only if there are moments.
         updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.

@@ -1,7 +1,7 @@
 """Megatron's `Format` for each model family: tensor names, and how a run's arguments map to [model] keys.
 
-families.py lists these formats as `formats["megatron"]`. Arguments are plain values, with names for enum members.
-Older versions and forks lack some of the arguments, so each argument has a default here. Source:
+families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given as its
+name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
 `megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
 """
 
@@ -15,8 +15,9 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
-# Arguments that change the model in later versions and forks. Only the values below are supported. If a file lacks an
-# argument, the version or fork that wrote the file has no such argument, and its models have the value below.
+# Arguments of later versions and forks that change the model. Only the values below are supported. If a file lacks an
+# argument, the version or fork that wrote the file has no such argument, and all models of that version or fork have
+# the value below.
 PLAIN: Mapping[str, Any] = {
     **{"add_bias_linear": True, "normalization": "LayerNorm", "group_query_attention": False},
     **{"swiglu": False, "squared_relu": False, "glu_activation": None, "apply_layernorm_1p": False},
@@ -39,7 +40,7 @@ RATES = (
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
 FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=True)
-# Values of position_embedding_type: member names of BigScience's enum, and the string in Megatron-LM from 2023 on.
+# Values of position_embedding_type: member names of BigScience's enum, and Megatron-LM's string since 2023.
 ABSOLUTE = (None, "absolute", "learned_absolute")
 ALIBI = ("alibi",)
 WORDPIECE = "BertWordPieceLowerCase"
@@ -175,7 +176,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """The arguments that every family computes from the model, instead of copying [model] keys."""
+    """The arguments that all families have in common and that are not plain copies of [model] keys."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {

@@ -2,7 +2,7 @@
 
 The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
 of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
-included. Reading and writing both use these tables. Code that joins or cuts shards calls `cut_dim` and `qkv_parts`, so
+included. Readers and writers use these tables. Code that joins or cuts shards calls `cut_dim` and `qkv_parts`, so
 the code does not depend on the family.
 
 A file nests these names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers layers within the
@@ -71,8 +71,8 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm after the block before it, and dtmega after the block that follows. Self-attention is
-    # followed by cross-attention in a decoder, and by the feed-forward in an encoder.
+    # Megatron names a norm after the preceding block, dtmega after the following block. Self-attention is followed by
+    # cross-attention in a decoder, and by the feed-forward in an encoder.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (
@@ -148,7 +148,7 @@ def cut_dim(name: str) -> int | None:
 def qkv_parts(name: str) -> int:
     """The number of projections (q, k, v) fused in each head of a tensor; 1 if the tensor is not a fused projection.
 
-    Files older than version 2 store the rows of a fused projection in a different order within each shard.
+    Files older than checkpoint version 2 store the rows of a fused projection in a different order within each shard.
 
     Raises:
         ValueError: no family has a tensor of that name.

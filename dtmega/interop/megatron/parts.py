@@ -68,7 +68,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Derived:
-    """A part that `read` computes from another part. Both parts have the same dtype and shape."""
+    """A part whose `read` computes the values from another part with the same dtype and shape."""
 
     part: Part
 
@@ -219,7 +219,7 @@ def _mean(parts: Sequence[Part]) -> Tensor:
 
 
 class Drift(NamedTuple):
-    """The distance between the copies of one tensor.
+    """The difference between the copies of one tensor.
 
     Attributes:
         name: name of the tensor.

@@ -45,7 +45,7 @@ class Rank(NamedTuple):
     """The contents of one rank's file.
 
     Attributes:
-        args: the run's arguments as plain values (numbers, strings, lists of both); empty in files from 2019.
+        args: the run's arguments as plain values (numbers, strings, or lists of these); empty in files from 2019.
         version: checkpoint version; 0 if the file gives no version.
         chunks: one dict per virtual stage, which maps each name within the stage to its tensor; a dict's tensors are in
             the file's order.
@@ -104,7 +104,7 @@ def _paths(folder: Path) -> dict[tuple[int, int], Path]:
     """The paths of the ranks' files, keyed by (tp, pp). The function does not check that the files exist.
 
     Raises:
-        ValueError: a folder has an unexpected name, two folders belong to the same rank, or there is no folder at all.
+        ValueError: a folder has an unexpected name, two folders belong to the same rank, or no rank has a folder.
     """
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
@@ -205,7 +205,7 @@ def check_agreed(args: Mapping[str, Any], path: Path, others: Mapping[str, Any],
 
 
 def _check_same(first: Rank, other: Rank) -> None:
-    """Refuse two files that were not written by the same save.
+    """Refuse two files that belong to different checkpoints.
 
     Raises:
         ValueError: the version, the iteration or the number of virtual stages differs.
@@ -306,8 +306,8 @@ def join_ranks(
         A dict from each tensor's whole-model name to the tensor's parts, one per tensor-parallel rank, in rank order.
 
     Raises:
-        ValueError: the ranks of a stage do not have the same tensors, or a QKV must be reordered and the head count is
-            not known or cannot be divided among the ranks.
+        ValueError: the ranks of a stage do not have the same tensors; or a QKV must be reordered, but the head count is
+            unknown or not divisible by the number of ranks.
     """
     parts: dict[str, list[Part]] = {}
     n_tp = 1 + max(tp for tp, _ in ranks)

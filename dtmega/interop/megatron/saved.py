@@ -188,7 +188,7 @@ def plain(value: Any) -> Any:
     """Convert a run's argument to a number, a string, a bool, or a list of such values; None for anything else.
 
     An enum member becomes the member's name, and a dtype becomes torch's name for the dtype. A list may contain lists,
-    but not more deeply nested ones. Items of other types are left out of a list.
+    but these inner lists may not contain lists. Items of other types are left out of a list.
     """
     if type(value) is PickledObject:
         return _plain_object(value)
@@ -204,7 +204,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_object(value: PickledObject) -> int | str | None:
-    """The name of a pickled dtype or enum member (the number of a member without a known name); otherwise None."""
+    """The name of a pickled dtype or enum member (a member's number if its name is unknown); None for other objects."""
     if value.name in torch_save.PICKLED_DTYPES:
         return value.name.replace(" ", ".")
     kind = value.name.rpartition(" ")[2]

@@ -1,4 +1,4 @@
-"""A checkpoint's vocabulary size: the number of the tokenizer's ids, without the embedding's padding rows."""
+"""A checkpoint's vocabulary size: the number of ids in the tokenizer, not counting the embedding's padding rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> co
         The model with the padded vocabulary; None if `model` is None.
 
     Raises:
-        ValueError: the files' arguments and the embedding have different numbers of rows.
+        ValueError: the arguments in the files and the embedding give different numbers of rows.
     """
     rows = contents.embedding_rows
     rows_of_args = contents.args.get("padded_vocab_size")

@@ -72,7 +72,7 @@ def write(
 
     Args:
         folder: path of the checkpoint, a new or empty folder.
-        source: tensors of the whole model, named as in core_forms.py, without duplicates and vocabulary padding.
+        source: tensors of the whole model, named as in core_forms.py, without duplicates or vocabulary padding.
         args: the model's arguments, under Megatron's names.
         tokenizer: the model's tokenizer spec. Megatron's loader checks the kind of tokenizer if the loading run has a
             vocabulary.
@@ -85,7 +85,7 @@ def write(
     check_new(folder)
     dtype, (n_tokens, *_) = source.tensors[WORDS]
     # The padding multiple depends on the number of ranks. If the loading run pads to a different multiple,
-    # megatron-core loads the rows that both paddings have, and fills any further rows with zeros.
+    # megatron-core loads the rows that exist with both paddings, and fills any further rows with zeros.
     padded = -(-n_tokens // MULTIPLE) * MULTIPLE
     all_args = {**args, **args_of_files(Layout(1, 1), padded, dtype, tokenizer), **FORM}
     content = {"args": argparse.Namespace(**all_args), "checkpoint_version": 3.0, "iteration": 0}
@@ -152,7 +152,7 @@ def _layer_entry(
 def _whole_entries(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], n_rows: int, read: Callable[[], Tensor]
 ) -> Iterator[Entry]:
-    """Yield the chunk of a tensor outside the layers, then a chunk for the tensor's padding if it has any.
+    """Yield the chunk of a tensor outside the layers, then, if the tensor needs padding rows, a chunk for these rows.
 
     Args:
         n_rows: number of rows, including padding.

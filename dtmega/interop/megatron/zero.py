@@ -1,4 +1,4 @@
-"""DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors, sharded over the data ranks.
+"""Read the states of DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors, sharded by data rank.
 
     bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt
         optimizer_state_dict
@@ -31,7 +31,7 @@ from dtmega.interop.torch_files.inert import PickledObject, natural, of_type
 
 OPTIMIZER_FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
 PARAMETER = re.compile(r"(?:tied_modules\.embed|(\d{1,5}))\.(.+)")
-# Possible names of the class that stores param_slice_mappings' entries; the module depends on DeepSpeed's version.
+# Possible names of the class of the entries in param_slice_mappings; the class's module depends on DeepSpeed's version.
 ADDRESSES = {
     f"deepspeed.{module} fragment_address"
     for module in ("utils.tensor_fragment", "utils.mixed_precision_linkage", "runtime.bf16_optimizer")

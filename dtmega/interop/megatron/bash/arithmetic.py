@@ -13,7 +13,7 @@ TOKEN = re.compile(
 LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"))
 SUMS = ("+", "-")
 PRODUCTS = ("*", "/", "%")
-DEEPEST = 50  # limit for nested parentheses and for variables that refer to variables
+DEEPEST = 50  # nesting limit for parentheses, and for variables whose values name other variables
 BITS = 64
 
 

@@ -1,4 +1,4 @@
-"""Shell builtins and common programs, limited to their effects on variables and output that a launch may use.
+"""Shell builtins and common programs, reduced to the effects that can change a launch command.
 
 Each function takes the shell, the command's words and the line number, and returns a Flow, which determines where the
 script continues.

@@ -1,4 +1,4 @@
-"""Evaluate a script's conditions. A result is True, False, or None if it depends on a real machine."""
+"""Evaluate a script's conditions. A result is True or False; None if it depends on a real machine."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _compared(operator: str, left: Word, right: Word, expander: Expander, *, is_
         return one != other
     if operator in ("<", ">"):
         return one < other if operator == "<" else one > other
-    return None  # a regular expression, or the ages of two files
+    return None  # the operator matches a regular expression, or compares the ages of two files
 
 
 def _number(text: str, expander: Expander, *, is_double: bool) -> int | None:
@@ -152,7 +152,7 @@ def _is_filled(word: Word) -> bool | None:
 
 
 def _of_words(words: Sequence[Word], expander: Expander) -> bool | None:
-    """Evaluate a test, given as a list of words."""
+    """Evaluate a test that is given as a list of words."""
     texts = [known(word) for word in words]
     for operator in ("-o", "-a"):
         if operator in texts:

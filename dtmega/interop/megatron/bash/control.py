@@ -135,7 +135,7 @@ class Control(Shell):
         return self.then(left, operator, right) if flow is Flow.NEXT else flow
 
     def then(self, left: Node, operator: str, right: Node) -> Flow:
-        """Follow the right side of a list, after the caller has followed the left side."""
+        """Follow the right side of a list. The caller has already followed the left side."""
         if operator == "||":
             self.scope.status = conditions.negated(self.scope.status)
 

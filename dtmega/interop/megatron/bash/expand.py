@@ -1,4 +1,4 @@
-"""Expand a script's words: variables in all their forms, quotes, arithmetic and command substitutions."""
+"""Expand a script's words: all forms of variables, quotes, arithmetic and command substitutions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Expander:
         return pattern
 
     def span(self, parent: Node, start: int, stop: int) -> Word:
-        """Expand the text between two offsets inside a node, as in double quotes."""
+        """Expand the text between two offsets inside a node, as if the text were in double quotes."""
         return joined(self._parts(parent, start, stop, unescaped_in_quotes))
 
     def line(self, node: Node) -> int:
@@ -84,7 +84,7 @@ class Expander:
         return self.source.text[self._begin(node) : node.end_byte].decode("utf-8", errors="replace").strip()
 
     def _begin(self, node: Node) -> int:
-        """The offset at which a node's text begins, after any leading blanks that the grammar adds to an expansion."""
+        """The offset where a node's text begins, without the blanks that the grammar puts before an expansion."""
         if node.type not in ("command_substitution", "expansion"):
             return node.start_byte
         raw = self.source.text[node.start_byte : node.end_byte]
@@ -142,7 +142,7 @@ class Expander:
             fields.add(self._literal(node.start_byte, node.end_byte, _unescaped))
 
     def _add_string(self, node: Node, fields: Fields) -> None:
-        """Add text in double quotes. If the text is only `${A[@]}`, add one word for each item."""
+        """Add text in double quotes. If the text is only `${A[@]}`, add one word for each item of A."""
         inner = node.named_children
         if len(inner) == 1 and inner[0].type in ("simple_expansion", "expansion"):
             alone = inner[0].end_byte - inner[0].start_byte == node.end_byte - node.start_byte - 2

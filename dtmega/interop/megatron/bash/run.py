@@ -192,7 +192,7 @@ class _Follower(Assignments, Redirections):
         return Flow.NEXT if flow is Flow.RETURN else flow
 
     def child(self, text: Word, arguments: Sequence[Word], environment: Mapping[str, Word]) -> None:
-        """Follow text in the state of a child process, which has only the exported variables."""
+        """Follow text as a child process would run it, with only the exported variables."""
         exported = {name: variable for name, variable in self.scope.variables.items() if variable.is_exported}
         exported |= {name: Variable(value, is_exported=True) for name, value in environment.items()}
         scope = Scope(variables=exported, arguments=tuple(arguments), folder=self.scope.folder, files=self.scope.files)

@@ -59,7 +59,8 @@ class Shell:
         given: values that the user gives to variables, keyed by variable name.
         found: commands collected so far.
         notes: remarks for the user.
-        hidden: error about the first unwanted command with an unknown condition; raised if nothing is collected.
+        hidden: error about the first unwanted command whose words depend on an unknown condition; raised if no command
+            is collected.
         source: parsed text that is being followed.
         scope: state of the shell.
         conditions: unknown conditions that decide whether the current statement runs.

@@ -163,14 +163,14 @@ def _check_parts(draft: Draft) -> None:
     width = draft.number("kv-channels") if draft.has("kv-channels") else None
     size, heads = draft.number("hidden-size"), draft.number("num-attention-heads")
     if family != "t5" and width and size and heads and width * heads == size:
-        # The given width equals the default, D / H.
+        # The given head width equals the default, D / H.
         draft.keys.pop("model.kv_channels", None)
         draft.open.pop("--kv-channels", None)
         draft.read.add("--kv-channels")
 
 
 def _refuse_positions(draft: Draft, flag: str, reason: str) -> None:
-    """Refuse rotary positions, because the command lacks a flag that every llama has."""
+    """Refuse rotary positions, because the command lacks a flag that every llama needs."""
     name = _positions_flag(draft)
     before = draft.open.get(name)
     more = f"{before.reason}; " if before else "rotary positions are built in a llama only: "
@@ -280,7 +280,7 @@ def _set_scaling(draft: Draft) -> None:
 
 
 def _scales_by_default(draft: Draft) -> bool | None:
-    """True if query-key layer scaling is the default in the command's fork and version; None if these are unknown."""
+    """True if the command's fork and version use query-key layer scaling by default; None if the default is unknown."""
     if draft.original:
         return SCALES_BY_DEFAULT[draft.original]
     written = {*draft.command.values, *draft.command.names.values()}

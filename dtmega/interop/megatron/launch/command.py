@@ -14,7 +14,7 @@ from dtmega.interop.megatron.launch.flags import by_name, first_name
 from dtmega.interop.megatron.launch.row import MANY
 
 SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
-# Programs that can have a pretrain_*.py as an argument without running the script.
+# Programs that can have a pretrain_*.py script as an argument without running the script.
 OTHERS = (
     "grep",
     "ls",
@@ -46,8 +46,8 @@ class Command(NamedTuple):
         unknown: first unknown piece of each flag's words and of each stray word, keyed by the flag or the word; flags
             and words without unknown pieces are left out.
         names: name of each flag as written in the command, keyed by the flag's first name in the table.
-        files: contents of files that the script wrote or that are in its folder, keyed by path; None for unknown
-            contents.
+        files: contents of files that the script wrote or that are in the script's folder, keyed by path; None for
+            unknown contents.
     """
 
     script: str
@@ -65,7 +65,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
     Args:
         source: text of a command that contains `pretrain_….py`, or path of a launch script.
         given: values of the script's environment variables, keyed by name.
-        number: index of the command, from 1, if the script has several commands; 0 if the script must have only one.
+        number: 1-based index of the command if the script has several commands; 0 if the script must have only one.
 
     Returns:
         The command, and remarks for the user.
@@ -97,7 +97,7 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
 
 
 def is_training(words: Sequence[Word]) -> bool:
-    """True if the words form a command that runs a pretrain_*.py."""
+    """True if the words form a command that runs a pretrain_*.py script."""
     program = written(words[0]).rpartition("/")[2]
     return program not in OTHERS and any(_script(word) for word in words)
 
@@ -120,7 +120,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """The contents of all JSON files that the command names and the script's folder contains, keyed by path."""
+    """The contents of each JSON file that the command names, if the script's folder has the file, keyed by path."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)
@@ -172,6 +172,6 @@ def _sorted_by_flag(words: Sequence[Word], files: Mapping[str, str | None]) -> C
 
 
 def _is_file(path: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # a command is too long for a path, or contains a NUL
+    with contextlib.suppress(OSError, ValueError):  # the text of a command may be too long for a path, or contain a NUL
         return Path(path).is_file()
     return False

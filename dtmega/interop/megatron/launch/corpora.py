@@ -59,7 +59,7 @@ def _set_tokenizer(draft: Draft, kind: str) -> None:
         if draft.unknown("--vocab-file"):
             draft.lack("data.tokenizer", draft.unknown("--vocab-file"), "--vocab-file")
     elif kind == "GPT2BPETokenizer":
-        # tiktoken's gpt2 has the vocabulary of GPT-2's own files.
+        # tiktoken's gpt2 has the same vocabulary as GPT-2's own files.
         draft.keys["data.tokenizer"] = "gpt2"
         draft.read |= {"--vocab-file", "--merge-file"}
     elif kind in OF_DIRECTORY and directory:
@@ -121,7 +121,7 @@ def _groups(draft: Draft, split: str) -> list[str]:
 
 
 def _set_mixtures(draft: Draft, groups: Mapping[str, list[str]]) -> None:
-    """Set the mixtures of each split.
+    """Set each split's mixtures.
 
     Args:
         groups: weighted corpus groups, keyed by split.

@@ -56,7 +56,7 @@ class Draft:
         family: family of the model.
         keys: values set so far, keyed by "section.key".
         lacking: description of each value that the user has to fill in, keyed by "section.key".
-        notes: remarks on flags that are not carried over but do not change what a run computes, keyed by flag.
+        notes: remarks on flags that are not carried over and do not change what a run computes, keyed by flag.
         open: decisions that are left to the user, keyed by flag, key or stray word.
         read: flags that are already accounted for, although no key holds the flags' values.
     """
@@ -98,7 +98,7 @@ class Draft:
         self.open[flag] = Open(f"{name} {values}".strip(), line, reason)
 
     def lack(self, key: str, reason: str, flag: str = "") -> None:
-        """Leave the value of a key to the user.
+        """Leave it to the user to set a key.
 
         Args:
             key: name of the key, as "section.key".
@@ -250,7 +250,7 @@ class Draft:
         ]
 
     def _refusal(self, values: Mapping[str, Any]) -> list[str]:
-        """The error that a run would raise for the values, as comment lines; [] while values are missing."""
+        """The error that a run would raise for the values, as comment lines; [] if values are missing."""
         if self.lacking:
             return []
         try:
@@ -261,7 +261,7 @@ class Draft:
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Nest values with keys such as "section.key" as section -> key -> value."""
+    """Convert values keyed by "section.key" to nested dicts: section -> key -> value."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")

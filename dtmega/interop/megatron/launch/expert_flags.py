@@ -11,7 +11,7 @@ from dtmega.interop.megatron.launch.row import MANY, gone, lost, other, row, sam
 BY_SCORES = "for softmax and sigmoid; a sigmoid's weights are divided by their sum, except that of a single expert"
 AS_FAST = "another way to compute the same"
 
-# Flags that only the forks for DeepSpeed have.
+# Flags that only the DeepSpeed forks have.
 FORKS = (
     gone(
         "topk moe-loss-coeff moe-train-capacity-factor moe-eval-capacity-factor moe-min-capacity mlp-type "

@@ -13,7 +13,7 @@ from dtmega.interop.megatron.launch.draft import Draft, as_number
 from dtmega.interop.megatron.launch.expert_flags import EXPERTS, FORKS
 
 EXPERTS_FLAG = "--num-experts"
-NO_EXPERTS = (["0"], ["1"])  # flag values of a model without experts; 1 is the default in the forks for DeepSpeed
+NO_EXPERTS = (["0"], ["1"])  # flag values of a model without experts; 1 is the default in the DeepSpeed forks
 LAYOUT_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 FREQUENCY, BALANCE, COEFFICIENT = "--moe-layer-freq", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")  # balance types that do not change the choice of experts
@@ -26,7 +26,7 @@ def has_experts(command: Command) -> bool:
 
 
 def has_experts_of_fork(command: Command) -> bool:
-    """True if a command's flags show that the model has the experts of a fork for DeepSpeed."""
+    """True if a command's flags select experts as a DeepSpeed fork implements them."""
     given = command.values
     names = {"--deepspeed", "--deepspeed_config", *(name for flag in FORKS for name in flag.names)}
     return has_experts(command) and (len(given[EXPERTS_FLAG]) > 1 or bool(names & {*given}))
@@ -197,9 +197,9 @@ def _set_balance(draft: Draft) -> None:
     """Set the weight of the balance loss.
 
     dtmega's loss for a document equals Megatron's loss for a sequence if each sequence is one document and each token
-    has a label. Megatron's loss for a microbatch is also equal if a microbatch is one sequence. Both count the experts
-    with the largest scores, regardless of bias and groups. Before core 0.13, Megatron counted the experts that tokens
-    used.
+    has a label. Megatron's loss for a microbatch is also equal if a microbatch is one sequence. Both losses count the
+    experts with the largest scores, regardless of bias and groups. Before core 0.13, Megatron counted the experts that
+    tokens used.
     """
     unknown = draft.unknown(BALANCE) or draft.unknown(COEFFICIENT)
     kinds = draft.command.values.get(BALANCE) or ["aux_loss"]
@@ -245,7 +245,7 @@ def _difference(draft: Draft, kind: str) -> str:
 
 
 def _check_counted_tokens(draft: Draft) -> None:
-    """Refuse masked labels if experts are balanced. Only Megatron's balance counts tokens with masked labels."""
+    """Refuse masked labels if experts are balanced: Megatron counts tokens with masked labels, dtmega does not."""
     balances = ("model.balance_loss", "model.router_z_loss", "model.router_bias")
     if draft.has("eod-mask-loss") and any(draft.keys.get(key) for key in balances):
         draft.refuse("--eod-mask-loss", "balance counts the tokens with a label here, and all tokens in Megatron")

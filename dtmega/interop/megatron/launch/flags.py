@@ -1,6 +1,6 @@
 """Table of Megatron's flags: each row lists the keys that replace a flag, or gives the reason why there is no key.
 
-The table has the flags for pre-training with their defaults, from `megatron/arguments.py` in Megatron-LM and in
+The table has the pre-training flags and their defaults, taken from `megatron/arguments.py` in Megatron-LM and in
 BigScience's Megatron-DeepSpeed. The modules in this folder read the table, and `docs/from-megatron.md` shows the table.
 """
 

@@ -20,7 +20,7 @@ class Flag(NamedTuple):
         same: whether the flag has a single key with the same value, so that the translation copies the value.
         changes: whether a run without the flag would compute different results. If so, dtmega refuses the
             configuration until the user has decided about the flag.
-        neutral: values for which a flag with `changes` has no effect.
+        neutral: values with which the flag does not affect a run's results although `changes` is True.
         other_names: mapping from a name in other versions and forks to the flag's first name.
     """
 
@@ -39,7 +39,7 @@ def row(names: str, n_values: int, keys: str = "", why: str = "", default: str |
     """Create a row of the table.
 
     Args:
-        names: names of the flags, separated by blanks. A bar separates several names of the same flag.
+        names: names of the flags, separated by blanks. Several names of one flag are separated by bars.
         n_values: number of values that each flag takes.
         keys: keys of the configuration, separated by blanks.
         why: remark for readers of the table.

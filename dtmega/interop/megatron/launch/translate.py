@@ -50,7 +50,7 @@ def translate(
         allowed: flags and keys that may be missing from the configuration.
         original: fork and version that the command is for: megatron-lm (until November 2023), megatron-deepspeed or
             megatron-core; '' to infer fork and version from the flags.
-        number: index of the command, from 1, if the script has several commands; 0 if the script must have only one.
+        number: 1-based index of the command if the script has several commands; 0 if the script must have only one.
 
     Raises:
         ValueError: `source` has no Megatron command or does not determine which command runs, or the command trains a
@@ -73,7 +73,7 @@ def translate_known_model(
 
     Args:
         found: the command.
-        known: values keyed by "section.key". The [model] section gets only these values; elsewhere these values replace
+        known: values keyed by "section.key". [model] gets only these values; in other sections, these values replace
             the values from the flags.
         title: first line of the text, a comment.
 
