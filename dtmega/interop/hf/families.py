@@ -5,8 +5,8 @@ in which tensor parallelism cuts each module, and the config.json keys that affe
 `transformers` 5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number.
 `model.py` uses `FamilyFacts.ends`, and `tp/plan.py` uses `FamilyFacts.styles`.
 
-transformers' own plan (`tp/native.py`) cuts the models of every family that has no entry here, or an entry without
-`styles`. A family without an entry cannot run in a pipeline.
+If a family has no entry here, or an entry without `styles`, transformers' own plan (`tp/native.py`) cuts the family's
+models. A family without an entry cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 # Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-# A linear layer whose rows are [q, k, v] head by head, or the queries of all heads and then one shared k and v.
+# Style of a linear layer whose rows are q, k and v head by head, or all heads' queries and then one shared k and v.
 QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
@@ -42,8 +42,8 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Families whose models are always causal, even if config.json has `is_decoder` = false.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
-# Families that support context parallelism ([mesh] cp), in which several ranks share each sequence. Each layer of these
-# families passes everything that affects attention through transformers' attention interface, and each model accepts
+# Families that support context parallelism ([mesh] cp), in which several ranks share each sequence. In these families,
+# each layer passes everything that affects attention through transformers' attention interface, and the model accepts
 # the positions of a rank's tokens.
 OVER_CP = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
 OVER_CP += ("cohere2", "phi", "phi3", "granite", "glm", "glm4", "smollm3", "arcee", "ernie4_5", "exaone4", "starcoder2")
@@ -55,7 +55,7 @@ WHOLE_SEQUENCES = {
     "deepseek_v3": "its heads of values have another size than its heads of queries and keys",
 }
 
-# Family whose conversations may not share a row ([data] pack) -> reason. For every other family, a run checks at
+# Family in which conversations cannot share a row ([data] pack) -> reason. For every other family, a run checks at
 # startup that attention restarts wherever positions restart (`packing_proof.py`).
 DOES_NOT_PACK = {
     "bloom": "its class takes no positions (name = 'bloom' with init_from trains the same model)",
@@ -64,7 +64,7 @@ DOES_NOT_PACK = {
 # Families whose results are bit-identical on all layouts ([run] exact), as benchmarks/exact.py and
 # tests/fsdp/test_exact.py prove.
 EXACT = ("llama",)
-# Mixtures whose experts can be divided over ranks with different tokens: tests/interop/hf/tp/test_experts.py proves it.
+# Mixtures whose experts can be divided over ranks with different tokens, as tests/interop/hf/tp/test_experts.py proves.
 OVER_EP = (
     *("deepseek_v3", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss", "granitemoe", "minimax", "mixtral", "olmoe"),
     *("phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
@@ -143,7 +143,7 @@ class FamilyFacts:
         in_embedding_dtype: names of parameterless modules whose fp32 output is cast to the embeddings' dtype and then
             added to the embeddings.
         heads: config key for the number of heads.
-        kv_heads: config key for the number of kv heads; None if each head has its own keys.
+        kv_heads: config key for the number of kv heads; None if each query head has its own kv head.
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
         fused: weights that fuse several matrices, as name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
@@ -193,14 +193,14 @@ _LLAMA = FamilyFacts(
 )
 # Families that have Llama's ends, but are cut over tp by transformers' own plan. These families differ from Llama only
 # in settings that the modules themselves hold, so each stage has the settings for its own modules. For example, Gemma's
-# embedding factor is in embed_tokens. Windows and layers without rotation are set in each layer and in layer_types; a
-# stage keeps only the entries for its own layers.
+# embedding factor is in embed_tokens. Each layer's window and rotation are set in the layer and in layer_types; a
+# stage keeps only the entries of layer_types for its own layers.
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
 def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
-    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the same norm's output."""
+    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the output of one norm."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,

@@ -121,8 +121,8 @@ def deviations(
         ours: the cut model.
         truth: the uncut model.
         inputs: batch for both models.
-        summed_over: ranks with batches of their own, over which the gradients of cut tensors are sums; None: all ranks
-            have the same batch.
+        summed_over: group of ranks with different batches; the gradients of cut tensors are sums over this group. None
+            if all ranks have the same batch.
 
     Returns:
         The relative deviation of each tensor, keyed by tensor name.
