@@ -130,7 +130,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Make the assemblies of all tensors that one rule names at one place in the model, and add them to `result`.
+    """Make the assembly of each tensor that a rule names at one place in the model, and add it to `result`.
 
     Args:
         ours: shape of each of our tensors in the rule, keyed by tensor name.

@@ -118,10 +118,10 @@ class PipelineEnds:
     and `later` must give the attribute a value that switches the change off.
 
     Attributes:
-        first: modules that only the first stage holds, as name -> stand-in on all later stages. These modules are
-            children of the module that runs the blocks.
-        last: modules that only the last stage holds, as name -> stand-in on all earlier stages.
-        later: attributes of the module that runs the blocks, as name -> value on every stage except the first.
+        first: stand-in on later stages for each module that only the first stage holds, keyed by module name. These
+            modules are children of the module that runs the blocks.
+        last: stand-in on earlier stages for each module that only the last stage holds, keyed by module name.
+        later: values, on later stages, of attributes of the module that runs the blocks, keyed by attribute name.
     """
 
     first: dict[str, str]
@@ -134,7 +134,7 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: modules that run blocks, as module name -> name of the module's block list.
+        stacks: name of the block list in each module that runs blocks, keyed by module name.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: style for each module name pattern. A pattern without a match is skipped: a model may lack an optional
@@ -146,9 +146,9 @@ class FamilyFacts:
         kv_heads: config key for the number of kv heads; None if each query head has its own kv head.
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
-        fused: weights that fuse several matrices, as name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
+        fused: row order (BY_HEAD, Q_K_V or GATE_UP) of each weight that fuses several matrices, keyed by layer name.
         sizes: further config keys whose values tp must divide.
-        refused: config keys that must not be set, as key -> reason.
+        refused: reason for each config key that must not be set, keyed by config key.
     """
 
     stacks: dict[str, str]

@@ -21,8 +21,8 @@ def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
         hf: whole `transformers` model, on meta.
 
     Returns:
-        Parameter name -> (mean, std). For a constant, std is 0; for a normal distribution, mean is 0. An
-        entry is None if the parameter is initialised in any other way.
+        (mean, std) for each parameter, keyed by parameter name. For a constant, std is 0; for a normal distribution,
+        mean is 0. An entry is None if the parameter is initialised in any other way.
     """
     # transformers skips every module or parameter whose flag `_is_hf_initialized` is True, so clear all flags.
     for tensor in (*hf.modules(), *hf.parameters()):

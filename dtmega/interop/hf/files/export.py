@@ -112,7 +112,7 @@ def export(
 def _tokenizer_files(
     tokenizer: Tokenizer, text: str, token_ids: Mapping[str, int | None], *, reads_types: bool
 ) -> dict[str, bytes]:
-    """Make the files that AutoTokenizer reads: file name -> content.
+    """Make the content of each file that AutoTokenizer reads, keyed by file name.
 
     Args:
         text: content of the tokenizer.json that `tokenizer` was made from.

@@ -6,7 +6,7 @@ from dtmega import config
 
 
 def refuse_gated(model: config.Model) -> None:
-    """Raise an error if a model has a gated feed-forward. Formats for transformers classes without a gate use this check.
+    """Raise an error if a model has a gated feed-forward. Formats whose transformers class has no gate use this check.
 
     Raises:
         ValueError: the model has a gated feed-forward.

@@ -218,7 +218,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` from this rank's columns; None if the fused kernel does not support the arguments."""
+    """`F.cross_entropy`, computed from this rank's columns; None if the fused kernel does not support the arguments."""
     usual = weight is None and size_average is None and reduce is None and ignore_index == IGNORED
     if not (isinstance(logits, VocabLogits) and usual and logits.ndim == 2 and reduction in ("mean", "sum")):
         return None

@@ -50,7 +50,7 @@ class EnterHeads(Enter):
             output.
         alibi: name of the keyword argument with each head's biases, [B H, 1, S] or [H, 1, S]; each rank selects the
             biases of its own heads. `divide[0]` then names the attribute that counts the heads.
-        divide: names of attributes that hold head or feature counts for reshaping; each count is divided by tp.
+        divide: names of attributes with the head or feature counts that shape views; each count is divided by tp.
         set: new value of each attribute, keyed by attribute name.
     """
 
