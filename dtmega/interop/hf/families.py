@@ -121,7 +121,7 @@ class PipelineEnds:
         first: stand-in on later stages for each module that only the first stage holds, keyed by module name. These
             modules are children of the module that runs the blocks.
         last: stand-in on earlier stages for each module that only the last stage holds, keyed by module name.
-        later: values, on later stages, of attributes of the module that runs the blocks, keyed by attribute name.
+        later: attribute values on later stages for the module that runs the blocks, keyed by attribute name.
     """
 
     first: dict[str, str]

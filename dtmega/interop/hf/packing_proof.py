@@ -1,7 +1,7 @@
 """Tests a small clone before a run: conversations packed into one row must not see each other.
 
-Without a mask, transformers cuts attention wherever `position_ids` restart. A four-dimensional mask could cut attention
-at the same places, but nine families silently drop their sliding windows if they receive such a mask.
+Without a mask, transformers restarts attention wherever `position_ids` restart. A four-dimensional mask could have the
+same effect, but nine families silently drop their sliding windows if they receive such a mask.
 """
 
 from __future__ import annotations

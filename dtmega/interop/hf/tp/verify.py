@@ -1,8 +1,8 @@
 """Verifies a plan: cuts a small clone of the model, and compares loss, logits and gradients with an uncut clone.
 
-A plausible plan can be wrong without raising any error. For example, gradients of per-head norms are not summed, a view
-accepts a wrong head count, a rank uses the slopes of other heads, a fused projection is cut in the wrong place, or
-sharding unties tied weights.
+A plausible plan can be wrong without raising any error. For example, gradients of per-head norms may not be summed, a
+view may accept a wrong head count, a rank may use the slopes of other heads, a fused projection may be cut in the wrong
+place, or sharding may untie tied weights.
 """
 
 from __future__ import annotations
