@@ -148,8 +148,8 @@ class Format:
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
         keys = [key for key in self.keys if not key.free]
         keys += [Key(ours, ()) for ours in self._further_keys(theirs, stored)]
-        # If `self.keys` and `_further_keys` both contain a key, the dict compares the key once. The entry from
-        # `_further_keys` wins, as in `section`.
+        # A key that is both in `self.keys` and in `_further_keys` is compared once. The entry from `_further_keys`
+        # wins, as in `section`.
         values = {key.ours: (key.value(described), key.value(model)) for key in keys}
         wrong = []
         for key, (stored_value, asked_value) in values.items():

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """The relation between our tensors (or modules) and the other program's.
+    """A relation between our tensors (or modules) and the other program's tensors (or modules).
 
     Attributes:
         ours: name of our tensor or module, or a tuple of several names.
@@ -130,7 +130,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Add to `result` the assemblies of all tensors that one rule names at one place in the model.
+    """Make the assembly of each tensor that a rule names at one place in the model, and add it to `result`.
 
     Args:
         ours: shape of each of our tensors in the rule, keyed by tensor name.
@@ -166,7 +166,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Count each tensor's rows, before any transpose, on the other side of a rule; the result is keyed by tensor name.
+    """Count the rows of each tensor on a rule's other side, before any transpose; the result is keyed by tensor name.
 
     Args:
         total: number of rows in all our tensors in the rule.
@@ -217,8 +217,8 @@ def _cut(
     Args:
         runs: tuples (first row counted through all our tensors, first row counted through all their tensors, number of
             rows).
-        ours: tensor name -> number of rows, for our tensors in a rule, in the rule's order.
-        theirs: tensor name -> number of rows, for the other program's tensors in the rule, in the rule's order.
+        ours: row counts of our tensors in a rule, keyed by tensor name, in the rule's order.
+        theirs: row counts of the other program's tensors in the rule, keyed by tensor name, in the rule's order.
 
     Returns:
         One tuple per piece: (our name, first row in our tensor, their name, first row in their tensor, number of rows).

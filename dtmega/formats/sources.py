@@ -141,7 +141,7 @@ class Translated:
         """Prepare to assemble tensors from another source.
 
         Args:
-            assemblies: tensor name -> recipe for assembling the tensor from the source's tensors.
+            assemblies: recipe for assembling each tensor from the source's tensors, keyed by tensor name.
         """
         self._source = source
         self._assemblies = assemblies

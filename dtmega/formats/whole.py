@@ -24,7 +24,7 @@ LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original
 
 
 class TensorNames(NamedTuple):
-    """The tensors of one model, under the names of both sides.
+    """The names of one model's tensors, in our format and in the other program's format.
 
     Attributes:
         translation: recipes for assembling each side's tensors from the other side's. A tied parameter has an entry
@@ -77,7 +77,7 @@ class Deduplicated:
 
         Args:
             weights: the stored tensors, with all copies.
-            copies: parameter name -> names under which `weights` stores the parameter.
+            copies: names under which `weights` stores each parameter, keyed by parameter name.
             where: path of the source, for messages.
             otherwise: end of the message "... are stored with different values, but ...".
         """
@@ -234,7 +234,7 @@ def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Non
     """Refuse a source whose tensors do not match the model's tensors.
 
     Args:
-        shapes: tensor name -> shape in the model; in the source, tensors in BY_TOKEN may have more rows.
+        shapes: the model's tensor shapes, keyed by tensor name; the source's BY_TOKEN tensors may have more rows.
 
     Raises:
         ValueError: a tensor is missing, is unknown, or has a different shape.

@@ -19,7 +19,7 @@ Read these modules in the order above, then the modules of tp/:
     plan.py, native.py, generic.py                build a model's style table from families.py, from transformers'
                                                   own plan, or from module names alone
     parallel.py, load.py                          apply the table; load each rank's part of the weights
-    tiny.py, verify.py, command.py                compare a small clone that is cut over ranks with an uncut clone
+    tiny.py, verify.py, command.py                cut a small clone over ranks, and compare it with an uncut clone
 
 Use in your own training loop:
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HFPlan", "Read", "Verification", "load_hf", "parallelize_hf", "plan_for", "verify_plan"]
 
-# Public name -> the module of tp/ that defines it.
+# Public name -> module of tp/ that defines the name.
 _HOMES = {
     "HFPlan": "plan",
     "Read": "load",

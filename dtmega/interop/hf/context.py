@@ -81,7 +81,7 @@ def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, 
 
     Args:
         model: the model, whole or one pipeline stage.
-        own: result of an earlier call, which this call undoes; None if the model switches to this module's functions.
+        own: result of the earlier call that this call undoes; None if the model switches to this module's functions.
 
     Returns:
         The attention implementation that each config in the model named before the call, keyed by the config's `id`.

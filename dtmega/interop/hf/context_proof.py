@@ -1,4 +1,4 @@
-"""Checks on a small clone, before a run, that ranks sharing sequences compute the same results as one process."""
+"""Tests a small clone before a run: ranks that share sequences must compute the same results as one process."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def read_config(path: str) -> Any:
         hf_config = config_json.make_config(path, plain)
     except ValueError as error:
         raise ValueError(f"{error} ([model] path)") from None
-    # BERT and similar families also have causal heads, which `is_decoder` in config.json switches on.
+    # BERT and similar families are causal language models only if config.json has `is_decoder` = true.
     decoder = getattr(hf_config, "is_decoder", True) or hf_config.model_type in families.ALWAYS_CAUSAL
     if not decoder or hf_config.is_encoder_decoder or type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
@@ -89,7 +89,7 @@ def initial_values(path: str) -> dict[str, tuple[float, float]]:
     """The distribution from which the family draws each parameter's initial values.
 
     Returns:
-        Parameter name -> (mean, std), as in `draws_of`.
+        (mean, std) for each parameter, keyed by parameter name, as in `draws_of`.
 
     Raises:
         ValueError: `draws_of` finds no distribution for a parameter.

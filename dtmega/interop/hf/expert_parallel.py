@@ -1,8 +1,8 @@
 """Expert parallelism (ep) for transformers' mixtures; transformers' own code computes the experts on each rank.
 
 `plans/expert_parallel.py` divides the experts and exchanges rows. transformers' code multiplies each expert's result by
-the token's routing weight. Here this code receives only weights of 1; each rank then multiplies the results for its own
-tokens by the true weights.
+the token's routing weight. Under ep, transformers' code receives only weights of 1, and each rank then multiplies the
+results for its own tokens by the true weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtmega.plans.base import computing_on
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The transformers modules that stack experts and support experts on other ranks."""
+    """A model's experts modules whose transformers class supports experts on other ranks."""
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
@@ -29,7 +29,7 @@ def send_to_experts(module: Any, ep: int) -> None:
 
     Args:
         module: module with all E experts, before `plans.expert_parallel.divide` divides them.
-        ep: number of ranks that the experts are divided over.
+        ep: number of ranks over which the experts are divided.
     """
     module.n_experts = module.num_experts
     # transformers expects this attribute to count the experts that the parameters hold.
@@ -49,7 +49,7 @@ def _forward(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor
     k = experts.shape[1]
     order = order_by_expert(experts, module.n_experts)
     arrived = module.exchange(dispatch(x, order, k), order.n_rows)
-    # Append a row of zeros, so that the experts' gradients are zero on a rank where no other row arrives.
+    # Append a row of zeros, so that a rank that receives no rows still computes gradients (zeros) for its experts.
     rows = F.pad(arrived.rows, (0, 0, 0, 1))
     numbers = F.pad(arrived.experts, (0, 1)).unsqueeze(1)
     ones = torch.ones(numbers.shape, dtype=weights.dtype, device=weights.device)

@@ -5,8 +5,8 @@ in which tensor parallelism cuts each module, and the config.json keys that affe
 `transformers` 5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number.
 `model.py` uses `FamilyFacts.ends`, and `tp/plan.py` uses `FamilyFacts.styles`.
 
-transformers' own plan (`tp/native.py`) cuts the models of every family that has no entry here, or an entry without
-`styles`. A family without an entry cannot run in a pipeline.
+If a family has no entry here, or an entry without `styles`, transformers' own plan (`tp/native.py`) cuts the family's
+models. A family without an entry cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 # Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-# A linear layer whose rows are [q, k, v] head by head, or the queries of all heads and then one shared k and v.
+# Style of a linear layer whose rows are q, k and v head by head, or all heads' queries and then one shared k and v.
 QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
@@ -42,8 +42,8 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Families whose models are always causal, even if config.json has `is_decoder` = false.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
-# Families that support context parallelism ([mesh] cp), in which several ranks share each sequence. Each layer of these
-# families passes everything that affects attention through transformers' attention interface, and each model accepts
+# Families that support context parallelism ([mesh] cp), in which several ranks share each sequence. In these families,
+# each layer passes everything that affects attention through transformers' attention interface, and the model accepts
 # the positions of a rank's tokens.
 OVER_CP = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
 OVER_CP += ("cohere2", "phi", "phi3", "granite", "glm", "glm4", "smollm3", "arcee", "ernie4_5", "exaone4", "starcoder2")
@@ -55,7 +55,7 @@ WHOLE_SEQUENCES = {
     "deepseek_v3": "its heads of values have another size than its heads of queries and keys",
 }
 
-# Family whose conversations may not share a row ([data] pack) -> reason. For every other family, a run checks at
+# Family in which conversations cannot share a row ([data] pack) -> reason. For every other family, a run checks at
 # startup that attention restarts wherever positions restart (`packing_proof.py`).
 DOES_NOT_PACK = {
     "bloom": "its class takes no positions (name = 'bloom' with init_from trains the same model)",
@@ -64,7 +64,7 @@ DOES_NOT_PACK = {
 # Families whose results are bit-identical on all layouts ([run] exact), as benchmarks/exact.py and
 # tests/fsdp/test_exact.py prove.
 EXACT = ("llama",)
-# Mixtures whose experts can be divided over ranks with different tokens: tests/interop/hf/tp/test_experts.py proves it.
+# Mixtures whose experts can be divided over ranks with different tokens, as tests/interop/hf/tp/test_experts.py proves.
 OVER_EP = (
     *("deepseek_v3", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss", "granitemoe", "minimax", "mixtral", "olmoe"),
     *("phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
@@ -118,10 +118,10 @@ class PipelineEnds:
     and `later` must give the attribute a value that switches the change off.
 
     Attributes:
-        first: modules that only the first stage holds, as name -> stand-in on all later stages. These modules are
-            children of the module that runs the blocks.
-        last: modules that only the last stage holds, as name -> stand-in on all earlier stages.
-        later: attributes of the module that runs the blocks, as name -> value on every stage except the first.
+        first: stand-in on later stages for each module that only the first stage holds, keyed by module name. These
+            modules are children of the module that runs the blocks.
+        last: stand-in on earlier stages for each module that only the last stage holds, keyed by module name.
+        later: attribute values on later stages for the module that runs the blocks, keyed by attribute name.
     """
 
     first: dict[str, str]
@@ -134,7 +134,7 @@ class FamilyFacts:
     """The facts about one family.
 
     Attributes:
-        stacks: modules that run blocks, as module name -> name of the module's block list.
+        stacks: name of the block list in each module that runs blocks, keyed by module name.
         ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
             family with ends has exactly one stack.
         styles: style for each module name pattern. A pattern without a match is skipped: a model may lack an optional
@@ -143,12 +143,12 @@ class FamilyFacts:
         in_embedding_dtype: names of parameterless modules whose fp32 output is cast to the embeddings' dtype and then
             added to the embeddings.
         heads: config key for the number of heads.
-        kv_heads: config key for the number of kv heads; None if each head has its own keys.
+        kv_heads: config key for the number of kv heads; None if each query head has its own kv head.
         head_blocks: number of equal groups into which the stored weights divide the heads; tp must divide the number of
             heads per group.
-        fused: weights that fuse several matrices, as name of the linear layer -> BY_HEAD, Q_K_V or GATE_UP.
+        fused: row order (BY_HEAD, Q_K_V or GATE_UP) of each weight that fuses several matrices, keyed by layer name.
         sizes: further config keys whose values tp must divide.
-        refused: config keys that must not be set, as key -> reason.
+        refused: reason for each config key that must not be set, keyed by config key.
     """
 
     stacks: dict[str, str]
@@ -193,14 +193,14 @@ _LLAMA = FamilyFacts(
 )
 # Families that have Llama's ends, but are cut over tp by transformers' own plan. These families differ from Llama only
 # in settings that the modules themselves hold, so each stage has the settings for its own modules. For example, Gemma's
-# embedding factor is in embed_tokens. Windows and layers without rotation are set in each layer and in layer_types; a
-# stage keeps only the entries for its own layers.
+# embedding factor is in embed_tokens. Each layer's window and rotation are set in the layer and in layer_types; a
+# stage keeps only the entries of layer_types for its own layers.
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
 def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
-    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the same norm's output."""
+    """Styles of GPT-J and its descendants, in which attention and feed-forward both read the output of one norm."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,

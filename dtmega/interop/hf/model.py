@@ -33,7 +33,7 @@ def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: An
 
     Args:
         kind: order of the matrices: `families.BY_HEAD`, `families.Q_K_V` or `families.GATE_UP`.
-        module: an nn.Linear, or a Conv1D, which stores its weight as [in, out].
+        module: linear layer, an nn.Linear or a Conv1D (which stores its weight as [in, out]).
         facts: facts about the family.
         hf_config: config of the model.
     """
@@ -68,7 +68,7 @@ STAND_INS: Mapping[str, Callable[[], nn.Module | None]] = {
 
 
 class HF(Model):
-    """A transformers decoder, or one pipeline stage of a transformers decoder.
+    """A transformers decoder, whole or one pipeline stage.
 
     Attributes:
         hf: the transformers model; only the last stage keeps the head.
@@ -136,8 +136,8 @@ class HF(Model):
             cache: keys and values of the earlier tokens, for generation.
             document_ids: document index of each token, [B, S]. Used only with a cache or if ranks share the sequences.
                 With a cache, 0 marks the text, and any other number marks padding to the left of the text.
-            position_ids: position of each token, [B, S]. Without a cache, transformers cuts attention masks wherever a
-                position is 0, so a token attends to no token before the latest position 0.
+            position_ids: position of each token, [B, S]. Without a cache, transformers restarts attention at
+                every position 0, so tokens after a restart do not attend to tokens before the restart.
 
         Returns:
             The hidden state for the next stage, logits [B, S, V], or the loss summed over the microbatch.
@@ -188,7 +188,7 @@ class HF(Model):
         owner = self.hf.base_model.get_submodule(facts.owner)
         for name in facts.ends.last:
             module = getattr(owner, name, None)
-            # `Model` assigns every module registered before the blocks to the embedding, even modules of the head.
+            # `Model` counts all modules registered before the blocks as part of the embedding, even the head's modules.
             if module in modules_of["embed"]:
                 modules_of["embed"].remove(module)
                 modules_of["head"].append(module)
@@ -208,7 +208,7 @@ class HF(Model):
     def attention_flops(self, piece: str) -> int:
         hf_config = self.hf.config
         heads = getattr(hf_config, "num_attention_heads", 0)
-        # Without heads there is no attention; Mamba's scan is not counted.
+        # A model without heads has no attention; Mamba's scan is not counted.
         if not heads:
             return 0
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
@@ -231,8 +231,8 @@ class HF(Model):
             # `del blocks[i]` would renumber the other blocks.
             del blocks._modules[name]
         if kinds := getattr(base.config, "layer_types", None):
-            # Some families look up the kind of their i-th block in `layer_types`, so keep only the entries for this
-            # stage.
+            # Some families look up a block's kind in `layer_types`, by the block's index in the stage. So keep only the
+            # entries for this stage.
             base.config = copy.copy(base.config)
             base.config.layer_types = [kinds[int(name)] for name in blocks._modules]
         stand_ins = {} if self.is_first else dict(facts.ends.first)
@@ -265,7 +265,7 @@ class HF(Model):
 
 
 def longest(hf_config: Any) -> int | None:
-    """The longest sequence that a transformers config allows, in tokens; None if the config sets no limit."""
+    """The maximum sequence length that a transformers config allows, in tokens; None if the config sets no limit."""
     return next((getattr(hf_config, key) for key in families.POSITION_KEYS if getattr(hf_config, key, None)), None)
 
 

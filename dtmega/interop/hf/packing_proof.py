@@ -1,7 +1,7 @@
-"""Checks on a small clone, before a run, that conversations packed into one row do not see each other.
+"""Tests a small clone before a run: conversations packed into one row must not see each other.
 
-Without a mask, transformers cuts attention wherever `position_ids` restart. A four-dimensional mask could cut attention
-at the same places, but nine families silently drop their sliding windows if they receive such a mask.
+Without a mask, transformers restarts attention wherever `position_ids` restart. A four-dimensional mask could have the
+same effect, but nine families silently drop their sliding windows if they receive such a mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 def prove(model: Any, device: torch.device) -> None:
-    """Compare a packed row's loss and gradients with those of the separate conversations, on a small clone.
+    """On a small clone, compare the loss and gradients of a packed row with those of the separate conversations.
 
     Args:
         model: `transformers` model on meta; only its class and its config are used.

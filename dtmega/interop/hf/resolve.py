@@ -1,4 +1,4 @@
-"""Fills in the config keys that a transformers directory determines, and detects later changes to that config.json."""
+"""Fills in the config keys that a transformers directory determines, and detects later changes to its config.json."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def notes(model: config.Model) -> list[str]:
 
 
 def sizes(directory: str) -> dict[str, int]:
-    """The [model] keys that the directory determines, with their values.
+    """The values of the [model] keys that a directory determines, keyed by [model] key.
 
     Raises:
         ValueError: `read_config` refuses the directory, or the model stores a tensor whose dtype is not floating-point.

@@ -240,7 +240,7 @@ def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dty
 
 
 def _dtype(name: str, properties: Any) -> torch.dtype:
-    """The dtype of the tensor `name`: the first field in the state of its TensorProperties."""
+    """The dtype of the tensor `name`, which is the first field in the state of the tensor's TensorProperties."""
     if type(properties) is not PickledObject or properties.name not in PROPERTIES:
         raise ValueError(f"expected the properties of '{name}' to be TensorProperties, got {kind_name(properties)}")
     dtype, *_ = of_type(properties.state, tuple, f"the state of the properties of '{name}'") or (None,)

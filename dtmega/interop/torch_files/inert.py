@@ -4,10 +4,10 @@
 functions, and would have to allow `getattr` (see dcp.py). Here an object becomes a `PickledObject`, which only holds
 the name, the arguments and the state from the pickle.
 
-The names and opcodes that a file format needs are known in advance, and all others are refused. The refusal only
-distinguishes a crafted file from a damaged file; decoding would be safe without the refusal. A small file cannot crash
-the process either. By contrast, Python's C unpickler allocates 4 GB for a file of 9 bytes, and overflows the stack for
-a file of 200 kB (in Python 3.11).
+All names and opcodes that a file format does not need are refused. Decoding would be safe without the refusal, which
+only distinguishes a crafted file from a damaged file. A small file cannot crash the process either. By contrast,
+Python's C unpickler allocates 4 GB for a file of 9 bytes, and overflows the stack for a file of 200 kB (in Python
+3.11).
 """
 
 from __future__ import annotations

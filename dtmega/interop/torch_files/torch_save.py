@@ -1,4 +1,4 @@
-"""Reads one tensor written by torch.save, at any position in a file, in place and without unpickling.
+"""Reads a tensor that torch.save wrote, in place and without unpickling. The tensor may start anywhere in a file.
 
 torch.save writes a tensor as a zip archive without compression:
 
@@ -203,7 +203,7 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """Map each record's name to the record, for a zip archive of `length` bytes that begins at byte `start` of a file.
+    """List the records, keyed by name, of the zip archive of `length` bytes that begins at byte `start` of a file.
 
     Raises:
         ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.

@@ -1,11 +1,11 @@
 """Exports a model to a directory that transformers' `from_pretrained` and `AutoTokenizer` can load.
 
-OUT/config.json               made from the model, or copied from the original with class and dtype replaced
+OUT/config.json               made from the model, or copied from the original directory with class and dtype replaced
 OUT/generation_config.json    written together with the tokenizer files
 OUT/model.safetensors         one file or several files; see write.py
 
-If the model came from a directory (the original), that directory's tokenizer files (TOKENIZER_FILES) are copied byte
-for byte. Code and other weights are never copied.
+The original directory is the transformers directory that the model came from, if any. Its tokenizer files
+(TOKENIZER_FILES) are copied byte for byte. Code and other weights are never copied.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def export(
             original's files are kept.
         rank, size, barrier, max_file_bytes: arguments of `write.write`.
         token_ids: ids of the tokenizer's special tokens, keyed by config key (eos_token_id, ...).
-        end_ids: further token ids that end a generated text, such as the ids that end a turn.
-        other_files: file name -> content of each further file; only rank 0's files are written. For one of dtmega's own
-            models, `other_files` may include the `tokenizer.json` and `generation_config.json` of the directory that
-            training started from. If the tokenizer has not changed since then, this generation_config.json is written
-            unchanged; otherwise the file gets the new tokenizer's token ids.
+        end_ids: further token ids that end generated text, such as the ids that end a turn.
+        other_files: content of each further file, keyed by file name; only rank 0 writes these files. For one of
+            dtmega's own models, `other_files` may include the `tokenizer.json` and `generation_config.json` of the
+            directory from which training started. If the tokenizer has not changed since then, this
+            generation_config.json is written unchanged; otherwise the file gets the new tokenizer's token ids.
 
     Raises:
         ValueError: the folder exists and is not empty, an original file cannot be read, a tensor's dtype is not allowed
@@ -112,7 +112,7 @@ def export(
 def _tokenizer_files(
     tokenizer: Tokenizer, text: str, token_ids: Mapping[str, int | None], *, reads_types: bool
 ) -> dict[str, bytes]:
-    """Make the files that AutoTokenizer reads: file name -> content.
+    """Make the content of each file that AutoTokenizer reads, keyed by file name.
 
     Args:
         text: content of the tokenizer.json that `tokenizer` was made from.
@@ -139,7 +139,7 @@ def _tokenizer_files(
 
 
 def _ending_at(generation: bytes, end_ids: Sequence[int]) -> bytes:
-    """Add token ids that end a text to the content of a generation_config.json."""
+    """Add further ids to `eos_token_id` in the content of a generation_config.json."""
     values = parse_object(generation, f"{GENERATION} of the source")
     stored = values.get("eos_token_id")
     known = stored if isinstance(stored, list) else [] if stored is None else [stored]

@@ -42,7 +42,7 @@ TheirLayers = dict[str, TheirLayer]
 
 
 class Adapters(NamedTuple):
-    """The adapters of a run, as stored.
+    """A run's stored adapters.
 
     Attributes:
         stored: source of the adapters' parameters.
@@ -109,7 +109,7 @@ def write_peft(
         adapters: the adapters.
         theirs: the transformers model's layers that get adapters, keyed by module name.
         modules: names of all modules of the transformers model.
-        other_files: file name -> content of each further file.
+        other_files: content of each further file, keyed by file name.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -117,7 +117,7 @@ def write_peft(
     """
     tensors = _InTheirForm(adapters.stored, theirs)
     files = {**other_files, CONFIG: to_json(_config(adapters, theirs, modules))}
-    # peft reads a single weights file, however large the file is.
+    # peft reads only one weights file, so write all adapters into one file of any size.
     write(
         tensors,
         folder,
@@ -179,7 +179,7 @@ def _config(adapters: Adapters, theirs: Mapping[str, TheirLayer], modules: Colle
 
 
 def targets(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """Choose the value of `target_modules`: the names' last parts if no other module shares them, otherwise full names.
+    """Choose the value of `target_modules`: the layers' last name parts, or full names if other modules share them.
 
     Args:
         layers: names of the layers with adapters.

@@ -45,7 +45,7 @@ def conversions(model: Any) -> list[Any]:
 
 
 def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directions:
-    """Recipes that assemble parameters from the components in files, and components from parameters.
+    """Recipes for assembling parameters from the components in files, and components from parameters.
 
     Args:
         conversions: result of `conversions`.

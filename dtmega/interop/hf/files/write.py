@@ -112,7 +112,7 @@ def write(
 
 
 def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Assign the tensors to files: file name -> the file's tensors, in the order within the file."""
+    """Assign the tensors to files. Return each file's tensors in the order within the file, keyed by file name."""
     by_name = {tensor.name: tensor for tensor in tensors}
     n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
     contents: dict[str, list[TensorSpec]] = {}

@@ -1,4 +1,4 @@
-"""Refuses models with a gated feed-forward, which most of the matching transformers classes do not support."""
+"""Refuses models with a gated feed-forward, for formats whose transformers class has no gate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dtmega import config
 
 
 def refuse_gated(model: config.Model) -> None:
-    """Raise an error for a gated feed-forward. Formats whose transformers class has no gate use this check.
+    """Raise an error if a model has a gated feed-forward. Formats whose transformers class has no gate use this check.
 
     Raises:
         ValueError: the model has a gated feed-forward.

@@ -118,7 +118,7 @@ def _qwen3_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries that an export writes for positions and windows."""
     assert isinstance(model, config.Llama)
     has_window = [model.window_of(layer) > 0 for layer in range(model.n_layers)]
-    # Versions of transformers without `layer_types` apply the window to all layers from this number on.
+    # Versions of transformers without `layer_types` apply the window to layer `first` and all later layers.
     first = has_window.index(True) if True in has_window else model.n_layers
     return config_entries(model) | {
         "use_sliding_window": model.window > 0,

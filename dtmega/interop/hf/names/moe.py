@@ -1,6 +1,6 @@
 """Names of the mixtures' weights and config keys in transformers' classes for Mixtral, Qwen3-MoE and DeepSeek-V3.
 
-transformers directories store the experts one by one, and a rank reads only the rows that the rank holds. The keys for
+transformers directories store the experts one by one, and each rank reads only the rows that it holds. The keys for
 router-balancing losses belong to training, not to these formats. Only DeepSeek-V3 has a router bias.
 """
 
@@ -40,7 +40,7 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] keys for positions, window and dense layers, read from the config.json of a Qwen3-MoE model.
 
     Raises:
-        ValueError: layers without experts do not come before all layers with experts.
+        ValueError: a layer without experts comes after a layer with experts.
     """
     dense, step = theirs.get("mlp_only_layers") or [], theirs.get("decoder_sparse_step", 1)
     if step != 1 or type(dense) is not list or dense != [*range(len(dense))]:

@@ -123,7 +123,7 @@ HF = Format(
         Rule("head.", "lm_head."),
     ),
     rules_of=_up,
-    # A copy of the embedding, and a cross-attention bias that old versions of transformers stored and never used.
+    # A copy of the embedding, and a cross-attention bias that old versions of transformers stored but never used.
     ignored=r"encoder\.embed_tokens\.weight|EncDecAttention\.relative_attention_bias\.weight",
     fixed={"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
     keys=(

@@ -60,13 +60,13 @@ def verify_plan(
 
 
 def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
-    """Compare a small clone whose experts are divided over `mesh` with an uncut clone, each rank with its own batch.
+    """Compare a small clone whose experts are divided over `mesh` with an uncut clone.
 
-    Every rank of the mesh must call this function.
+    Each rank has its own batch. Every rank of the mesh must call this function.
 
     Args:
         model: `transformers` model, real or on meta; only the model's class and config are used.
-        mesh: 1-D mesh of the ranks that each layer's experts are divided over.
+        mesh: 1-D mesh of the ranks over which each layer's experts are divided.
 
     Raises:
         ValueError: the model has no experts that can be divided, or no small clone can be made.
@@ -95,7 +95,7 @@ def verify_directory(directory: Path, axis: str, n: int, **options: bool) -> int
         directory: directory with the model's config.json.
         axis: "tp" or "ep", the axis that is verified.
         n: number of ranks along the axis.
-        options: options of `parallelize_hf`, for tp only.
+        options: keyword arguments of `parallelize_hf`, for tp only.
 
     Returns:
         The exit code: 0 if all deviations are within the tolerance, and 1 if a deviation is too large.
@@ -157,7 +157,7 @@ def _verification(directory: Path, axis: str, n: int, options: dict[str, bool]) 
 
 
 def on_meta(directory: Path) -> Any:
-    """Build, on the meta device, the model that a directory's config.json describes.
+    """Build a model on the meta device from a directory's config.json.
 
     Raises:
         ValueError: config.json is missing, refers to custom code, or names a class that transformers does not have.

@@ -62,5 +62,5 @@ class RandomStream:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that dropout on this device draws from."""
+    """The generator from which dropout on this device draws."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

@@ -132,7 +132,7 @@ def pinned(x: Any, mesh: DeviceMesh) -> DTensor:
 
 
 def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
-    """Plan a model for which only the module names are known."""
+    """Make a plan for a model from its module names alone."""
     plan = HFPlan(model.config.model_type, tp, False, {}, block_names(model))
     plan.table[""] = GlobalForward()
     embedding = model.get_input_embeddings()

@@ -120,7 +120,7 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         device: device of this rank's parts.
 
     Returns:
-        The number of bytes that this rank has read, and the number that the files hold.
+        The number of bytes that this rank has read, and the number of bytes that the files hold for the model.
 
     Raises:
         ValueError: `open_folder` refuses the directory.

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
-        """The `Parts` that define the logits multiplied by `factor`."""
+        """The `Parts` that define `factor` times these logits."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
         # If scale and softcap are both multiplied by the factor, z / softcap inside the tanh stays the same.
@@ -115,7 +115,7 @@ class VocabLogits(torch.Tensor):
 
         Args:
             target: token ids, int64 [N].
-            reduction: "sum" or "mean", over the tokens that are not ignored.
+            reduction: kind of reduction over the tokens that are not ignored, "sum" or "mean".
             label_smoothing: argument of `F.cross_entropy`.
         """
         p = self._checked()
@@ -218,7 +218,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` from this rank's columns; None if the fused kernel does not support the arguments."""
+    """`F.cross_entropy`, computed from this rank's columns; None if the fused kernel does not support the arguments."""
     usual = weight is None and size_average is None and reduce is None and ignore_index == IGNORED
     if not (isinstance(logits, VocabLogits) and usual and logits.ndim == 2 and reduction in ("mean", "sum")):
         return None

@@ -37,7 +37,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = False) -> HFPlan:
-    """Plan a model from the strings in transformers' own plan.
+    """Make a plan for a model from the strings in transformers' own plan.
 
     Args:
         model: `transformers` model, real or on meta.

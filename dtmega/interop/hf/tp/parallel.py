@@ -72,15 +72,15 @@ def parallelize_hf(
 
     Every parameter becomes a DTensor, and tied parameters stay one parameter. The model is called as before:
     `model(input_ids, attention_mask=..., labels=...)` computes the loss, and `generate` works with its cache. After
-    each backward, the gradients equal the gradients that one process would compute. (Under FSDP2, the loss of that
-    process is the mean of the data ranks' losses.)
+    each backward, the gradients equal the gradients that one process would compute from the same loss. (Under FSDP2,
+    this loss is the mean of the data ranks' losses.)
 
     Args:
         model: `transformers` model, on meta or with weights. The weights must be the same on all ranks; this function
             compares them.
         mesh: 1-D mesh, or a mesh with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
         sequence_parallel: whether to give each rank S/tp of the tokens between attention and feed-forward. Plain
-            tensor parallelism remains for forwards whose S is not divisible by tp, for forwards with
+            tensor parallelism is still used for forwards whose S is not divisible by tp, for forwards with
             output_hidden_states, and for models with transformers' own plan.
         loss_parallel: whether to compute the loss from each rank's part of the logits if there are labels. The tp
             ranks then compute `out.logits` together when it is first used.
@@ -113,7 +113,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
 
     Args:
         stage: the module that the trainer calls, with or without labels.
-        model: the `transformers` model in `stage`, on the meta device: the whole model or one pipeline stage of it.
+        model: the `transformers` model in `stage`, on the meta device, whole or one pipeline stage.
         tp: 1-D mesh.
         sequence_parallel: argument of `parallelize_hf`.
         proven: whether transformers' own plan has been verified already.
@@ -155,7 +155,7 @@ def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> Non
     Raises:
         ValueError: the cut clone's results differ from the uncut clone's results.
     """
-    # Without `verify_native=False`, `parallelize_hf` would verify the clone on yet another clone.
+    # By default, `parallelize_hf` would verify the clone's plan on yet another clone.
     verification = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
     if not verification.ok:
         raise ValueError(f"the plan that transformers brings for '{hf_plan.family}' is wrong:\n{verification}")

@@ -82,7 +82,7 @@ def _placement_text(placement: Placement) -> str:
 
 
 def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> HFPlan:
-    """Plan a model whose family has `styles` in `families.KNOWN`. The model itself is not changed.
+    """Make a plan for a model whose family has `styles` in `families.KNOWN`. The model itself is not changed.
 
     Raises:
         ValueError: `check_sizes` refuses the config, or the family has no style for a module inside a block.

@@ -48,9 +48,9 @@ class EnterHeads(Enter):
         stack: stack of blocks that contains the module.
         also: names of further keyword arguments that hold whole hidden states on every rank, such as an encoder's
             output.
-        alibi: name of the keyword argument with biases [B H, 1, S] or [H, 1, S], which are reduced to this rank's
-            heads; `divide[0]` then names the attribute that counts the heads.
-        divide: names of attributes that count heads or features in the module's views; each count is divided by tp.
+        alibi: name of the keyword argument with each head's biases, [B H, 1, S] or [H, 1, S]; each rank selects the
+            biases of its own heads. `divide[0]` then names the attribute that counts the heads.
+        divide: names of attributes with the head or feature counts that shape views; each count is divided by tp.
         set: new value of each attribute, keyed by attribute name.
     """
 
@@ -82,7 +82,7 @@ class EnterHeads(Enter):
 
 
 def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
-    """Select the biases of this rank's `heads` heads, [B H, 1, S] -> [B H/tp, 1, S].
+    """Select the biases for this rank's heads, [B H, 1, S] -> [B H/tp, 1, S].
 
     A head's slope depends on the total number of heads, so the model computes the biases of all heads.
     """
@@ -90,7 +90,7 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 
 
 class StackBoundary(ParallelStyle):
-    """Style of a stack's first and last block: the sequence is cut before the first and gathered after the last block.
+    """Style of a stack's first and last block: the sequence is cut before the first block and gathered after the last.
 
     The decision to cut the sequence is made separately for each forward; see `styles.Stack`.
 

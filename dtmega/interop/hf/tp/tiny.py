@@ -103,14 +103,14 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
     if kv_heads == heads:
         few_kv = few = 2 * tp
     else:
-        # If tp divides the number of kv heads, tp must divide the clone's number too. Otherwise kv heads are copied to
-        # several ranks, and the clone keeps the number of kv heads.
+        # If tp divides the model's number of kv heads, tp must divide the clone's number too. Otherwise kv heads are
+        # copied to several ranks, and the clone has as many kv heads as the model.
         few_kv = tp if kv_heads % tp == 0 else kv_heads
         few = max(2 * few_kv, 2 * tp)
     if facts := KNOWN.get(config.model_type):
         few, few_kv = few * facts.head_blocks, few_kv * facts.head_blocks
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
-    # If the heads' widths do not add up to the hidden size, the clone's widths must not add up either.
+    # If the heads' widths do not add up to the hidden size, they must not add up in the clone either.
     width = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
     return _Sizes(few, few_kv, width)
 
@@ -137,7 +137,7 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
 
 
 def _put_tokens(config: Any, new: Any) -> None:
-    """Set the special tokens' ids to ids in the small vocabulary."""
+    """Replace the special tokens' ids by ids that are in the small vocabulary."""
     for key, value in TOKENS.items():
         if getattr(config, key, None) is not None:
             setattr(new, key, value)

@@ -1,8 +1,8 @@
 """Verifies a plan: cuts a small clone of the model, and compares loss, logits and gradients with an uncut clone.
 
-A plausible plan can be wrong without raising any error. For example, gradients of per-head norms are not summed, a view
-accepts a wrong head count, a rank uses the slopes of other heads, a fused projection is cut in the wrong place, or
-sharding unties tied weights.
+A plausible plan can be wrong without raising any error. For example, gradients of per-head norms may not be summed, a
+view may accept a wrong head count, a rank may use the slopes of other heads, a fused projection may be cut in the wrong
+place, or sharding may untie tied weights.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def deviations(
         ours: the cut model.
         truth: the uncut model.
         inputs: batch for both models.
-        summed_over: ranks with batches of their own, over which the gradients of cut tensors are sums; None: all ranks
-            have the same batch.
+        summed_over: group of ranks with different batches; the gradients of cut tensors are sums over this group. None
+            if all ranks have the same batch.
 
     Returns:
         The relative deviation of each tensor, keyed by tensor name.
