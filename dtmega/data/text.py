@@ -315,7 +315,7 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
 
 
 def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
-    """Digest, in 16 hex digits, of the sizes of .idx and .bin, and of N_BLOCKS blocks spread over each file.
+    """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
     In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.

@@ -5,7 +5,7 @@
     tokens = StoredTokens(pair.bin, np.dtype("<u2"))
     tokens[1000:1256]                 # one request
 
-To read many slices in one batch of requests, run the code that reads the slices twice:
+To read many slices in one batch of requests, run the reading code twice:
 
     with planned() as plan:           # slices are recorded, and contain zeros
         read_the_slices()

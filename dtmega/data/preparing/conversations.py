@@ -104,7 +104,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def prepare_shipped(tokenizer: Tokenizer) -> str:
-    """Return the prefix of the shipped conversations' files in the cache directory; make the files if missing.
+    """Return the prefix of the shipped conversations' files in the cache directory; make the files if they are missing.
 
     The questions in the last tenth of the conversations do not occur in the earlier conversations.
 

@@ -90,9 +90,10 @@ def _read(path: Path) -> str:
 def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
     """The documents of a topic or a source: each document is a list of sentences, and a sentence is a list of ids.
 
-    A topic is one document. A source is cut into documents before each class or function. BERT learns which of two
-    segments comes first, but the order of definitions in a file is arbitrary, so BERT could not learn this order across
-    definitions. Each document has at least two blocks if possible, because a document with one block gives no pair.
+    A topic is one document. A source is cut before each class or function, and each piece is a document. BERT learns
+    which of two segments comes first, but the order of definitions in a file is arbitrary, so BERT could not learn this
+    order across definitions. Each document has at least two blocks if possible, because a document with one block gives
+    no pair.
 
     Args:
         name: name of the topic or source, as yielded by `documents`.
