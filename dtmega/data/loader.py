@@ -231,7 +231,7 @@ class _WorkerStartup:
         loader: loader with the workers to start.
 
     Attributes:
-        feeders: multiprocessing's threads that feed the queues to the workers.
+        feeders: multiprocessing's threads that put items into the workers' queues.
     """
 
     def __init__(self, loader: StatefulDataLoader[dict[str, Tensor] | DataLost]) -> None:
@@ -289,7 +289,7 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
 def made_in_turn(rows: Rows, slices: Iterator[range]) -> Iterator[dict[str, Tensor]]:
     """Make the rows for each range of samples in this process, and yield the rows in order.
 
-    If the rows are in an object store, a thread reads them one range ahead of the caller.
+    If the rows are in an object store, a thread reads one range ahead of the caller.
 
     Raises:
         DataLost: an object store does not answer, or an object has changed.

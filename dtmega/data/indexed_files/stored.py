@@ -140,7 +140,7 @@ class StoredTokens:
     """The tokens of a .bin in an object store. A slice is an array, as for a memory-mapped file.
 
     Args:
-        file: object of the .bin.
+        file: object that holds the .bin.
         dtype: dtype of the tokens.
     """
 

@@ -94,7 +94,7 @@ class Objective(Protocol):
         ...
 
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
-        """Rows without text that stand in for real rows: their names, shapes and dtypes are those of real rows.
+        """Placeholder rows without text, with the names, shapes and dtypes of real rows.
 
         If memory depends on the number of labels, these rows have about as many labels as real rows, or slightly more.
         """

@@ -28,8 +28,8 @@ from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.lock import Lock
 
-# Raise FORMAT when a code change alters the corpus for an unchanged Python and vocabulary. Raise SENTENCES_FORMAT when
-# a code change alters only the corpus of sentences. Files in an earlier format are no longer read.
+# Increase FORMAT when a code change alters the corpus for an unchanged Python and vocabulary. Increase SENTENCES_FORMAT
+# when a code change alters only the corpus of sentences. Files in an earlier format are no longer read.
 FORMAT = 2
 SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"

@@ -284,7 +284,7 @@ class Renderer:
 
 
 def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]:
-    """Yield the range of tokens that covers each part of a text.
+    """Yield one token range per part of a text: the range of tokens that cover the part.
 
     Args:
         parts: non-empty character ranges, in ascending order.
