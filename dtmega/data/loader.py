@@ -129,8 +129,8 @@ class TrainBatches:
             self._wait()
         self._iterator = None
         # Python warns at exit about semaphores that are still in use, so the queues and their semaphores are freed
-        # here. The garbage collector frees the queues in reference cycles. The feeder threads free the other queues, a
-        # moment later.
+        # here. The garbage collector frees the queues in reference cycles. The feeder threads free the remaining queues
+        # a moment later.
         gc.collect()
         for feeder in self._feeders:
             feeder.join(timeout=5)
@@ -179,7 +179,7 @@ class TrainBatches:
         return _slices(self._batch, self._consumed, self._rank, self._world)
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the rows of one step after another, without workers."""
+        """Yield the rows of each step, made in this process without workers."""
         for rows in made_in_turn(self._rows, self._slices()):
             if self._pin_memory:
                 rows = {name: tensor.pin_memory() for name, tensor in rows.items()}
@@ -231,7 +231,7 @@ class _WorkerStartup:
         loader: loader with the workers to start.
 
     Attributes:
-        feeders: multiprocessing's threads that feed the queues to the workers.
+        feeders: multiprocessing's threads that put items into the workers' queues.
     """
 
     def __init__(self, loader: StatefulDataLoader[dict[str, Tensor] | DataLost]) -> None:
@@ -287,9 +287,9 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
 
 
 def made_in_turn(rows: Rows, slices: Iterator[range]) -> Iterator[dict[str, Tensor]]:
-    """Yield the rows of one range of samples after another, made in this process.
+    """Make the rows for each range of samples in this process, and yield the rows in order.
 
-    If the rows are in an object store, a thread reads them one range ahead of the caller.
+    If the rows are in an object store, a thread reads one range ahead of the caller.
 
     Raises:
         DataLost: an object store does not answer, or an object has changed.

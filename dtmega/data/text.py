@@ -273,7 +273,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """A list with one line for the user if a split has fewer samples than an evaluation reads; otherwise []."""
+    """A list with one line for the user if any split has fewer samples than an evaluation reads; [] otherwise."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):
@@ -315,7 +315,7 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
 
 
 def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
-    """Digest, in 16 hex digits, of the sizes of .idx and .bin, and of N_BLOCKS blocks spread over each file.
+    """Hash the sizes of .idx and .bin, and N_BLOCKS blocks spread over each file, to 16 hex digits.
 
     Hashing only some blocks is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole.
     In a larger file, changes between the blocks go unnoticed: one test missed a change to 200,000 of 20 million tokens.

@@ -36,8 +36,8 @@ class IndexedDataset:
 
     Args:
         prefix: path of the two files without their suffixes, or a URL such as s3://bucket/data/mine.
-        by_sequence: flag; if True, the caller reads sequences and never documents, and the document index is not
-            checked, because files that Megatron has merged have no usable document index.
+        by_sequence: flag that is True if the caller reads sequences and never documents. The document index is then
+            not checked, because files that Megatron has merged have no usable document index.
         stored: objects at the URL `prefix`, already opened by another process; None to open the files or objects here.
 
     Attributes:
@@ -126,7 +126,7 @@ class IndexedDataset:
 
         Args:
             i: index of the sequence.
-            offset: offset in the sequence of the first token to return.
+            offset: index, within the sequence, of the first token to return.
             length: number of tokens to return; None for all tokens up to the end of the sequence.
 
         Raises:
@@ -178,7 +178,7 @@ class IndexedDataset:
 
     @property
     def index_state(self) -> str:
-        """Path, size and modification time (or version) of the .idx. If they change, the data set may be new."""
+        """Path, size and modification time (or version) of the .idx. Any change may mean that the data set is new."""
         if self.stored is not None:
             return self.stored.index_state
         stat = os.stat(self.index_path)

@@ -13,7 +13,7 @@
              int64 [d] first sequence of each document, then n
 
 All numbers are little-endian. Sources: megatron-core's `datasets/indexed_dataset.py` for MMIDIDX; Megatron-LM's
-`megatron/data/indexed_dataset.py` of 2022 for TNTIDX, the legacy layout of its "lazy" and "cached" implementations.
+`megatron/data/indexed_dataset.py` from 2022 for TNTIDX, the legacy layout of its "lazy" and "cached" implementations.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def index_pieces(
     sizes: Callable[[], Iterator[NDArray[Any]]],
     ends: Callable[[], Iterator[NDArray[Any]]],
 ) -> Iterator[bytes | NDArray[Any]]:
-    """Yield the content of an .idx file in the MMIDIDX layout, in pieces as long as the pieces of `sizes` and `ends`.
+    """Yield the content of an .idx file in the MMIDIDX layout, in pieces as long as those from `sizes` and `ends`.
 
     Args:
         dtype: integer dtype of the tokens (see `check_integer`).

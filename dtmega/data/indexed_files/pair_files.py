@@ -50,7 +50,7 @@ class PairFiles:
             os.fsync(file.fileno())
 
     def publish(self) -> None:
-        """Rename the finished files into place. Without a new PREFIX.meta.json, delete the old PREFIX.meta.json."""
+        """Rename the finished files into place. If no new PREFIX.meta.json was written, delete the old file."""
         idx = Path(f"{self.prefix}.idx")
         about = Path(f"{self.prefix}.meta.json")
         # Even if a crash interrupts these steps, an .idx must never be next to a .bin or .meta.json from another write.

@@ -3,11 +3,11 @@
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "sentences": false,
      "documents": 9, "tokens": 700, "min_id": 0, "max_id": 50256}
 
-The record of a part of a text has one more entry, which `merge` reads and drops:
+A record for one part of a text has one more entry, which `merge` reads and drops:
 
     "part": {"number": 3, "of": 12, "input": "c1d2…", "settings": "9a0b…"}
 
-The record of conversations (`conversations.py`) has one more entry:
+A record for conversations (`conversations.py`) has one more entry:
 
     "chat": {"template": "83f0a1…", "train_on": "assistant", "end_ids": [0], "learned": 412, "refused": {}}
 
@@ -30,7 +30,7 @@ from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.untrusted_json import parse_object, read_object
 
-# Key in a run's identity, which checkpoints store. Its value is the list of ids of the tokens that end a learned turn.
+# Key in a run's identity, which checkpoints store. The value lists the ids of tokens that end a learned turn.
 END_IDS = "ids that end a turn"
 LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
@@ -58,7 +58,7 @@ class PartRecord(BaseModel):
     """The entry `part` of a record, which marks the documents as one part of a text.
 
     Attributes:
-        number, of: number of the part, counted from 0, and number of parts.
+        number, of: index of the part, counted from 0, and total number of parts.
         input: digest of the whole text; equal for all parts of the text.
         settings: digest of the settings that turn the text into tokens; equal for all parts of the text.
     """
@@ -101,7 +101,7 @@ class Record(BaseModel):
     chat: ChatRecord | None = None
 
     def text(self) -> str:
-        """The record as the content of a PREFIX.meta.json."""
+        """Return this record as the text of a PREFIX.meta.json file."""
         return f"{self.model_dump_json(exclude_none=True)}\n"
 
 
@@ -114,7 +114,7 @@ def text_of(
     part: PartRecord | None = None,
     chat: ChatRecord | None = None,
 ) -> str:
-    """The content of PREFIX.meta.json, for a writer to which all documents have been added."""
+    """Return the content of PREFIX.meta.json for a writer that has received all documents."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,
@@ -185,7 +185,7 @@ def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
 
 
 def chat_of(dataset: IndexedDataset) -> ChatRecord:
-    """The entry `chat` of a data set that has passed `check_conversations`."""
+    """The entry `chat` in the record of a data set that has passed `check_conversations`."""
     record = record_of(dataset)
     assert record is not None
     assert record.chat is not None

@@ -5,7 +5,7 @@
     tokens = StoredTokens(pair.bin, np.dtype("<u2"))
     tokens[1000:1256]                 # one request
 
-To read many slices in one batch of requests, run the code that reads the slices twice:
+To read many slices in one batch of requests, run the reading code twice:
 
     with planned() as plan:           # slices are recorded, and contain zeros
         read_the_slices()
@@ -140,7 +140,7 @@ class StoredTokens:
     """The tokens of a .bin in an object store. A slice is an array, as for a memory-mapped file.
 
     Args:
-        file: object of the .bin.
+        file: object that holds the .bin.
         dtype: dtype of the tokens.
     """
 

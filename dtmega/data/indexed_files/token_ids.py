@@ -64,7 +64,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def _check_sample(dataset: IndexedDataset, low: int, high: int) -> None:
-    """Check that the ids in a sample of blocks from a data set are in the range that the record names.
+    """Check some blocks of a data set: all their ids must be in the range that the record names.
 
     Raises:
         ValueError: an id is outside [low, high].

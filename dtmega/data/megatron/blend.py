@@ -196,7 +196,8 @@ def _compute(
     Args:
         weights: share of each corpus, fp64 [corpora].
         firsts: index of each stretch's first sample, int64 [stretches].
-        counts: counts at the beginning of each stretch, fp64 [stretches, corpora]; on return, the counts at its end.
+        counts: counts at the beginning of each stretch, fp64 [stretches, corpora]; on return, the counts at the end of
+            each stretch.
         choices: array to fill with the corpus of each sample, [length, stretches].
     """
     stretches = np.arange(len(firsts))

@@ -100,7 +100,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """Digest, in 16 hex digits, of the arrays' shapes and of some runs of their entries. Dtypes do not matter."""
+        """Hash the arrays' shapes and some runs of their entries to 16 hex digits. Dtypes do not matter."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())

@@ -90,7 +90,7 @@ def _core_ends(weights: Sequence[float]) -> list[float]:
 def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
     """The range (start, end) of each split of n items; the bounds are cumulative shares of n, each rounded.
 
-    Source: `_build_megatron_dataset_splits` of megatron-core.
+    Source: `_build_megatron_dataset_splits` in megatron-core.
     """
     return list(pairwise(round(end * float(n)) for end in _core_ends(weights)))
 
@@ -100,7 +100,7 @@ def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
 
     A cache's description contains this list.
 
-    Source: `convert_split_vector_to_split_matrix` of megatron-core.
+    Source: `convert_split_vector_to_split_matrix` in megatron-core.
     """
     return [(start, end) if start < end else None for start, end in pairwise(_core_ends(weights))]
 
@@ -217,7 +217,7 @@ def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
         splits: corpus parts of each split, keyed by split name. An additional validation set is treated as "valid".
 
     Raises:
-        ValueError: Megatron could not start with these data either, or a cache is damaged.
+        ValueError: Megatron itself could not start with these data, or a cache is damaged.
     """
     wanted = wanted_samples(cfg)
     built = Splits(dict.fromkeys(SPLITS), [])
@@ -258,7 +258,7 @@ class _Builder:
         """The samples of the split's parts; None if the split has no sequences and Megatron allows empty splits.
 
         Raises:
-            ValueError: Megatron could not start with these parts either, or a cache is damaged.
+            ValueError: Megatron itself could not start with these parts, or a cache is damaged.
         """
         empty = [part for part in parts if part.documents[0] >= part.documents[1]]
         if len(parts) == 1 and empty and self._split != "train" and not self._fork.is_core:

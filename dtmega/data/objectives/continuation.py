@@ -18,7 +18,7 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class Prefix(NextToken):
-    """Cross-entropy of the tokens after a given prefix, averaged over these tokens, optionally with weights."""
+    """Cross-entropy of the tokens after a given prefix, as a mean over these tokens, optionally weighted."""
 
     aim = "next tokens after a prefix"
     reads = (*NextToken.reads, "objective", "reweight_positions")

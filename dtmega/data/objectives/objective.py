@@ -1,4 +1,4 @@
-"""Training objectives. An objective defines how text is cut into samples, the tensors of a batch, and the loss."""
+"""Training objectives. An objective defines how text is cut into samples, which tensors a batch has, and the loss."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Objective(Protocol):
         ...
 
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
-        """Rows without text, for a plan, with the names, shapes and dtypes of real rows.
+        """Placeholder rows without text, with the names, shapes and dtypes of real rows.
 
         If memory depends on the number of labels, these rows have about as many labels as real rows, or slightly more.
         """

@@ -1,4 +1,4 @@
-"""Prefix language models: the beginning of each text is given, and the model continues it.
+"""Prefix language models: the beginning of each text is given, and the model continues the text.
 
     tokens a b c d e f, with a prefix of 3 (drawn for each sample, or for each document):
         a b c    each attends to all three; no label

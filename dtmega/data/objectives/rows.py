@@ -66,7 +66,7 @@ class NextTokenRows:
         return self.rows_of([self.samples[g] for g in indices], indices)
 
     def rows_of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
-        """The rows of samples [S + 1]; `indices` holds the samples' numbers."""
+        """The rows made from `samples`, each [S + 1]; `indices` holds the samples' numbers."""
         ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
         tokens = ids[:, :-1].clone()
         labels = ids[:, 1:].clone()

@@ -78,7 +78,7 @@ class Tally:
         return self.add({term.name: outputs[term.name] for term in self._sums})
 
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the sums among a pipeline stage's outputs for a microbatch; ignore all other outputs.
+        """Add one microbatch's sums, found among a pipeline stage's outputs, to the totals; ignore all other outputs.
 
         A sum is a scalar, or a tensor of numbers to add up. In an exact run, each of these numbers is rounded.
 
@@ -97,7 +97,7 @@ class Tally:
 
 
 def divisors(counts: Mapping[str, float]) -> dict[str, float]:
-    """Replace counts of 0 by 1. If a count is 0, its sum is 0 too, so the mean becomes 0 instead of 0 / 0.
+    """Replace counts of 0 with 1. If a count is 0, its sum is 0 too, so the mean becomes 0 instead of 0 / 0.
 
     Args:
         counts: counts, keyed by name, already added up over the whole step or evaluation; a batch without labels

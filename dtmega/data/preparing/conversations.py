@@ -50,7 +50,7 @@ def write(args: argparse.Namespace) -> str:
 
     Returns:
         A line for the user: counts of conversations, tokens, learned tokens and refused conversations by cause; how
-        the learned tokens were found; the time, and the names of the files.
+        the learned tokens were found; the time taken; and the file names.
 
     Raises:
         ValueError: an argument, the template or the input cannot be used, or a conversation has no token to learn.
@@ -104,7 +104,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def prepare_shipped(tokenizer: Tokenizer) -> str:
-    """Return the prefix of the shipped conversations' files in the cache directory; make the files if missing.
+    """Return the prefix of the shipped conversations' files in the cache directory; make the files if they are missing.
 
     The questions in the last tenth of the conversations do not occur in the earlier conversations.
 

@@ -28,8 +28,8 @@ from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.lock import Lock
 
-# Raise FORMAT when a code change alters the corpus for an unchanged Python and vocabulary. Raise SENTENCES_FORMAT when
-# a code change alters only the corpus of sentences. Files in an earlier format are no longer read.
+# Increase FORMAT when a code change alters the corpus for an unchanged Python and vocabulary. Increase SENTENCES_FORMAT
+# when a code change alters only the corpus of sentences. Files in an earlier format are no longer read.
 FORMAT = 2
 SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
@@ -90,9 +90,10 @@ def _read(path: Path) -> str:
 def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
     """The documents of a topic or a source: each document is a list of sentences, and a sentence is a list of ids.
 
-    A topic is one document. A source is cut into documents before each class or function. BERT learns which of two
-    segments comes first, but the order of definitions in a file is arbitrary, so BERT could not learn this order across
-    definitions. Each document has at least two blocks if possible, because a document with one block gives no pair.
+    A topic is one document. A source is cut before each class or function, and each piece is a document. BERT learns
+    which of two segments comes first, but the order of definitions in a file is arbitrary, so BERT could not learn this
+    order across definitions. Each document has at least two blocks if possible, because a document with one block gives
+    no pair.
 
     Args:
         name: name of the topic or source, as yielded by `documents`.

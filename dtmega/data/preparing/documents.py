@@ -35,7 +35,7 @@ def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
 
     Args:
         text: one or more complete parts.
-        line: number of the line in the file at which `text` starts.
+        line: number of the file's line at which `text` starts.
     """
     blanks = len(text) - len(text.lstrip(b" \t\r\n"))
     starts = [0, *(start for start in part_starts(text) if start > blanks), len(text)]
@@ -103,7 +103,7 @@ def _decoded(record: bytes | None, number: int, kind: str, key: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Parse a text as JSON."""
+    """Parse text as JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -113,6 +113,6 @@ def _parsed(text: str) -> Any:
 
 
 def _likely(text: bytes) -> str:
-    """The encodings to suggest for a text that is not UTF-8."""
+    """The encodings to suggest to the user for text that is not UTF-8."""
     is_wide = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text[:1000]
     return "utf-16" if is_wide else "latin-1 or cp1252"

@@ -122,7 +122,7 @@ def _joined_chat(first: ChatRecord, records: Sequence[Record]) -> ChatRecord:
 
 
 def _how_made(part: Part, beside: Part) -> dict[str, Any] | None:
-    """The entries of a part's record that must be equal in all records: all but counts and the tokenizer's name.
+    """The entries of a part's record that must be equal in all records: all except counts and the tokenizer's name.
 
     Args:
         part: the part.

@@ -111,7 +111,7 @@ def share_of(
 
 
 def _has_cuts(files: Sequence[File], encoding: str) -> bool:
-    """True if the text is cut within a file.
+    """True if the text is a single file that is cut between lines.
 
     Text is cut only in UTF-8, because in UTF-16 a byte that looks like a line end may be half a character.
     """
@@ -120,7 +120,7 @@ def _has_cuts(files: Sequence[File], encoding: str) -> bool:
 
 
 def _lines_of(file: File, part: Part) -> File:
-    """The range of a file with all lines that begin in the part's byte range."""
+    """The range of a file that holds all lines that begin in the part's byte range."""
     start, stop = (line_start(file, file.n_bytes * number // part.of) for number in (part.number, part.number + 1))
     return file._replace(first_byte=start, n_bytes=stop - start)
 
@@ -139,7 +139,7 @@ def line_start(file: File, at: int) -> int:
 
 
 def _files_of(files: Sequence[File], part: Part) -> list[File]:
-    """The files whose middle byte lies in this part's range of the total bytes on disk."""
+    """The files whose middle byte falls into this part's range, counted over the bytes of all files on disk."""
     total_bytes = sum(file.n_bytes for file in files)
     own: list[File] = []
     before_bytes = 0
@@ -153,9 +153,9 @@ def _files_of(files: Sequence[File], part: Part) -> list[File]:
 
 
 def _input_digest(files: Sequence[File]) -> str:
-    """Digest of the files' order, kinds and sizes, and of some blocks of each file, always including the last block.
+    """Hash the order, kinds and sizes of the files, and some blocks of each file, including the last block.
 
-    File names and times are not part of the digest, because other machines may have copies of the files. If a
+    File names and times are not hashed, because other machines may have copies of the files. If a
     change between the blocks keeps the file's size, the change goes unnoticed.
     """
     digest = xxhash.xxh3_64()

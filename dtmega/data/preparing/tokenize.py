@@ -46,7 +46,7 @@ def write(args: argparse.Namespace) -> str:
         args: the options of `python -m dtmega tokenize`.
 
     Returns:
-        A line for the user: counts of documents, tokens and skipped records, the time, and the names of the files.
+        A line for the user: counts of documents, tokens and skipped records; the time taken; and the file names.
 
     Raises:
         ValueError: an argument or the input is invalid, or a different part already has the output's name.

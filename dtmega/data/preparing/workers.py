@@ -96,7 +96,7 @@ def in_order(batches: Iterator[RecordBatch], job: Job[R], n_workers: int) -> Gen
 
 
 def _receive(pipe: Connection) -> Any:
-    """Receive the next result of a worker.
+    """Receive the next result from a worker.
 
     Raises:
         EOFError: the worker died between two messages or while it sent a message.
@@ -108,7 +108,7 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _start_worker(job: Job[R]) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; return the process and the parent's end of the pipe to it."""
+    """Start a worker process; return the process and the parent's end of the pipe."""
     # Spawn the worker, because a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()

@@ -222,7 +222,7 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
 def _build_split(
     objective: Objective, data: Data, split: str, parts: Sequence[CorpusPart], seed: int, built: Splits
 ) -> None:
-    """Add one split's samples, and the notes about the split, to `built`."""
+    """Add the samples and notes of one split to `built`."""
     samples: list[AnySamples] = []
     weights: list[float] = []
     refusals: list[tuple[CorpusPart, ValueError]] = []

@@ -39,7 +39,7 @@ class Order(NamedTuple):
 
 
 def permutation(n: int, key: str) -> NDArray[Any]:
-    """The numbers 0 to n - 1, shuffled by a function of (n, key); uint32 [n], or int64 [n] if n is too large."""
+    """The numbers 0 to n - 1, in random order keyed by (n, key); uint32 [n], or int64 [n] if n is too large."""
     numbers = np.arange(n, dtype=_number_dtype(n))
     seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), "<u4")
     # NEP 19 guarantees that the stream of RandomState never changes; the stream of a Generator may change with numpy's

@@ -87,7 +87,7 @@ class Packs:
         self.note = self._describe(split, len(lengths), n_cut)
 
     def _describe(self, split: str, n_all: int, n_cut: int) -> str:
-        """Write `note`, the line for the user about the conversations that an epoch reads."""
+        """Return the text of `note`: a line for the user about the conversations that an epoch reads."""
         inputs = self.n_tokens - len(self._kept)
         share = inputs / (self.n_samples * (self._longest - 1))
         left_out = n_all - len(self._kept)
@@ -125,7 +125,7 @@ class Packs:
         return Packs, self._made_from
 
     def _epoch(self, epoch: int) -> Epoch:
-        """The rows of an epoch. Only the table of the epoch requested last is kept."""
+        """The rows of an epoch. Only the most recently requested epoch's table is kept."""
         if self._newest[0] != epoch:
             order = permutation(len(self._kept), f"{self._stream}/{epoch}/documents").astype(np.int64)
             rows = self._row_of_each(self._lengths[order] - 1)

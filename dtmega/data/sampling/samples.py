@@ -5,8 +5,8 @@ The tokens depend neither on the samples that were read earlier nor on the lengt
     samples = Samples(dataset, documents=(0, 1000), seq_len=256, seed=1234, split="train")
     samples[g]  # [S + 1] token ids
 
-Documents are shuffled in each epoch, concatenated and cut into samples, as in Megatron's GPTDataset. Unlike
-Megatron's stream, this stream has no end. Megatron's shuffle depends on the number of samples that the run asks for, so
+Documents are shuffled in each epoch, concatenated and cut into samples, as in Megatron's GPTDataset, but the
+stream of samples has no end. Megatron's shuffle depends on the number of samples that the run asks for, so
 a longer run reads different data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
 """
 
@@ -55,7 +55,7 @@ class Samples:
 
     The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
     table, because the place of a sample is computed from its number. The orders of documents are tables (`order.py`);
-    only the tables of the last two epochs are kept in memory.
+    only the two newest tables are kept in memory.
 
     Args:
         dataset: the corpus.

@@ -1,6 +1,6 @@
 """Chat templates: the form in which a model reads conversations.
 
-    template = find_template(tokenizer)                     # the tokenizer's own, or the shipped template
+    template = find_template(tokenizer)                     # the tokenizer's own template, or the shipped template
     chat = Chat(tokenizer, template)
     ids = chat.ids([{"role": "user", "content": "Hi"}])     # ends where the assistant's answer begins
 
@@ -135,7 +135,7 @@ class Chat:
 
 
 def _beside(folder: Path) -> Path | None:
-    """Find the file with the chat template in a folder; None if the folder has no template."""
+    """The file in a folder that holds a chat template; None if the folder has no template."""
     template = folder / "chat_template.jinja"
     if template.is_file():
         return template
@@ -144,7 +144,7 @@ def _beside(folder: Path) -> Path | None:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """Read a folder's generation_config.json for the ids that end an answer: one number or a list of numbers."""
+    """The ids that end an answer, from a folder's generation_config.json, which holds one id or a list of ids."""
     file = folder / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [named]

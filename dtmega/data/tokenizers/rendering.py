@@ -6,9 +6,9 @@ tokens' offsets convert these ranges into token ranges. A token that crosses the
 learned, as in transformers.
 
 The learned parts are never guessed. Either the template marks them with {% generation %}, or prefixes of the
-conversation show them. Let m[:i] be the messages before answer i. The answer begins at the end of the text of m[:i]
-with the generation prompt, and ends at the end of the text of m[:i + 1]. For each conversation, the code checks that
-both texts are prefixes of the whole text.
+conversation show them. Let m[:i] be the messages before answer i. Answer i begins where the text of m[:i] with the
+generation prompt ends, and stops where the text of m[:i + 1] ends. For each conversation, the code checks that both
+texts are prefixes of the whole text.
 
 In both cases, the learned part of a turn ends with the token that ends the turn. Text that the template writes after
 this token, such as a line end, is not learned. A conversation is refused if a learned turn has no such token.
@@ -284,7 +284,7 @@ class Renderer:
 
 
 def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]:
-    """Yield, for each part of a text, the range of the tokens that cover the part.
+    """Yield one token range per part of a text: the range of tokens that cover the part.
 
     Args:
         parts: non-empty character ranges, in ascending order.

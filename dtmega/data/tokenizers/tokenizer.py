@@ -278,7 +278,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
             raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
     added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = {i for i in by_name.values() if i is not None}
-    # The file may mark [UNK] as special, but ordinary text can still encode to [UNK].
+    # The file may mark [UNK] as special, but ordinary text can still be encoded as [UNK].
     unknown = vocabulary.get(getattr(loaded.model, "unk_token", None) or "")
     prefix = getattr(loaded.model, "continuing_subword_prefix", None)
     continuing = {i for token, i in vocabulary.items() if token.startswith(prefix)} if prefix else set()

@@ -5,7 +5,7 @@ left, into the longest tokens that fit; a token that continues a word begins wit
 this way becomes a single [UNK]. Blanks, line ends and indentation are lost.
 
 The ids are the same as in transformers' BertTokenizer. One difference from google-research/bert is known: that code
-lowercases a capital sigma at the end of a word to ς, and this code lowercases it to σ.
+lowercases a capital sigma at the end of a word to ς, but this code lowercases it to σ.
 """
 
 from __future__ import annotations

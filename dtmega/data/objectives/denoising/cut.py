@@ -105,7 +105,7 @@ def _from_file(
 
 
 def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> Iterator[NDArray[np.int64]]:
-    """Yield the table in pieces, one for each range of documents, to bound the memory."""
+    """Yield the table in pieces, one for each range of documents, to limit memory use."""
     start, stop = documents
     while start < stop:
         # Take as many documents as fit in CHUNK sentences, but at least one document.

@@ -4,8 +4,8 @@
     grams = choose(words, n_words, max_ngram, n_to_hide(0.15, lengths), keys)
 
 The rule is Megatron-LM's (`create_masked_lm_predictions`). The words of a sample are taken in random order; each word
-begins an n-gram. An n-gram with more tokens than remain to be hidden is tried with fewer words. An n-gram that overlaps
-an earlier n-gram is dropped.
+begins an n-gram. If an n-gram has more tokens than still have to be hidden, it is tried with fewer words. An n-gram
+that overlaps an earlier n-gram is dropped.
 
 There are two differences from Megatron. The number of tokens to hide is rounded to the nearest integer; Megatron in
 effect rounds down. And the first token of a segment always begins a word, even if truncation cut off the beginning of
@@ -103,7 +103,7 @@ def choose(
         to_hide: number of tokens to hide in each sample, int64 [B].
         keys: keys of the samples, uint64 [B]; the order of a sample's words is a function of its key.
         max_grams: maximum number of n-grams in a sample.
-        room: limit for each sample on the number of tokens in its n-grams plus their sentinels (one per n-gram).
+        room: maximum total number of n-gram tokens and sentinels in a sample; each n-gram has one sentinel.
     """
     n_rows, width = words.sizes.shape
     index = np.arange(width)

@@ -127,8 +127,8 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
     n_first = n_first - less_first
     n_second = n_second - less_second
 
-    # `in_first` and `in_second` are the index of each place in the first and in the second segment; an index outside
-    # its segment is meaningless.
+    # `in_first` and `in_second` give each place's index within the first and the second segment; an index outside its
+    # segment is meaningless.
     places = np.arange(seq_len)
     in_first = places - 1
     in_second = in_first - (n_first + 1)[:, None]
