@@ -95,8 +95,8 @@ def replay(run_dir: str, step: int, keys: Sequence[str], scratch: str | None, st
         if differs:
             doubt = f" (but {elsewhere})" if elsewhere else ""
             run.metrics.message(comparison.difference + doubt)
-            # Only rank 0 exits with DIFFERS. If another rank did so first, the launcher would kill rank 0 before rank 0
-            # could remove its folder.
+            # Only rank 0 exits with DIFFERS. If another rank exited with DIFFERS first, the launcher would kill rank 0
+            # before rank 0 could remove its folder.
             return exit_status.set(exit_codes.DIFFERS, comparison.difference) if startup.rank == 0 else exit_codes.DONE
         run.metrics.message(comparison.summary())
         if reached < step:
@@ -113,7 +113,7 @@ def go_over(run: Run, at: Progress, step: int) -> tuple[bool, int]:
         step: number of the last step.
 
     Returns:
-        A flag that is True if a digest differs, and the number of the last step done. Both are equal on all ranks.
+        A flag, True if a digest differs, and the number of the last completed step. Both values are equal on all ranks.
     """
     end = run.cfg.end(at.step, at.samples)
     seen = torch.zeros(2, dtype=torch.int32, device=run.world.device)

@@ -618,7 +618,7 @@ class Recompute(Section):
 
 
 class Fsdp(Section):
-    """[fsdp]: when gathered weights are freed, where shards are kept, and how gradients add up."""
+    """[fsdp]: when gathered weights are freed, where shards are kept, and how gradients are accumulated."""
 
     reshard_after_forward: Literal["auto"] | bool = key(
         "auto", "free a layer's gathered weights after its forward; auto: yes, but not in a pipeline"

@@ -69,7 +69,7 @@ class SectionClasses:
 
 
 class Group(NamedTuple):
-    """Keys of one section that `--help` lists under one heading. All classes with these keys declare them identically.
+    """A heading in `--help` with keys of one section. All classes with these keys declare the keys identically.
 
     Attributes:
         section: the section's name.

@@ -105,10 +105,10 @@ def tell_agent(reason: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when torchrun's agent dies. An orphan would go on training and saving.
+    """Ask the kernel to kill this process when torchrun's agent dies. An orphan would keep training and saving.
 
-    The kernel watches the thread that started this process, which in torchrun is the agent's main thread. If the agent
-    died before this call, this function does not notice, but then the rendezvous fails, because the agent serves the
+    The kernel watches the thread that started this process, which in torchrun is the agent's main thread. This function
+    does not notice if the agent died before the call. In that case the rendezvous fails, because the agent serves the
     store.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -256,7 +256,7 @@ class Watch:
         """Stop watching, and restore the signal handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._handlers_before.items():
-            # A handler that was not set from Python is None here, and Python cannot restore that handler.
+            # None stands for a handler that was not set from Python; Python cannot restore such a handler.
             signal.signal(number, handler or signal.SIG_DFL)
         self._alarm.send(bytes([CLOSE]))
         self._thread.join()

@@ -84,7 +84,7 @@ def evaluate(
     Returns:
         The harness's scores, together with the checkpoint, step, date, harness version and limit.
     """
-    # Keep the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
+    # Prevent the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     evaluation = simple_evaluate(
         model=RunLM(trained, batch_size),

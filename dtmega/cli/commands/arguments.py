@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]:
     """Join `--option value` into `--option=value` on the command line, for the given options.
 
-    Otherwise argparse would treat a value that begins with a dash, as in `--allow-missing --swiglu`, as an option.
+    Without `=`, argparse would mistake a value that begins with a dash for an option: `--allow-missing --swiglu`.
     """
     words: list[str] = []
     for word in argv:
@@ -130,7 +130,7 @@ def role(text: str) -> tuple[str, str]:
 
 
 def part(text: str) -> Part:
-    """Parse I/N, such as 3/12, into the number of a part (counted from 0) and the number of parts."""
+    """Parse I/N, such as 3/12, into a part's index, counted from 0, and the number of parts."""
     number, _, of = text.partition("/")
     try:
         parsed = Part(int(number), int(of))

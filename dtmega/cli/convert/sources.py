@@ -114,7 +114,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     configured = _model(args.config) if args.config else None
     contents = folder.open_folder(Path(name), configured, average=args.average_copies)
     where = str(contents.path)
-    # The stored embedding has padding rows, so the [model] section for reading includes these rows in `vocab_size`.
+    # The stored embedding has padding rows, so `vocab_size` must count these rows while the checkpoint is read.
     padded = vocabulary.with_padded_vocabulary(contents, configured)
     their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:
