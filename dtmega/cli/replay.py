@@ -1,4 +1,4 @@
-"""`dtmega replay`: replay steps of a run with [run] exact, on any data layout, and compare every bit.
+"""`dtmega replay`: replay steps of a run that used [run] exact, on any data layout, and compare every bit.
 
 A replay is a separate run in a temporary folder. A replay of step N resumes from the original run's newest checkpoint
 before step N, with the recipe that the original run had at step N. The replay does not record its digests, but compares
@@ -144,7 +144,7 @@ def check_keys(keys: Sequence[str]) -> None:
 
 
 def source_of(run_dir: Path, step: int) -> Source:
-    """Find the digests and the configuration for the replay of a step.
+    """Find the digests and the configuration that the replay of a step needs.
 
     Raises:
         ValueError: the directory does not hold a run with [run] exact, or the step cannot be replayed.
@@ -180,7 +180,7 @@ def recipe_of(run_dir: Path, begin: int, step: int) -> Mapping[str, Mapping[str,
         step: number of the last step to replay.
 
     Raises:
-        ValueError: the run was restarted with a different recipe after the checkpoint.
+        ValueError: the run was restarted with a different recipe between the checkpoint and `step`.
     """
     parts = [start for start in history.parts(history.read(run_dir)) if start.step < step]
     if not parts:

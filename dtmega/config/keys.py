@@ -369,7 +369,7 @@ class Optim(Section):
         return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The length of the warm-up in [optim] unit; `total` is the length of the whole run, also in [optim] unit."""
+        """The length of the warm-up, given `total`, the length of the whole run. Both are measured in [optim] unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 

@@ -234,7 +234,7 @@ class Llama(NativeModel):
         return self.head_dim
 
     def window_of(self, layer: int) -> int:
-        """The attention window of layer `layer` (layers count from 0). A window of 0 means no window."""
+        """The attention window of layer `layer`, counted from layer 0; a result of 0 means that there is no window."""
         return self.window if not self.window_layers or layer in self.window_layers else 0
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from dtmega.config.schema import SectionClasses, condition
 from dtmega.config.synonyms import Synonym
 
-# An unknown name counts as a typo of a known name if difflib's ratio for both names is at least LIKENESS. At 0.4, the
+# An unknown name counts as a typo of a known name if difflib's ratio between them is at least LIKENESS. At 0.4, the
 # suggestion for `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
 LIKENESS = 0.75
 LISTED = 25  # maximum number of a section's keys to list when no key resembles the unknown key

@@ -86,9 +86,9 @@ def is_claimed(folder: Path) -> bool | None:
 def tell_agent(reason: str) -> None:
     """Write the reason for the exit into the file that torchrun's agent reads when a worker fails.
 
-    The agent prints this reason at the end of its summary. Otherwise, the worker's own messages would be
-    buried above the agent's traceback (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be
-    written, the error is ignored.
+    The agent prints this reason at the end of its summary. Without the file, the reason would appear only in the
+    worker's own messages, far above the end of the agent's traceback
+    (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be written, the error is ignored.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:

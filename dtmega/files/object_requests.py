@@ -81,7 +81,7 @@ def put_new(store: Any, key: str, data: bytes) -> None:
             store.put(key, data, mode="create", use_multipart=False)
             return
         except BaseError as error:
-            # If only the store's answer was lost, the request has succeeded, and the store has the key with this data.
+            # If the request succeeded and only the answer was lost, the store already holds this data under the key.
             with reported(), contextlib.suppress(FileNotFoundError):
                 if bytes(store.get(key).bytes()) == data:
                     return

@@ -179,7 +179,7 @@ class RunLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Compute each text's log-likelihood as the sum over disjoint windows, each with one token of context."""
+        """Compute each text's log-likelihood as a sum over disjoint windows; each window has one token of context."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):

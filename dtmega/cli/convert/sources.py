@@ -40,7 +40,7 @@ class ConversionSource(NamedTuple):
             its own ([model] path), the conversion uses that directory instead.
         rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines to print for the user.
-        adapters: LoRA adapters of the run, which `weights` merges into the layers; None if the run has no adapters.
+        adapters: the run's LoRA adapters, which `weights` merges into the layers; None if the run has no adapters.
         end_ids: ids of the tokens that end a turn in the run's training conversations.
     """
 
