@@ -69,7 +69,7 @@ class SectionClasses:
 
 
 class Group(NamedTuple):
-    """A heading in `--help` with keys of one section. All classes with these keys declare the keys identically.
+    """A heading in `--help`, with keys of one section. All classes that have these keys declare them identically.
 
     Attributes:
         section: the section's name.

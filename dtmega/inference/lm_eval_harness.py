@@ -5,7 +5,7 @@
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
 each batch together. On each rank, the harness runs as if in a single process. Tokenization, truncation of long texts
-and the end of an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of
+and the rule for ending an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of
 transformers models.
 
 This module needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
