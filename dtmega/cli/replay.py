@@ -1,4 +1,4 @@
-"""`dtmega replay`: replay steps of a run with [run] exact, on any data layout, and compare every bit.
+"""`dtmega replay`: replay steps of a run that used [run] exact, on any data layout, and compare every bit.
 
 A replay is a separate run in a temporary folder. A replay of step N resumes from the original run's newest checkpoint
 before step N, with the recipe that the original run had at step N. The replay does not record its digests, but compares
@@ -95,8 +95,8 @@ def replay(run_dir: str, step: int, keys: Sequence[str], scratch: str | None, st
         if differs:
             doubt = f" (but {elsewhere})" if elsewhere else ""
             run.metrics.message(comparison.difference + doubt)
-            # Only rank 0 exits with DIFFERS. If another rank did so first, the launcher would kill rank 0 before rank 0
-            # could remove its folder.
+            # Only rank 0 exits with DIFFERS. If another rank exited with DIFFERS first, the launcher would kill rank 0
+            # before rank 0 could remove its folder.
             return exit_status.set(exit_codes.DIFFERS, comparison.difference) if startup.rank == 0 else exit_codes.DONE
         run.metrics.message(comparison.summary())
         if reached < step:
@@ -113,7 +113,7 @@ def go_over(run: Run, at: Progress, step: int) -> tuple[bool, int]:
         step: number of the last step.
 
     Returns:
-        A flag that is True if a digest differs, and the number of the last step done. Both are equal on all ranks.
+        A flag, True if a digest differs, and the number of the last completed step. Both values are equal on all ranks.
     """
     end = run.cfg.end(at.step, at.samples)
     seen = torch.zeros(2, dtype=torch.int32, device=run.world.device)
@@ -144,7 +144,7 @@ def check_keys(keys: Sequence[str]) -> None:
 
 
 def source_of(run_dir: Path, step: int) -> Source:
-    """Find the digests and the configuration for the replay of a step.
+    """Find the digests and the configuration that the replay of a step needs.
 
     Raises:
         ValueError: the directory does not hold a run with [run] exact, or the step cannot be replayed.
@@ -180,7 +180,7 @@ def recipe_of(run_dir: Path, begin: int, step: int) -> Mapping[str, Mapping[str,
         step: number of the last step to replay.
 
     Raises:
-        ValueError: the run was restarted with a different recipe after the checkpoint.
+        ValueError: the run was restarted with a different recipe between the checkpoint and `step`.
     """
     parts = [start for start in history.parts(history.read(run_dir)) if start.step < step]
     if not parts:

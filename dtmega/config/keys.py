@@ -369,7 +369,7 @@ class Optim(Section):
         return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The length of the warm-up in [optim] unit; `total` is the length of the whole run, also in [optim] unit."""
+        """The length of the warm-up, given `total`, the length of the whole run. Both are measured in [optim] unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 
@@ -618,7 +618,7 @@ class Recompute(Section):
 
 
 class Fsdp(Section):
-    """[fsdp]: when gathered weights are freed, where shards are kept, and how gradients add up."""
+    """[fsdp]: when gathered weights are freed, where shards are kept, and how gradients are accumulated."""
 
     reshard_after_forward: Literal["auto"] | bool = key(
         "auto", "free a layer's gathered weights after its forward; auto: yes, but not in a pipeline"

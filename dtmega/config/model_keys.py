@@ -13,7 +13,7 @@ from dtmega.config.schema import Section, key
 class Model(Section):
     """The keys that every family has.
 
-    To add a family, write a class with the family's `name` below, and list the class in `Config.model`.
+    To add a family, write a class below with the family's `name`, and list the class in `Config.model`.
     """
 
     name: Any  # each family declares a Literal with its own name
@@ -234,7 +234,7 @@ class Llama(NativeModel):
         return self.head_dim
 
     def window_of(self, layer: int) -> int:
-        """The window of layer number `layer`, counted from 0; 0 if the layer's attention has no window."""
+        """The attention window of layer `layer`, counted from layer 0; a result of 0 means that there is no window."""
         return self.window if not self.window_layers or layer in self.window_layers else 0
 
 

@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _hint(text: str, error: str) -> str:
-    """A hint that corrects a common mistake, appended to the message about invalid TOML; '' for any other mistake."""
+    """A hint about a common mistake, to append to the message about invalid TOML; '' for any other mistake."""
     if re.search(r"=\s*(True|False)\b", text):
         return "; TOML writes true and false in small letters"
     line_number = re.search(r"at line (\d+)", error)

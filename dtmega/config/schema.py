@@ -1,4 +1,4 @@
-"""Declarations of keys: sections, the classes that a section may have, and the `--help` text about the keys.
+"""Tools for declaring keys: sections, the classes that a section may have, and the `--help` text about the keys.
 
 A section has one class or several. If a section has several classes, the value of one of its keys chooses the class:
 [model] has a class for each family, chosen by `name` (pydantic calls this key the discriminator of a union). This file
@@ -69,7 +69,7 @@ class SectionClasses:
 
 
 class Group(NamedTuple):
-    """Keys of one section that `--help` lists under one heading. All classes with these keys declare them identically.
+    """A heading in `--help`, with keys of one section. All classes that have these keys declare them identically.
 
     Attributes:
         section: the section's name.

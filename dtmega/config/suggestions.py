@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from dtmega.config.schema import SectionClasses, condition
 from dtmega.config.synonyms import Synonym
 
-# An unknown name counts as a typo of a known name if difflib's ratio for the two is at least this number. At 0.4, the
+# An unknown name counts as a typo of a known name if difflib's ratio between them is at least LIKENESS. At 0.4, the
 # suggestion for `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
 LIKENESS = 0.75
 LISTED = 25  # maximum number of a section's keys to list when no key resembles the unknown key
@@ -82,7 +82,7 @@ class SimilarKeys:
         return typo[0] if typo else ""
 
     def _keys(self, section: str, families: Mapping[str, str]) -> Sequence[str]:
-        """A section's keys, for the class that the configuration chooses."""
+        """The keys of the class that the configuration chooses for a section."""
         kinds = self._kinds[section]
         chosen = kinds.classes[families.get(section, kinds.default)]
         return list(chosen.model_fields)

@@ -35,7 +35,7 @@ from dtmega.distributed import exit_codes, process
 from dtmega.distributed.rendezvous import Rank0GaveUp
 from dtmega.files import console
 
-# Seconds to wait for the other ranks' reports once a rank has failed. These reports may never come.
+# Seconds to wait for the other ranks' reports, which may never come, once a rank has failed.
 PATIENCE_S = 10.0
 LONGEST_POLL_S = 0.5
 HEARTBEAT_S = 1.0  # shortest time between two heartbeats that a rank publishes
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised inside a step on a rank that waits for other ranks, because another rank has failed in this step."""
+    """Raised on a rank that waits inside a step, if another rank has failed in that step."""
 
 
 class Refused(Exception):
@@ -220,7 +220,7 @@ class Startup:
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
-                # A program that starts training twice uses the same store twice, so each startup needs its own prefix.
+                # A program that starts training twice uses one store both times, so each startup needs its own prefix.
                 n_starts = self.store.add(f"startup/{self.rank}", 1)
                 self._meeting = PrefixStore(f"startup/{n_starts}", self.store)
         # torch raises RuntimeError if the store is gone.
@@ -352,7 +352,7 @@ class Startup:
 
 
 def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """The configuration, the device type and the versions, which (like the data) must be equal on all ranks of a job.
+    """The configuration, device type and library versions, all of which must be equal on all ranks of a job.
 
     Args:
         cfg: the run's configuration.

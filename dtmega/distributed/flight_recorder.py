@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 from dtmega.distributed.exit_codes import error_summary
 from dtmega.files import atomic, console
 
-# Environment variables for the number of collectives that torch keeps, the newer name first. 0 turns the recorder off.
+# Environment variables for the number of collectives that torch keeps; 0 turns the recorder off. Newer name first.
 BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FOLDER = "flight-recorder"  # in the run directory
 ENTRIES = 2000  # 330 kB in a file, with stacks of 25 frames
@@ -80,7 +80,7 @@ def _write(folder: Path, rank: int, written: list[str]) -> None:
             atomic.make_folder(folder)
             _replace(path, content)
             written.append(str(path))
-    # No error here may hide the reason why the process is about to exit.
+    # The process is about to exit for another reason, and an error here must not hide that reason.
     except Exception as error:
         console.say(f"rank {rank}: flight recorder: {error_summary(error)}")
 

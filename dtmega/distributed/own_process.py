@@ -26,7 +26,7 @@ def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess]
     """Call a function in a separate process, and return its result.
 
     Args:
-        function: module-level function. The fork server imports the function's module before the first call.
+        function: module-level function. The fork server imports the module of this function before the first call.
         args: arguments of the function. The arguments and the result are pickled.
         on_start: function that is called with the started process, so that another thread can kill the process.
 

@@ -86,9 +86,9 @@ def is_claimed(folder: Path) -> bool | None:
 def tell_agent(reason: str) -> None:
     """Write the reason for the exit into the file that torchrun's agent reads when a worker fails.
 
-    The agent prints this reason at the end of its summary. Otherwise, the worker's own messages would be
-    buried above the agent's traceback (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be
-    written, the error is ignored.
+    The agent prints this reason at the end of its summary. Without the file, the reason would appear only in the
+    worker's own messages, far above the end of the agent's traceback
+    (`torch/distributed/elastic/multiprocessing/errors`). If the file cannot be written, the error is ignored.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -105,10 +105,10 @@ def tell_agent(reason: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when torchrun's agent dies. An orphan would go on training and saving.
+    """Ask the kernel to kill this process when torchrun's agent dies. An orphan would keep training and saving.
 
-    The kernel watches the thread that started this process, which in torchrun is the agent's main thread. If the agent
-    died before this call, this function does not notice, but then the rendezvous fails, because the agent serves the
+    The kernel watches the thread that started this process, which in torchrun is the agent's main thread. This function
+    does not notice if the agent died before the call. In that case the rendezvous fails, because the agent serves the
     store.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:

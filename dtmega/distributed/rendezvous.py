@@ -32,7 +32,7 @@ LARGEST_PORT = 2**16 - 1
 
 
 class Rank0GaveUp(ValueError):
-    """Raised on all ranks except rank 0 after rank 0 has given up waiting, with the message that rank 0 prints."""
+    """Raised on all ranks except rank 0 once rank 0 gives up waiting; the message is the text that rank 0 prints."""
 
 
 def launcher_number(name: str, default: int, low: int, high: int) -> int:

@@ -52,7 +52,7 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: s
     """Check that the tensors are equal, bit by bit, on all ranks of a group.
 
     Args:
-        tensors: tensors to compare, keyed by name; all ranks must have equal names.
+        tensors: tensors to compare, keyed by name; the names must be equal on all ranks.
         group: group of the ranks that hold copies.
         what: description of the tensors, for the error message.
 

@@ -113,7 +113,7 @@ class Watch:
         self._exit_status = exit_codes.ExitStatus() if exit_status is None else exit_status
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
-        # The beat during which this rank last published its place in the code.
+        # The newest beat of this rank when it last published its place in the code.
         self._placed: Beat | None = None
         # Two connections to the store: `_store` for the main thread's beats, `_reader` for the watching thread.
         self._store: Store | None = None
@@ -237,7 +237,7 @@ class Watch:
         """Print that this rank exits because another rank exited first. Call this if `record_exit` returned False.
 
         Args:
-            error: error that the exit of the other rank caused on this rank.
+            error: error that the other rank's exit caused on this rank.
 
         Returns:
             The exit code of the other rank.
@@ -256,7 +256,7 @@ class Watch:
         """Stop watching, and restore the signal handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._handlers_before.items():
-            # A handler that was not set from Python is None here, and Python cannot restore that handler.
+            # None stands for a handler that was not set from Python; Python cannot restore such a handler.
             signal.signal(number, handler or signal.SIG_DFL)
         self._alarm.send(bytes([CLOSE]))
         self._thread.join()

@@ -53,10 +53,10 @@ class Confined:
         self._end = weakref.finalize(self, int)
 
     def start(self) -> None:
-        """Start the child, unless it is already running, and wait until the function has returned.
+        """Start the child, unless it is already running, and wait until `function` has returned.
 
         Raises:
-            ValueError: the function raised an error, or exceeded the limits.
+            ValueError: `function` raised an error, or the child exceeded the limits.
         """
         if self._child is not None:
             return
@@ -75,7 +75,7 @@ class Confined:
         """Send a request to the child, and return the child's answer.
 
         Raises:
-            ValueError: the function raised an error, or exceeded the limits.
+            ValueError: the child could not answer the request, or exceeded the limits.
         """
         self.start()
         child = self._child
@@ -152,7 +152,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End this process after about 2 x `seconds` of further CPU time.
+    """End this process after it has used about 2 x `seconds` of additional CPU time.
 
     The parent already kills a child that takes too long by wall-clock time. The limit on CPU time also ends a child
     whose parent is gone.

@@ -99,7 +99,7 @@ class Copied:
 
 @contextmanager
 def copied(take: Callable[[str], None]) -> Iterator[None]:
-    """Replace stdout and stderr with `Copied` streams in the `with` block, also in existing log handlers."""
+    """Within the `with` block, replace stdout and stderr with `Copied` streams, including in existing log handlers."""
     with ExitStack() as undo:
         for owner, name in [(sys, "stdout"), (sys, "stderr"), *((handler, "stream") for handler in _handlers())]:
             stream = getattr(owner, name)

@@ -4,7 +4,7 @@
     first, second = file.read([(0, 4096), (9_000_000, 9_004_096)])  # two concurrent requests
 
 Ranges with small gaps between them are read in one request, because a request's latency equals the transfer time of
-some 100 KB.
+about 100 KB.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def put_new(store: Any, key: str, data: bytes) -> None:
             store.put(key, data, mode="create", use_multipart=False)
             return
         except BaseError as error:
-            # The store may have carried out a request although its answer was lost. The key then exists with this data.
+            # If the request succeeded and only the answer was lost, the store already holds this data under the key.
             with reported(), contextlib.suppress(FileNotFoundError):
                 if bytes(store.get(key).bytes()) == data:
                     return
@@ -92,7 +92,7 @@ def put_new(store: Any, key: str, data: bytes) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Describe an obstore error in one line, without the addresses, queries and other text that it quotes."""
+    """Describe an obstore error in one line, without the addresses, queries and other text that the error quotes."""
     text = str(error)
     head = re.sub(r"\b(?!s3|gs|az)\w+://\S+", "a request", text.partition("\n")[0].partition("<")[0]).strip(" :")
     code = re.search(r"<Code>(\w+)</Code>", text)
@@ -101,7 +101,7 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn obstore's errors about missing objects into FileNotFoundError, and its other errors into `Unreachable`.
+    """Turn obstore's errors about missing objects into FileNotFoundError, and all other errors into `Unreachable`.
 
     The new messages do not name the endpoint. A FileExistsError from `put_new` and an `Unreachable` pass unchanged.
     """

@@ -5,7 +5,7 @@
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
 each batch together. On each rank, the harness runs as if in a single process. Tokenization, truncation of long texts
-and the end of an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of
+and the rule for ending an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of
 transformers models.
 
 This module needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
@@ -84,7 +84,7 @@ def evaluate(
     Returns:
         The harness's scores, together with the checkpoint, step, date, harness version and limit.
     """
-    # Keep the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
+    # Prevent the harness from bootstrapping in a process pool, which would fork this multi-threaded process.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     evaluation = simple_evaluate(
         model=RunLM(trained, batch_size),
@@ -179,7 +179,7 @@ class RunLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Compute each text's log-likelihood as the sum over disjoint windows, each with one token of context."""
+        """Compute each text's log-likelihood as a sum over disjoint windows; each window has one token of context."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):

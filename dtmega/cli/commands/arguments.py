@@ -25,9 +25,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Join `--option value` into `--option=value` on the command line, for the given options.
+    """Join each of the given options with its value: `--option value` becomes `--option=value`.
 
-    Otherwise argparse would treat a value that begins with a dash, as in `--allow-missing --swiglu`, as an option.
+    Without `=`, argparse would read a value that begins with a dash, such as `--swiglu`, as another option.
     """
     words: list[str] = []
     for word in argv:
@@ -88,7 +88,7 @@ def temperature(text: str) -> float:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """Make an option type for numbers above `low` and up to `high`."""
+    """Make an option type for numbers greater than `low` and at most `high`."""
 
     def read(text: str) -> float:
         try:
@@ -130,7 +130,7 @@ def role(text: str) -> tuple[str, str]:
 
 
 def part(text: str) -> Part:
-    """Parse I/N, such as 3/12, into the number of a part (counted from 0) and the number of parts."""
+    """Parse I/N, such as 3/12, into a part's index, counted from 0, and the number of parts."""
     number, _, of = text.partition("/")
     try:
         parsed = Part(int(number), int(of))

@@ -57,8 +57,8 @@ class Conversation:
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to the point where the next answer begins."""
-        # Run the template on the first process only. If every process ran the template, some processes might exceed the
-        # time limit although the first process did not.
+        # Only the first process runs the template. If every process ran the template, one process might exceed the time
+        # limit while the first process did not.
         return _from_first(lambda: self._chat.ids(messages))
 
 

@@ -123,7 +123,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Check that the options name exactly one run, and give a prompt or start a conversation.
+    """Check that the options name exactly one run, and either give a prompt or start a conversation.
 
     Raises:
         ValueError: the options name no run or two runs, give no prompt, or give a chat template without `--chat`.
@@ -153,7 +153,7 @@ def _start_chat(args: argparse.Namespace, trained: TrainedModel, rank: int) -> C
     Rank 0 also starts the process that runs the template.
 
     Raises:
-        ValueError: the model does not continue texts, there is no template, the template cannot be read, or
+        ValueError: the model does not continue text, there is no template, the template cannot be read, or
             transformers is not installed.
     """
     from dtmega.data.tokenizers.chat import Chat, find_template

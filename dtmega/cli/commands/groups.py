@@ -1,4 +1,4 @@
-"""`dtmega groups`: lists the ranks of every process group of a mesh, as Megatron does.
+"""`dtmega groups`: lists the ranks of every process group of a mesh, in Megatron's order.
 
 dtmega groups --world 8 --mesh.tp 2 --mesh.pp 2
 """

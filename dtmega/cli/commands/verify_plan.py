@@ -1,4 +1,4 @@
-"""`dtmega verify-plan`: checks the tensor-parallel plan, or the divided experts, of a Hugging Face model.
+"""`dtmega verify-plan`: checks a Hugging Face model's tensor-parallel plan, or the division of its experts over ranks.
 
 dtmega verify-plan DIR --tp 2
 dtmega verify-plan DIR --ep 2

@@ -85,7 +85,7 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:
-    """The text files that an export has next to the weights, as a mapping from file name to content.
+    """The text files that an export stores next to the weights: file name -> content.
 
     The result also includes the directory's `tokenizer.json` and `generation_config.json`. The exporter keeps this
     generation_config.json unless the export's tokenizer.json differs from the directory's.

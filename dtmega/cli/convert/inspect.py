@@ -70,7 +70,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
 
 
 def _about_base(state: State) -> list[str]:
-    """Lines about adapters, and about frozen weights that the checkpoint does not hold; [] if it holds all weights."""
+    """Lines about adapters and about frozen weights that the checkpoint lacks; [] if the checkpoint has all weights."""
     if state.base is None:
         return []
     lora = state.config.get("lora", {})
@@ -84,7 +84,7 @@ def _about_base(state: State) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield a line for each item of `State` and each tensor that differs between two checkpoints, compared by value."""
+    """Compare the states and tensors of two checkpoints by value, and yield a line about each difference."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):

@@ -40,7 +40,7 @@ class ConversionSource(NamedTuple):
             its own ([model] path), the conversion uses that directory instead.
         rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines to print for the user.
-        adapters: LoRA adapters of the run, which `weights` merges into the layers; None if the run has no adapters.
+        adapters: the run's LoRA adapters, which `weights` merges into the layers; None if the run has no adapters.
         end_ids: ids of the tokens that end a turn in the run's training conversations.
     """
 
@@ -114,7 +114,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     configured = _model(args.config) if args.config else None
     contents = folder.open_folder(Path(name), configured, average=args.average_copies)
     where = str(contents.path)
-    # The stored embedding has padding rows, so the [model] section for reading includes these rows in `vocab_size`.
+    # The stored embedding has padding rows, so `vocab_size` must count these rows while the checkpoint is read.
     padded = vocabulary.with_padded_vocabulary(contents, configured)
     their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:

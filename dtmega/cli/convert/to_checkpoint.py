@@ -65,7 +65,7 @@ def write(
     if training is not None:
         for kind, moments in training.moments.items():
             tensors |= {f"optimizer/{kind}/{name}": (moments, name) for name in source.tensors}
-        # Nothing in the other program's files identifies the data. The identity records this fact, and a run that
+        # Nothing in the other program's files identifies the data. ELSEWHERE records this fact, and a run that
         # resumes from the checkpoint must allow changed data.
         state = State.of(
             {**training.sections, **sections},
