@@ -2,7 +2,7 @@
 
 After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to their parameter's
 grid (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
-of each microbatch are reduce-scattered at once. All other sums stay whole, and are all-reduced once per step.
+are reduce-scattered after each microbatch. All other sums stay whole, and are all-reduced once per step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
@@ -68,7 +68,7 @@ class StageSums:
         stage: model of the stage. Its parameters must not be gathered when the first step begins.
         full_name: function that converts a parameter's name in the stage to its name in the whole model.
         ties: groups of names that share one parameter.
-        read_by_layers: names of the parameters that each layer reads by a separate call.
+        read_by_layers: names of the parameters that each layer reads in a separate call.
         partial: names of the parameters whose gradient on each tp rank is only a part of the whole gradient.
         owner: integer sums of all stages of this rank.
     """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """A model's fp32 parameters, which optimizer and checkpoints use, and the copies that forward and backward use.
+    """A model's fp32 parameters, for the optimizer and checkpoints, and their copies, for forward and backward.
 
     From the model's forward until `release`, the copies replace the parameters in the modules. Between steps the copies
     take no memory. As soon as backward has computed a copy's gradient, this gradient is added to the parameter's

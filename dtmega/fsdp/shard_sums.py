@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 class ShardSums:
     """Sums each microbatch's gradients over the data ranks, and adds the sums to the shards of a stage's gradients.
 
-    A unit is a group of parameters that FSDP2 gathers and sums at once: a block's parameters, or all parameters outside
-    the blocks. With copies of the shards (HSDP), the sums over the copies are left to the last microbatch.
+    A unit is a group of parameters that FSDP2 gathers in one collective: a block's parameters, or all parameters
+    outside the blocks. With copies of the shards (HSDP), only the last microbatch sums gradients over the copies.
 
     Args:
         stage: model of the stage, wrapped by `apply_fsdp`.

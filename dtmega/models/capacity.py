@@ -1,7 +1,8 @@
 """Expert capacity: each expert takes a limited number of (token, expert) pairs per document; later pairs are dropped.
 
-Let T be the number of tokens that count in a document (see below). An expert takes at most ceil(f T k / E) pairs from
-the document, which is f times an even share. The expert takes the pairs at the earliest places. A token uses an expert
+Let T be the number of tokens that count in a document (see below), f the capacity factor, k the number of experts per
+token, and E the number of experts. An expert takes at most ceil(f T k / E) pairs from the document, which is f times an
+even share. The expert takes the pairs at the earliest places. A token uses an expert
 at most once, so no two pairs of an expert have the same place. A later token never displaces an earlier token. In
 GShard, a later token may displace an earlier token, because all first choices come before all second choices. With
 `--moe-token-drop-policy probs`, Megatron's default, a later token may displace an earlier token as well. T is the only
@@ -88,5 +89,5 @@ def capacity_of(
 
 
 def share_of(cfg: config.MoE) -> Fraction:
-    """The maximum share of a document's tokens that an expert takes: f k / E, but no more than 1."""
+    """The maximum share of a document's tokens that an expert takes: f k / E, but at most 1."""
     return min(Fraction(str(cfg.capacity_factor)) * cfg.experts_per_token / cfg.n_experts, Fraction(1))

@@ -131,7 +131,7 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """Build meta tensors, with this rank's shapes and keyed by name, for the tensors that a stage passes on.
+        """Build a meta tensor with this rank's shape for each tensor that a stage passes on; keyed by name.
 
         Args:
             cfg: configuration of the run.

@@ -41,8 +41,8 @@ class Model(nn.Module):
         runs_layers: whether the model calls `run_layers` for all layers of a stack. Recomputing several layers as
             a unit needs `run_layers`.
         has_cache: whether forward takes a `cache`, so that generation computes each token once.
-        experts_per_token: number of experts that each token uses, for models whose weights [experts, rows, columns]
-            stack experts; None for all other models.
+        experts_per_token: number of experts that each token uses, for models that stack the experts' weights as
+            [experts, rows, columns]; None for all other models.
         works_per: name of a module that does not run on every token -> unit of the module's work. Such a module runs
             once per labelled token, per decoder token, or per sequence. An entry also applies to all nested modules,
             and later entries override earlier entries.
@@ -188,7 +188,7 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Set the gradient that each head expects backward to pass to the head's sum.
+        """Set, for each head, the gradient that backward will pass to the head's sum.
 
         Call this method before each forward pass in training. A head computes its gradient during the forward pass. In
         float16, the head must multiply the gradient by the sum's factor before rounding; otherwise, small gradients

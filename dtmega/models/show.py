@@ -153,7 +153,7 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """Return the prompt, then one line per <extra_id_0>, <extra_id_1>, ... with the decoder's text for that span.
+    """Return the prompt, then the decoder's text for each hidden span <extra_id_0>, <extra_id_1>, ..., one per line.
 
     A prompt without any <extra_id_...> gets <extra_id_0> at its end.
 

@@ -94,7 +94,7 @@ def svg(
     number, the stage. Darker cells belong to later stages of the rank.
 
     Args:
-        table: a complete table.
+        table: complete table to draw.
         title: text above the picture; '' to leave out both the title and the space for a title.
         timeline: the table's timeline in seconds; None for F = I = W = 1, B = 2, and transfers that take no time.
         until_s: minimum end of the time axis, in seconds, for work after the last action.

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): linear layers compute with W + (alpha / r) B A, and W stays frozen.
 
-An adapter consists of three attributes of the linear layer's module, two parameters and a number:
+An adapter consists of three attributes of the linear layer's module:
 
     lora_a      A, [r, in]
     lora_b      B, [out, r]; zero at first, so that the model begins as its base
@@ -58,7 +58,7 @@ def attach(model: Model, lora: config.Lora) -> None:
 
     Args:
         model: whole model.
-        lora: section [lora] of the configuration, with a rank.
+        lora: [lora] section of the configuration, which must set `rank`.
 
     Raises:
         ValueError: a pattern matches no linear layer of the blocks.
@@ -86,7 +86,7 @@ def forward(module: Any, x: Tensor) -> Tensor:
 
 
 def linears(model: Model) -> dict[str, Linear]:
-    """The linear layers in the model's blocks, by the names of their weights in checkpoints."""
+    """The linear layers in the model's blocks, keyed by each layer's name in checkpoints."""
     inside: set[nn.Module] = set()
     for block in model.blocks():
         inside.update(block.modules())
@@ -104,7 +104,7 @@ def linears(model: Model) -> dict[str, Linear]:
 
 
 def targets(model: Model, patterns: str | Sequence[str]) -> dict[str, Linear]:
-    """The linear layers that get adapters, by name.
+    """The linear layers that get adapters, keyed by name.
 
     Args:
         model: whole model.
@@ -148,7 +148,7 @@ def _why_none(model: Model, known: dict[str, Linear], pattern: str) -> str:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters in a model or stage, by name."""
+    """Yield the name and the parameter of each adapter matrix in a model or stage."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             yield name, parameter
