@@ -89,7 +89,7 @@ def apply_fsdp(
         reshard: whether to free each block's gathered weights after the block's forward. The root and the last block
             keep their gathered weights, because backward starts with these modules and ends with the root.
         experts: modules that are divided over ep; [] if ep is 1.
-        of_experts: mesh of the ranks that hold the same experts, 1-D or 2-D like `mesh`; None if ep is 1.
+        of_experts: mesh of the ranks with the same experts as this rank, 1-D or 2-D like `mesh`; None if ep is 1.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),

@@ -2,11 +2,10 @@
 
 Let T be the number of tokens that count in a document (see below), f the capacity factor, k the number of experts per
 token, and E the number of experts. An expert takes at most ceil(f T k / E) pairs from the document, which is f times an
-even share. The expert takes the pairs at the earliest places. A token uses an expert
-at most once, so no two pairs of an expert have the same place. A later token never displaces an earlier token. In
-GShard, a later token may displace an earlier token, because all first choices come before all second choices. With
-`--moe-token-drop-policy probs`, Megatron's default, a later token may displace an earlier token as well. T is the only
-number that depends on the whole document.
+even share. The expert takes the pairs at the earliest places. A token uses an expert at most once, so no two pairs of
+an expert have the same place. A later token never displaces an earlier token. In GShard, a later token may displace an
+earlier token, because all first choices come before all second choices. With `--moe-token-drop-policy probs`,
+Megatron's default, a later token may displace an earlier token as well. Only T depends on the whole document.
 
 A token counts if it has a label. Tokens without a label, such as prompts and padding, use no capacity and are never
 dropped, because dropping a prompt token would harm the tokens that attend to the prompt. So without labels, as in

@@ -202,7 +202,7 @@ class Model(nn.Module):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Make the heads that sum a loss over tokens use compiled kernels. Called if the blocks are compiled."""
+        """Make the heads that sum a loss over tokens use compiled kernels. Call this method if blocks are compiled."""
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]

@@ -405,7 +405,7 @@ class T5(Model):
             fused=fused,
             context=self.context,
         )
-        # Cross-attention ignores positions: the table adds no bias to the scores, and only document indices hide keys.
+        # Cross-attention ignores positions: no bias is added to the scores, and only document indices hide keys.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,
