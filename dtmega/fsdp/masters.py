@@ -83,7 +83,7 @@ class Masters:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """The copies in the compute dtype, which have no memory between steps; [] before the first forward."""
+        """The copies in the compute dtype, which take no memory between steps; [] before the first forward."""
         return [*self._copies.values()]
 
     def release(self) -> None:

@@ -18,8 +18,8 @@ class Slot:
         name: name of the parameter in the whole model.
         parameter: parameter that the optimizer updates.
         fsdp: FSDP2's record of the parameter; None without FSDP2.
-        places: additional places of a shared parameter. Autograd must keep the gradients of these places apart from the
-            gradient of the first place.
+        places: additional places of a shared parameter. Autograd must keep the gradients of these places separate from
+            the gradient of the first place.
         partial: whether the gradient on each tp rank is only a part of the whole gradient.
         total: sum so far, int64 in the shape of the parameter's local part; None before the first microbatch.
     """

@@ -27,7 +27,7 @@ from dtmega.ops.context_parallel import ContextParallel
 class Capacity(NamedTuple):
     """The maximum number of pairs that each expert takes from each document of a microbatch.
 
-    Under cp, every rank finds the late pairs of the whole sequences, so that the same pairs are late on every layout.
+    Under cp, every rank finds the late pairs of the whole sequences, so that late pairs do not depend on the layout.
 
     Attributes:
         document: document number of each token in whole sequences, [B, S] int64. The last number is reserved for tokens

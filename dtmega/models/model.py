@@ -280,7 +280,7 @@ class Model(nn.Module):
     def counts_of_step(self) -> Tensor | None:
         """Return the counts over this rank's tokens since the last `after_step`; None if the model counts nothing.
 
-        The counts have the whole model's shape. Over all ranks and stages, they add up to the global batch's counts.
+        Each rank's counts have the whole model's shape. The sum over all ranks and stages counts the global batch.
         """
         return None
 

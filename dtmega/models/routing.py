@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     log_z: Tensor
 
     def without(self, dropped: Tensor) -> Routing:
-        """Return the routing with the expert number E, which no expert has, and the weight 0 for dropped pairs.
+        """Return the routing in which each dropped pair has the weight 0 and the number E, which no expert has.
 
         The weights of a token's remaining experts do not change.
 

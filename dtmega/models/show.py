@@ -41,7 +41,7 @@ class Show(NamedTuple):
     together: Callable[..., list[str]] | None = None
 
     def texts(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[str]:
-        """The text to print for each prompt."""
+        """Return the text to print for each prompt."""
         if self.together is not None:
             return self.together(model, tokenizer, prompts, **options)
         return [self.text(model, tokenizer, prompt, **options) for prompt in prompts]

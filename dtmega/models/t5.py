@@ -445,7 +445,7 @@ class T5(Model):
     def init_std(self, name: str) -> float | None:
         """The standard deviation for the parameter with this full name; None if `init_constant` fills the parameter.
 
-        With `init = "normal"`, the result is the same as in Megatron. Otherwise the result is the same as in
+        With `init = "normal"`, the result is Megatron's standard deviation. Otherwise the result follows
         mesh_tensorflow and transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the
         additional factor 1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x
         uses.

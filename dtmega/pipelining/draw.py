@@ -141,7 +141,7 @@ def _in_forwards(timeline: Timeline) -> Clock:
 
 
 def _in_seconds(timeline: Timeline, until_s: float, *, fits_page: bool) -> Clock:
-    """The axis of a timeline in seconds. The arguments are the same as for `svg`."""
+    """The axis of a timeline in seconds. `svg` describes the arguments."""
     end_s = max(_last_end(timeline), until_s)
     durations_s = []
     for step in itertools.chain.from_iterable(timeline.rows):

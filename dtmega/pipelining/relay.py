@@ -25,7 +25,7 @@ class Relay:
         device: device on which this rank computes.
 
     Attributes:
-        longest, has_cache: attributes of the model, as in `Model`.
+        longest, has_cache: values of these `Model` attributes in the stages.
         training: flag that is always False.
     """
 

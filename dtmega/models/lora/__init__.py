@@ -80,7 +80,7 @@ def attach(model: Model, lora: config.Lora) -> None:
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
-    """The forward of a linear layer whose adapter is whole on this rank."""
+    """Run the forward of a linear layer whose adapter is not cut by tp."""
     update = F.linear(F.linear(x, module.lora_a), module.lora_b)
     return type(module).forward(module, x) + module.lora_scale * update
 
