@@ -1,4 +1,4 @@
-"""Sums of gradients after each microbatch of a pipeline: between microbatches a rank holds only its shards of the sums.
+"""Sum gradients after each microbatch of a pipeline, so that a rank keeps only its shards of the sums.
 
 Without a pipeline, FSDP2 itself computes these sums (`sync_gradients`). But torch's pipeline stages let FSDP2 sum
 gradients only once, after a step's last microbatch. In addition, FSDP2's hooks do not run in the second part of a

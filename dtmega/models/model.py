@@ -168,7 +168,7 @@ class Model(nn.Module):
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """Name of each tensor [B, length, D] that a stage passes to the next stage -> [data] key of the length.
+        """Name of each tensor [B, length, D] that a stage passes on -> [data] key that holds the tensor's length.
 
         Args:
             after: name of the stage's last piece.

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, which chooses each token's experts, and reports on how even the routing is.
+"""Routing in a mixture of experts: choose each token's experts, and report how even the routing is.
 
 The choice of a token's experts depends only on the token itself and on the router's weights and bias. Ties are broken
 by expert number. The evenness of the routing is measured separately for each document, over the tokens with a label.

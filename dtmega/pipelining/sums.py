@@ -1,4 +1,4 @@
-"""A backward pass for pipeline stages, which sums weight gradients over the data ranks after each microbatch."""
+"""Run a stage's backward pass, and sum the weight gradients over the data ranks after each microbatch."""
 
 from __future__ import annotations
 

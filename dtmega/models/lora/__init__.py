@@ -47,12 +47,12 @@ class Linear(NamedTuple):
 
 
 def is_adapter(name: str) -> bool:
-    """True if a parameter with this name is part of an adapter."""
+    """Return True if a parameter with this name is part of an adapter."""
     return name.endswith((A, B))
 
 
 def attach(model: Model, lora: config.Lora) -> None:
-    """Give each target layer an adapter, and freeze all other parameters, in place.
+    """Give each target layer an adapter, and freeze all other parameters. The model is changed in place.
 
     Call this function on a whole model on the meta device, before the model is cut into stages.
 
@@ -155,7 +155,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def transposed_layers(model: Model) -> tuple[str, ...]:
-    """The names of the layers with adapters whose weights are stored as [in, out]."""
+    """The names of the layers that have an adapter and store their weight as [in, out]."""
     layers = linears(model).items()
     return tuple(name for name, layer in layers if layer.transposed and hasattr(layer.module, "lora_a"))
 
