@@ -225,7 +225,7 @@ class LMHead(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(cfg.padded_vocab_size)) if bias else None)
 
     def forward(self, h: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None) -> Tensor:
-        """Return the logits [..., V] if there are no labels, otherwise the sum of token losses as an fp32 scalar.
+        """Map h to logits [..., V]. With labels, return the sum of token losses instead, as an fp32 scalar.
 
         Args:
             h: hidden states, [..., D].
