@@ -89,7 +89,7 @@ def apply_fsdp(
         reshard: whether to free each block's gathered weights after the block's forward. The root and the last block
             keep their gathered weights, because backward starts with these modules and ends with the root.
         experts: modules that are divided over ep; [] if ep is 1.
-        of_experts: mesh of the ranks that hold the same experts, 1-D or 2-D like `mesh`; None if ep is 1.
+        of_experts: mesh of the ranks with the same experts as this rank, 1-D or 2-D like `mesh`; None if ep is 1.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -177,13 +177,13 @@ def release(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sharded: bool = False) -> None:
-    """Choose, before each backward in a run without a pipeline, which gradients are reduced over the data ranks.
+    """Choose which gradients the next backward reduces over the data ranks, in a run without a pipeline.
 
     Until the last microbatch of a step, the root's weights stay gathered. The blocks' weights stay gathered too, unless
     `reshard` is True, which saves the memory of the blocks' weights but causes more traffic.
 
     Args:
-        model: model that trains.
+        model: model to train.
         last_microbatch: whether this is the last microbatch of a step.
         reshard: whether to free each block's gathered weights after each backward.
         sharded: whether to reduce-scatter the gradients of each microbatch and add them to the sharded gradients (HSDP

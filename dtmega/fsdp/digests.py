@@ -1,7 +1,7 @@
 """64-bit digests of tensors. The digests of a tensor's parts, or of tensors on several ranks, can be added up.
 
-A digest is the sum modulo 2^64, over all elements, of a hash of the tensor's name, the element's index and the
-element's bits. The digest therefore does not depend on how a tensor is cut or how the ranks are ordered. The hash
+Each element has a hash, computed from the tensor's name, the element's index and the element's bits. A digest is the
+sum of all elements' hashes modulo 2^64, so it does not depend on how a tensor is cut or how ranks are ordered. The hash
 applies SplitMix64's finalizer (`ops/keyed.py`) twice: to the index, and then to the result combined with the name and
 the bits.
 """

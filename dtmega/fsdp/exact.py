@@ -2,7 +2,7 @@
 
 After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to their parameter's
 grid (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
-of each microbatch are reduce-scattered at once. All other sums stay whole, and are all-reduced once per step.
+are reduce-scattered after each microbatch. All other sums stay whole, and are all-reduced once per step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
@@ -10,7 +10,7 @@ of each microbatch are reduce-scattered at once. All other sums stay whole, and 
     sums.settle(skipped)                 # after the step: chooses the next grids from this step's largest gradients
 
 A grid is chosen from a number that is equal on all layouts: the largest gradient of any microbatch in the last step
-that was not skipped, or, in a tensor's first step, 1 / the number of microbatches. If a gradient exceeds its grid, all
+that was not skipped, or, in a tensor's first step, 1 / (number of microbatches). If a gradient exceeds its grid, all
 ranks skip the step, and the grid is made coarser.
 """
 
@@ -40,8 +40,8 @@ class Groups(NamedTuple):
 
     Attributes:
         everyone: group of all ranks, which agree on the largest gradients.
-        shards: group of the ranks that hold the shards of a parameter.
-        replicas: group of the ranks that hold the same shard.
+        shards: group of the ranks that together hold all shards of a parameter.
+        replicas: group of the ranks that hold the same shard as this rank.
         tp: tensor-parallel group, in which each rank computes a part of some gradients.
     """
 
@@ -68,9 +68,9 @@ class StageSums:
         stage: model of the stage. Its parameters must not be gathered when the first step begins.
         full_name: function that converts a parameter's name in the stage to its name in the whole model.
         ties: groups of names that share one parameter.
-        read_by_layers: names of the parameters that each layer reads by a separate call.
+        read_by_layers: names of the parameters that each layer reads in a separate call.
         partial: names of the parameters whose gradient on each tp rank is only a part of the whole gradient.
-        owner: integer sums of all stages of this rank.
+        owner: object that holds the integer sums of all stages of this rank.
     """
 
     def __init__(

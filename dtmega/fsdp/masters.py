@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """A model's fp32 parameters, which optimizer and checkpoints use, and the copies that forward and backward use.
+    """A model's fp32 parameters, for the optimizer and checkpoints, and their copies, for forward and backward.
 
     From the model's forward until `release`, the copies replace the parameters in the modules. Between steps the copies
     take no memory. As soon as backward has computed a copy's gradient, this gradient is added to the parameter's
@@ -83,7 +83,7 @@ class Masters:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """The copies in the compute dtype, which have no memory between steps; [] before the first forward."""
+        """The copies in the compute dtype, which take no memory between steps; [] before the first forward."""
         return [*self._copies.values()]
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Sums of gradients after each microbatch of a pipeline: between microbatches a rank holds only its shards of the sums.
+"""Sum gradients after each microbatch of a pipeline, so that a rank keeps only its shards of the sums.
 
 Without a pipeline, FSDP2 itself computes these sums (`sync_gradients`). But torch's pipeline stages let FSDP2 sum
 gradients only once, after a step's last microbatch. In addition, FSDP2's hooks do not run in the second part of a
@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 class ShardSums:
     """Sums each microbatch's gradients over the data ranks, and adds the sums to the shards of a stage's gradients.
 
-    A unit is a group of parameters that FSDP2 gathers and sums at once: a block's parameters, or all parameters outside
-    the blocks. With copies of the shards (HSDP), the sums over the copies are left to the last microbatch.
+    A unit is a group of parameters that FSDP2 gathers in one collective: a block's parameters, or all parameters
+    outside the blocks. With copies of the shards (HSDP), only the last microbatch sums gradients over the copies.
 
     Args:
         stage: model of the stage, wrapped by `apply_fsdp`.

@@ -18,8 +18,8 @@ class Slot:
         name: name of the parameter in the whole model.
         parameter: parameter that the optimizer updates.
         fsdp: FSDP2's record of the parameter; None without FSDP2.
-        places: additional places of a shared parameter. Autograd must keep the gradients of these places apart from the
-            gradient of the first place.
+        places: additional places of a shared parameter. Autograd must keep the gradients of these places separate from
+            the gradient of the first place.
         partial: whether the gradient on each tp rank is only a part of the whole gradient.
         total: sum so far, int64 in the shape of the parameter's local part; None before the first microbatch.
     """
@@ -29,7 +29,10 @@ class Slot:
         self.total: Tensor | None = None
 
     def take(self) -> list[Tensor]:
-        """Take the microbatch's gradients, one per place. The gradients may be cut by tp, but not by FSDP2."""
+        """Take the microbatch's gradients, one per use of the parameter.
+
+        The gradients may be cut by tp, but not by FSDP2.
+        """
         taken: list[Tensor | None] = []
         for place in self.places:
             taken += place.take()
@@ -56,8 +59,8 @@ class Place:
     shares the parameter's memory.
 
     Without separate leaves, autograd would add the gradients of all places before rounding. The stages of a pipeline
-    round the gradient of each place separately, so a single process must do the same. A module that several layers call
-    has one place for each call.
+    round the gradient of each place separately, so a single process must do the same. If several layers call the
+    module, each call gets its own leaf.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -82,7 +85,7 @@ class Place:
             self._shared = None
 
     def _keep(self, leaf: Tensor) -> None:
-        # In a pipeline, the module may have run forward for more microbatches since this leaf's forward.
+        # In a pipeline, the module may run the forward of further microbatches before this leaf's backward.
         assert leaf.grad is not None
         self._gradients.append(leaf.grad)
         leaf.grad = None

@@ -77,7 +77,7 @@ class WordHead(nn.Module):
         self.output = LMHead(cfg, bias=True)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute logits [B, S, V] from hidden [B, S, D] or, given labels [B, S], the fp32 sum of token losses."""
+        """Map hidden [B, S, D] to logits [B, S, V]. With labels [B, S], return the fp32 sum of token losses instead."""
         if labels is not None:
             # Only about 15 % of the tokens are masked and have a label. Remove all other tokens before the large
             # matrix products.

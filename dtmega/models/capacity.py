@@ -1,11 +1,11 @@
 """Expert capacity: each expert takes a limited number of (token, expert) pairs per document; later pairs are dropped.
 
-Let T be the number of tokens that count in a document (see below). An expert takes at most ceil(f T k / E) pairs from
-the document, which is f times an even share. The expert takes the pairs at the earliest places. A token uses an expert
-at most once, so no two pairs of an expert have the same place. A later token never displaces an earlier token. In
-GShard, a later token may displace an earlier token, because all first choices come before all second choices. With
-`--moe-token-drop-policy probs`, Megatron's default, a later token may displace an earlier token as well. T is the only
-number that depends on the whole document.
+Let T be the number of tokens that count in a document (see below), f the capacity factor, k the number of experts per
+token, and E the number of experts. An expert takes at most ceil(f T k / E) pairs from the document, which is f times an
+even share. The expert takes the pairs at the earliest places. A token uses an expert at most once, so no two pairs of
+an expert have the same place. A later token never displaces an earlier token. In GShard, a later token may displace an
+earlier token, because all first choices come before all second choices. With `--moe-token-drop-policy probs`,
+Megatron's default, a later token may displace an earlier token as well. Only T depends on the whole document.
 
 A token counts if it has a label. Tokens without a label, such as prompts and padding, use no capacity and are never
 dropped, because dropping a prompt token would harm the tokens that attend to the prompt. So without labels, as in
@@ -27,7 +27,7 @@ from dtmega.ops.context_parallel import ContextParallel
 class Capacity(NamedTuple):
     """The maximum number of pairs that each expert takes from each document of a microbatch.
 
-    Under cp, every rank finds the late pairs of the whole sequences, so that the same pairs are late on every layout.
+    Under cp, every rank finds the late pairs of the whole sequences, so that late pairs do not depend on the layout.
 
     Attributes:
         document: document number of each token in whole sequences, [B, S] int64. The last number is reserved for tokens
@@ -88,5 +88,5 @@ def capacity_of(
 
 
 def share_of(cfg: config.MoE) -> Fraction:
-    """The maximum share of a document's tokens that an expert takes: f k / E, but no more than 1."""
+    """The maximum share of a document's tokens that an expert takes: f k / E, but at most 1."""
     return min(Fraction(str(cfg.capacity_factor)) * cfg.experts_per_token / cfg.n_experts, Fraction(1))

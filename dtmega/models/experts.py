@@ -201,7 +201,7 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("dtmega::grouped_gradient", mutates_args=())
 def _grouped_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Compute the matrices' gradient, [E, out, in]: gradient^T rows for each group, zeros for an empty group."""
+    """Compute the matrices' gradient, [E, out, in]: gradient^T @ rows for each group, zeros for an empty group."""
     out = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
     first = 0
     for matrix, end in zip(out, ends.tolist(), strict=True):

@@ -131,7 +131,7 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """Build meta tensors, with this rank's shapes and keyed by name, for the tensors that a stage passes on.
+        """Build meta tensors for the tensors that a stage passes on: name -> tensor with this rank's shape.
 
         Args:
             cfg: configuration of the run.
@@ -152,7 +152,7 @@ class Family(Protocol):
         ...
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights from a directory saved by transformers, under dtmega's names.
+        """The weights in a directory saved by transformers, with the names converted to dtmega's names.
 
         Raises:
             ValueError: config.json does not agree with the [model] section, or the tensors belong to a different model.
@@ -168,7 +168,7 @@ class Family(Protocol):
         ...
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights that a different program has stored, under dtmega's names.
+        """The weights that a different program has stored, with the names converted to dtmega's names.
 
         Args:
             program: name of the program, a key of `formats`.

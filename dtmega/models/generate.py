@@ -41,7 +41,7 @@ class Sampling:
         vocab_size: size of the tokenizer's vocabulary; the model's vocabulary may be larger.
         end_ids: tokens that end a sample; a sample does not include its end token.
         seed: seed for the random draws.
-        temperature: temperature of the softmax; 0 takes the most probable token.
+        temperature: temperature of the softmax; 0 to take the most probable token.
         top_k: number of most probable tokens to draw from; 0 to draw from all tokens.
         top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): after top_k, draw from the smallest set
             of most probable tokens with a total probability of at least top_p; 1 to draw from all tokens.

@@ -137,7 +137,7 @@ class FusedAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def fused(self) -> dict[str, Cut]:
-        """The matrices of q, k and v in the fused projection (`Model.matrices`)."""
+        """The cut of the fused projection into the matrices of q, k and v (`Model.matrices`)."""
         return {"qkv.weight": Cut(0, (self.head_dim,) * 3)}
 
     def unseen(self) -> dict[str, Tensor]:
@@ -183,7 +183,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
 
     def fused(self) -> dict[str, Cut]:
-        """The matrices of values and gates in `up` (`Model.matrices`)."""
+        """The cut of `up` into the matrices of values and gates (`Model.matrices`)."""
         return {} if self.gate is None else {"up.weight": Cut(0, (1, 1))}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class MLP(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The output layer, which computes logits from the last hidden state or, given labels, the sum of token losses.
+    """The output layer. Without labels, the layer returns logits; with labels, it returns the sum of token losses.
 
     The head also computes the loss, so that the matrix product and the cross-entropy run chunk by chunk, and the
     logits of all tokens never exist at once. Weight and bias may have more rows than the vocabulary (`[model]
@@ -225,7 +225,7 @@ class LMHead(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(cfg.padded_vocab_size)) if bias else None)
 
     def forward(self, h: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None) -> Tensor:
-        """Compute logits [..., V] from h or, if labels are given, the sum of token losses as an fp32 scalar.
+        """Map h to logits [..., V]. With labels, return the sum of token losses instead, as an fp32 scalar.
 
         Args:
             h: hidden states, [..., D].

@@ -119,7 +119,7 @@ class Llama(Model):
 
     Attributes:
         block: class of a layer, called with the sizes of the model and the number of the layer.
-        frequencies: rotation angle per position, for each pair of channels. All heads use the same frequencies, so no
+        frequencies: rotation angle per position, one for each channel pair. All heads use the same frequencies, so no
             plan cuts them.
     """
 

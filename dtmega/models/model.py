@@ -41,8 +41,8 @@ class Model(nn.Module):
         runs_layers: whether the model calls `run_layers` for all layers of a stack. Recomputing several layers as
             a unit needs `run_layers`.
         has_cache: whether forward takes a `cache`, so that generation computes each token once.
-        experts_per_token: number of experts that each token uses, for models whose weights [experts, rows, columns]
-            stack experts; None for all other models.
+        experts_per_token: number of experts that each token uses, for models that stack the experts' weights as
+            [experts, rows, columns]; None for all other models.
         works_per: name of a module that does not run on every token -> unit of the module's work. Such a module runs
             once per labelled token, per decoder token, or per sequence. An entry also applies to all nested modules,
             and later entries override earlier entries.
@@ -168,7 +168,7 @@ class Model(nn.Module):
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """Name of each tensor [B, length, D] that a stage passes to the next stage -> [data] key of the length.
+        """Name of each tensor [B, length, D] that a stage passes on -> [data] key that holds the tensor's length.
 
         Args:
             after: name of the stage's last piece.
@@ -188,7 +188,7 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Set the gradient that each head expects backward to pass to the head's sum.
+        """Set, for each head, the gradient that backward will pass to the head's sum.
 
         Call this method before each forward pass in training. A head computes its gradient during the forward pass. In
         float16, the head must multiply the gradient by the sum's factor before rounding; otherwise, small gradients
@@ -202,7 +202,7 @@ class Model(nn.Module):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Make the heads that sum a loss over tokens use compiled kernels. Called if the blocks are compiled."""
+        """Make the heads that sum a loss over tokens use compiled kernels. Call this method if blocks are compiled."""
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
@@ -280,7 +280,7 @@ class Model(nn.Module):
     def counts_of_step(self) -> Tensor | None:
         """Return the counts over this rank's tokens since the last `after_step`; None if the model counts nothing.
 
-        The counts have the whole model's shape. Over all ranks and stages, they add up to the global batch's counts.
+        Each rank's counts have the whole model's shape. The sum over all ranks and stages counts the global batch.
         """
         return None
 

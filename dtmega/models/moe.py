@@ -137,8 +137,8 @@ class MoE(Llama):
 
         Returns:
             The result of `Llama.forward`. With labels, every stage also returns {"balance": ..., "router_z": ...,
-            "dropped": ...}, fp32 [layers with experts]. The tensors hold each layer's losses, if the losses have a
-            weight, and each layer's number of dropped pairs.
+            "dropped": ...}, fp32 [layers with experts]. For each layer, the tensors hold the losses and the number of
+            dropped pairs. A loss without a weight is left out, and so is "dropped" if experts have no capacity.
         """
         rules, rotation = self.rules_and_rotation(
             places, position_ids, document_ids=document_ids, prefix=prefix, cache=cache, fused=self.may_fuse(labels)
@@ -179,7 +179,7 @@ class MoE(Llama):
             self.loads[layer] += found.load.detach()
 
     def _sums(self, reports: Sequence[Report], device: torch.device) -> dict[str, Tensor]:
-        """Collect the losses that have a weight and the numbers of dropped pairs, keyed by name.
+        """Collect the sums that the stage returns, keyed by name: losses with a nonzero weight, and dropped pairs.
 
         Each tensor has one number for each layer with experts on this stage.
         """

@@ -1,8 +1,8 @@
-"""The router of a mixture of experts: which experts a token uses, with which weights, and how evenly experts are used.
+"""Routing in a mixture of experts: choose each token's experts, and report how even the routing is.
 
-A token's choice depends on the token alone, and ties are broken by the expert's number. So it is a function of the
-data and the weights, and of nothing else. How even the routing is, is counted for each document, over the tokens that
-have a label; padding has none.
+The choice of a token's experts depends only on the token itself and on the router's weights and bias. Ties are broken
+by expert number. The evenness of the routing is measured separately for each document, over the tokens with a label.
+Padding has no label.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: experts of each token, [N, k] int64.
-        weights: weights of these experts, [N, k] fp32.
+        weights: weight of each of the token's experts, [N, k] fp32.
         probabilities: scores of all experts, divided by their sum, [N, E] fp32; for the balance loss only.
         log_z: logarithm of the sum of all exponentiated logits, [N] fp32; for the z-loss only.
     """
@@ -36,12 +36,12 @@ class Routing(NamedTuple):
     log_z: Tensor
 
     def without(self, dropped: Tensor) -> Routing:
-        """The routing without dropped pairs: they get the number E, which no expert has, and the weight 0.
+        """Return the routing in which each dropped pair has the weight 0 and the number E, which no expert has.
 
-        The weights of a token's other experts stay as they are.
+        The weights of a token's remaining experts do not change.
 
         Args:
-            dropped: whether each pair is dropped, [N, k] bool.
+            dropped: mask of the dropped pairs, [N, k] bool.
         """
         n_experts = self.probabilities.shape[1]
         experts = self.experts.masked_fill(dropped, n_experts)
@@ -49,15 +49,15 @@ class Routing(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """The tokens of a microbatch that count for balance and capacity, and the documents in which they are counted.
+    """The tokens of a microbatch that count for balance and capacity, grouped by document.
 
     Attributes:
         counts: 1 for a token that counts, otherwise 0, [N] fp32.
         document: number of each token's document within the microbatch, [N] int64.
-        n_documents: number that is larger than all numbers of documents.
+        n_documents: exclusive upper bound of the document numbers.
         length: number of tokens that count in each document, [n_documents] fp32.
-        context: ranks that share the sequences; None: this rank has whole sequences.
-        capacity: number of pairs that an expert takes of each document; None: all.
+        context: ranks that share the sequences; None if this rank has whole sequences.
+        capacity: maximum number of pairs that an expert takes from each document; None if an expert takes all pairs.
     """
 
     counts: Tensor
@@ -68,9 +68,10 @@ class Texts(NamedTuple):
     capacity: Capacity | None = None
 
     def add_up(self, values: Tensor) -> Tensor:
-        """Sum the tokens' values, [N, ...], over each document: [n_documents, ...], equal on all ranks that share it.
+        """Sum the tokens' values, [N, ...], over each document: [n_documents, ...].
 
-        The values must be integers below 2^24, so that no order of the additions changes the sum.
+        All ranks that share a document get the document's whole sum. The values must be integers, and the sums must be
+        below 2^24, so that the order of the additions does not change a sum.
         """
         sums = values.new_zeros(self.n_documents, *values.shape[1:]).index_add(0, self.document, values)
         if self.context is None:
@@ -79,13 +80,13 @@ class Texts(NamedTuple):
 
 
 def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParallel | None, cfg: config.MoE) -> Texts:
-    """The tokens that count for the balance and the capacity.
+    """Find the tokens that count for the balance and the capacity.
 
     Args:
-        labels: token to predict at each place, [B, S]; a token without one does not count.
-        document_ids: index of each token's document in its row, [B, S]; None: each row is one document.
-        context: ranks that share the sequences; the tensors are this rank's part of them.
-        cfg: the model's sizes.
+        labels: token to predict at each place, [B, S]; a token without a label does not count.
+        document_ids: index of each token's document in its row, [B, S]; None if each row is one document.
+        context: ranks that share the sequences; if given, the tensors are this rank's part of the sequences.
+        cfg: sizes and capacity factor of the model.
     """
     counts = (labels != IGNORED).flatten().float()
     n_rows, length = labels.shape
@@ -104,15 +105,15 @@ def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParall
 
 
 class Report(NamedTuple):
-    """How evenly a layer has routed a microbatch.
+    """A layer's losses and counts for one microbatch, which show how evenly the layer has routed the tokens.
 
     Attributes:
-        balance: sum over the tokens of the balance loss, fp32 scalar (arXiv:2412.19437, equations 17 to 20). It counts
-            the experts with the largest scores, which need not be those that tokens use.
-        z: sum over the tokens of the squared log_z (arXiv:2202.08906, equation 5), fp32 scalar.
-        load: number of pairs of each expert before any is dropped, [E] fp32 without a gradient. Under cp: of this
-            rank's tokens.
-        dropped: number of pairs that are dropped, fp32 scalar without a gradient. Under cp: of this rank's tokens.
+        balance: balance loss, summed over the tokens, fp32 scalar (arXiv:2412.19437, equations 17 to 20). The loss
+            counts the experts with the largest scores, even if a bias or groups make tokens use different experts.
+        z: squared log_z, summed over the tokens, fp32 scalar (arXiv:2202.08906, equation 5).
+        load: number of pairs for each expert before any pair is dropped, [E] fp32 without a gradient. Under cp, only
+            this rank's tokens are counted.
+        dropped: number of dropped pairs, fp32 scalar without a gradient. Under cp, only this rank's tokens are counted.
     """
 
     balance: Tensor
@@ -124,15 +125,16 @@ class Report(NamedTuple):
 def report(routing: Routing, texts: Texts, losses: bool, steered: bool) -> Report:
     """Report how evenly N tokens were routed.
 
+    The balance loss of a document with T tokens is T times the sum of f P over the experts. P is the expert's mean
+    probability. f is E / k times the fraction of the document's tokens for which the expert's score is among the k
+    largest scores, without bias and groups. If the routing is perfectly even, f, E P and each token's part of the loss
+    are 1.
+
     Args:
         routing: routing of the tokens.
-        texts: tokens that count, by document.
-        losses: whether to compute the losses; if not, they are 0.
-        steered: whether a bias or groups took part in the choice of experts.
-
-    The balance loss of a document of T tokens is T times the sum over the experts of f P. f is E / k times the share of
-    the document's tokens that have the expert among their k largest scores, without bias and groups, and P is the mean
-    of the expert's probabilities. If all experts are alike, f and E P are 1, and so is each token's part of the loss.
+        texts: tokens that count, grouped by document.
+        losses: whether to compute the losses; if False, the losses are 0.
+        steered: whether a bias or groups affected the choice of experts.
     """
     n_experts, k = routing.probabilities.shape[1], routing.experts.shape[1]
     used = _counted(routing.experts, n_experts, texts)
@@ -140,7 +142,8 @@ def report(routing: Routing, texts: Texts, losses: bool, steered: bool) -> Repor
     zero = load.new_zeros(())
     if not losses:
         return Report(zero, zero, load, zero)
-    # Probabilities are in the order of scores. If nothing steers the choice, these are the experts that tokens use.
+    # The largest probabilities belong to the largest scores. If nothing steers the choice, tokens use the experts with
+    # the largest scores.
     best = _counted(_largest(routing.probabilities.detach(), k), n_experts, texts) if steered else used
     loads = texts.add_up(best)
     share = loads * (n_experts / k) / texts.length.clamp(min=1).unsqueeze(1)
@@ -151,19 +154,20 @@ def report(routing: Routing, texts: Texts, losses: bool, steered: bool) -> Repor
 
 
 def _counted(experts: Tensor, n_experts: int, texts: Texts) -> Tensor:
-    """Whether each token counts and has each expert, [N, k] -> [N, E]: 1 or 0, fp32."""
+    """Mark each counted token's experts, [N, k] -> [N, E] fp32: 1 for the token's experts, 0 for all others."""
     counts = texts.counts.unsqueeze(1)
     return counts.new_zeros(len(experts), n_experts).scatter(1, experts, 1.0) * counts
 
 
 class Router(nn.Module):
-    """The layer that chooses each token's experts. It computes in fp32, whatever the dtype of the weights is.
+    """The layer that chooses each token's experts. The layer computes in fp32, even if its weights have another dtype.
 
     Attributes:
-        weight: the expert's direction of each expert, [E, D].
-        bias: number that is added to each expert's score for the choice, but not for the weights, [E] fp32. Training
-            moves it towards an even load, without a gradient (arXiv:2408.15664). None: there is none.
-        steered: whether a bias or groups take part in the choice, so that it need not be the largest scores.
+        weight: matrix that computes the experts' logits from the hidden state, [E, D].
+        bias: number that is added to each expert's score in the choice, but not in the weights, [E] fp32; None if the
+            router has no bias. Training adjusts the bias without a gradient to even out the load (arXiv:2408.15664).
+        steered: whether a bias or groups affect the choice, so that tokens may not use the experts with the largest
+            scores.
     """
 
     bias: Tensor | None
@@ -196,10 +200,10 @@ class Router(nn.Module):
         return Routing(experts, weights * self.scale, probabilities, logits.logsumexp(-1))
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The k experts with the largest scores, [N, E] -> [N, k]; of equal scores, those with smaller numbers.
+        """Choose the k experts with the largest scores, [N, E] -> [N, k]. Ties go to the smaller expert number.
 
-        With groups of experts, only the experts of the best groups count. A group is as good as its two best experts
-        together.
+        With groups of experts, a token can use only experts in its best groups. A group's score is the sum of the two
+        largest scores in the group.
         """
         if self.bias is not None:
             scores = scores + self.bias
@@ -213,15 +217,15 @@ class Router(nn.Module):
 
 
 def _largest(scores: Tensor, k: int) -> Tensor:
-    """The indices of the k largest scores of each row, the largest first; of equal ones, the first first."""
+    """The indices of the k largest scores in each row, in descending order of scores; ties are in index order."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
 class Loads:
-    """The loads of a run's experts: numbers for the record, and a warning about experts that no token uses.
+    """The loads of a run's experts, with statistics for the run's record and a warning about unused experts.
 
     Attributes:
-        last: number of pairs of each expert in the last step's global batch, [L, E]; None before the first step.
+        last: number of pairs for each expert in the last step's global batch, [L, E]; None before the first step.
     """
 
     def __init__(self) -> None:
@@ -230,12 +234,12 @@ class Loads:
         self._said: set[tuple[int, int]] = set()
 
     def add(self, loads: Tensor) -> None:
-        """Add the number of pairs of each expert in a step's global batch, [L, E]; dense layers have zeros."""
+        """Add a step's loads: number of pairs for each expert in the global batch, [L, E]; 0 in dense layers."""
         self.last = loads.clone()
         self._total = loads.clone() if self._total is None else self._total + loads
 
     def numbers(self) -> dict[str, float]:
-        """The last step's extreme loads of an expert, as multiples of its layer's mean; {} if nothing was counted."""
+        """The last step's largest and smallest expert load, relative to the layer's mean; {} if nothing was counted."""
         if self.last is None:
             return {}
         loads = self.last.cpu()
@@ -246,7 +250,10 @@ class Loads:
         return {"expert_load_max": multiples.max().item(), "expert_load_min": multiples.min().item()}
 
     def unused(self) -> str:
-        """A warning about experts that no token has used since the last call. Each expert is named once; '' if none."""
+        """Return a warning about experts that no token has used since the last call; '' if there are none.
+
+        Each expert is named only once in a run.
+        """
         if self._total is None:
             return ""
         total, self._total = self._total, None

@@ -41,7 +41,7 @@ class Show(NamedTuple):
     together: Callable[..., list[str]] | None = None
 
     def texts(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[str]:
-        """The text to print for each prompt."""
+        """Return the text to print for each prompt."""
         if self.together is not None:
             return self.together(model, tokenizer, prompts, **options)
         return [self.text(model, tokenizer, prompt, **options) for prompt in prompts]
@@ -153,7 +153,7 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """Return the prompt, then one line per <extra_id_0>, <extra_id_1>, ... with the decoder's text for that span.
+    """Return the prompt, then the decoder's text for each hidden span <extra_id_0>, <extra_id_1>, ..., one per line.
 
     A prompt without any <extra_id_...> gets <extra_id_0> at its end.
 

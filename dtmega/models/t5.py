@@ -62,7 +62,7 @@ class Attention(nn.Module):
         """
         # All layers of the decoder read `encoded`. With a separate view for each layer, autograd first adds the
         # gradients within a layer, and then the sums of all layers, from the last layer to the first. FSDP and
-        # pipelines add in the same order.
+        # pipelines also add in this order.
         source = x if encoded is None else encoded.view_as(encoded)
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
         k = self.k(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, K]
@@ -345,7 +345,7 @@ class T5(Model):
     def _encode(
         self, source: _Text, hidden: Tensor | None, sample_ids: Tensor | None, fused: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run the modules of the encoder that this stage holds.
+        """Run the encoder modules that this stage holds.
 
         Returns:
             (encoder's hidden state, None) if the encoder continues on the next stage; (None, encoder's output) if the
@@ -376,7 +376,7 @@ class T5(Model):
         cache: KeyValueCache | None,
         fused: bool,
     ) -> Tensor | None:
-        """Run the decoder's embedding and layers that this stage holds, but not the norm before the head.
+        """Run this stage's part of the decoder: embedding and layers, but not the norm before the head.
 
         Args:
             target: text of the decoder.
@@ -405,7 +405,7 @@ class T5(Model):
             fused=fused,
             context=self.context,
         )
-        # Cross-attention ignores positions: the table adds no bias to the scores, and only document indices hide keys.
+        # Cross-attention ignores positions: no bias is added to the scores, and only document indices hide keys.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,
@@ -445,7 +445,7 @@ class T5(Model):
     def init_std(self, name: str) -> float | None:
         """The standard deviation for the parameter with this full name; None if `init_constant` fills the parameter.
 
-        With `init = "normal"`, the result is the same as in Megatron. Otherwise the result is the same as in
+        With `init = "normal"`, the result is Megatron's standard deviation. Otherwise the result follows
         mesh_tensorflow and transformers: 1 / sqrt(inputs) for all weights except the embedding. Query weights have the
         additional factor 1 / sqrt(K), because scores are not divided by sqrt(K). An untied head has the std that t5x
         uses.

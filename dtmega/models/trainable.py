@@ -1,4 +1,4 @@
-"""The parameters that a run trains: all parameters, or only those that [train] freeze and [lora] leave trainable."""
+"""The parameters that a run trains: all, or only the parameters that [train] freeze and [lora] leave trainable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.ops.optim.build import matching
 
 
 class Elements(NamedTuple):
-    """The numbers of elements in a whole model's parameters. A tied parameter counts once.
+    """The element counts of a whole model's parameters. A tied parameter counts once.
 
     Attributes:
         trained: number of elements in the parameters that the optimizer updates.

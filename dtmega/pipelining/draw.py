@@ -94,12 +94,12 @@ def svg(
     number, the stage. Darker cells belong to later stages of the rank.
 
     Args:
-        table: a complete table.
+        table: complete table to draw.
         title: text above the picture; '' to leave out both the title and the space for a title.
-        timeline: the table's timeline in seconds; None for F = I = W = 1, B = 2, and transfers that take no time.
+        timeline: the table's timeline in seconds; None to simulate F = I = W = 1 and B = 2 without transfer times.
         until_s: minimum end of the time axis, in seconds, for work after the last action.
         fits_page: whether to draw a timeline in seconds as wide as a page, no matter how narrow the cells become; if
-            False, the median action is drawn as wide as one forward.
+            False, the median action is drawn at least UNIT pixels wide.
     """
     if timeline is None:
         timeline = simulate(table)
@@ -141,7 +141,7 @@ def _in_forwards(timeline: Timeline) -> Clock:
 
 
 def _in_seconds(timeline: Timeline, until_s: float, *, fits_page: bool) -> Clock:
-    """The axis of a timeline in seconds. The arguments are the same as for `svg`."""
+    """The axis of a timeline in seconds. `svg` describes the arguments."""
     end_s = max(_last_end(timeline), until_s)
     durations_s = []
     for step in itertools.chain.from_iterable(timeline.rows):

@@ -25,7 +25,7 @@ class Relay:
         device: device on which this rank computes.
 
     Attributes:
-        longest, has_cache: attributes of the model, as in `Model`.
+        longest, has_cache: values of these `Model` attributes in the stages.
         training: flag that is always False.
     """
 
@@ -78,7 +78,7 @@ class Relay:
         """Broadcast a stage's outputs from `rank`: hidden states keyed by name, or the logits of the last stage."""
         single = isinstance(outputs, Tensor)
         tensors = {"": outputs} if single else outputs
-        # Send the shapes first, because the other ranks have to allocate tensors before they can receive.
+        # Send the shapes first, because the receiving ranks must allocate the tensors.
         shapes: list[Any] = [single, [(name, t.shape, t.dtype) for name, t in tensors.items()]]
         dist.broadcast_object_list(shapes, src=rank, group=self._group)
         if rank != dist.get_rank():

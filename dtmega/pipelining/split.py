@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 
 
 def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
-    """Find the contiguous cut into stages that makes the slowest stage fastest and, as a tie-break, evens out memory.
+    """Find the contiguous cut into stages that minimises the slowest stage's time; as a tie-break, even out memory.
 
     Every microbatch waits for the slowest stage, so the first aim is to minimise the FLOPs of the slowest stage. Among
     cuts that reach this minimum, the sum of the stages' squared parameter counts is minimised. Among cuts that are
@@ -70,7 +70,7 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 
 @functools.cache  # a search over layouts cuts a model into the same number of stages many times
 def _balanced(costs: tuple[Cost, ...], n_stages: int) -> tuple[range, ...]:
-    """Compute the result of `balanced`, which is cached."""
+    """Compute the result of `balanced`. The decorator caches the results."""
     flops = [0, *accumulate(piece.flops for piece in costs)]
     parameters = [0, *accumulate(piece.parameters for piece in costs)]
     slowest, _ = _best_cut(len(costs), n_stages, lambda i, j: flops[j] - flops[i], max)

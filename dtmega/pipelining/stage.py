@@ -108,7 +108,7 @@ class Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run backward, in one piece if no input of the stage needs a gradient.
+        """Run a backward pass, which is never split if no input of the stage needs a gradient.
 
         torch's split backward has two passes. The first pass computes the gradients of inputs, and also collects the
         weights for the second pass. torch allows only the first stage to have no input gradients. In a stage after

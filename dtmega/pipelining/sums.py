@@ -1,4 +1,4 @@
-"""A backward for pipeline stages that sums the gradients of weights over the data ranks after each microbatch."""
+"""Run a stage's backward pass, and sum the weight gradients over the data ranks after each microbatch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # inp
 def backward_and_sum(
     sums: Sums, module: nn.Module, backward_type: str, arguments: dict[str, Any], microbatch: int, last: bool
 ) -> Gradients:
-    """Run a backward or its weight part. Unlike torch's own method, this function lets FSDP2 sum gradients.
+    """Run a backward pass, or only its weight part. Unlike torch's own method, this function lets FSDP2 sum gradients.
 
     Args:
         sums: object that sums the gradients.
         module: module of the stage.
         backward_type: kind of backward: "full", or "weight" for the weight part.
-        arguments: arguments that torch's methods pass to a backward, keyed by name.
+        arguments: arguments that torch passes to the backward, keyed by name.
         microbatch: index of the microbatch in the step.
         last: whether this is the last microbatch of a step.
     """

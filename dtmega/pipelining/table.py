@@ -285,7 +285,7 @@ def simulate(
 
     Args:
         table: actions of each rank, in order.
-        where: name of the table, for messages.
+        where: name of the table, for error messages.
         duration: function that returns the duration of an action.
         transfer: function that returns the time from the end of an action to the arrival of its output, given the
             action, the rank that sends and the rank that receives.

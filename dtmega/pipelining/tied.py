@@ -129,7 +129,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """Return True on all ranks if all copies are bitwise equal. All ranks of the group call this method."""
+        """Return True on all ranks if all copies are bitwise equal. All ranks of the group must call this method."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:

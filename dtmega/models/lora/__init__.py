@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): linear layers compute with W + (alpha / r) B A, and W stays frozen.
 
-An adapter consists of three attributes of the linear layer's module, two parameters and a number:
+An adapter consists of three attributes of the linear layer's module:
 
     lora_a      A, [r, in]
     lora_b      B, [out, r]; zero at first, so that the model begins as its base
@@ -47,18 +47,18 @@ class Linear(NamedTuple):
 
 
 def is_adapter(name: str) -> bool:
-    """True if a parameter with this name is part of an adapter."""
+    """Return True if a parameter with this name is part of an adapter."""
     return name.endswith((A, B))
 
 
 def attach(model: Model, lora: config.Lora) -> None:
-    """Give each target layer an adapter, and freeze all other parameters, in place.
+    """Give each target layer an adapter, and freeze all other parameters. The model is changed in place.
 
     Call this function on a whole model on the meta device, before the model is cut into stages.
 
     Args:
         model: whole model.
-        lora: section [lora] of the configuration, with a rank.
+        lora: [lora] section of the configuration, which must set `rank`.
 
     Raises:
         ValueError: a pattern matches no linear layer of the blocks.
@@ -80,13 +80,13 @@ def attach(model: Model, lora: config.Lora) -> None:
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
-    """The forward of a linear layer whose adapter is whole on this rank."""
+    """Run the forward of a linear layer whose adapter is not cut by tp."""
     update = F.linear(F.linear(x, module.lora_a), module.lora_b)
     return type(module).forward(module, x) + module.lora_scale * update
 
 
 def linears(model: Model) -> dict[str, Linear]:
-    """The linear layers in the model's blocks, by the names of their weights in checkpoints."""
+    """The linear layers in the model's blocks, keyed by each layer's name in checkpoints."""
     inside: set[nn.Module] = set()
     for block in model.blocks():
         inside.update(block.modules())
@@ -104,7 +104,7 @@ def linears(model: Model) -> dict[str, Linear]:
 
 
 def targets(model: Model, patterns: str | Sequence[str]) -> dict[str, Linear]:
-    """The linear layers that get adapters, by name.
+    """The linear layers that get adapters, keyed by name.
 
     Args:
         model: whole model.
@@ -148,14 +148,14 @@ def _why_none(model: Model, known: dict[str, Linear], pattern: str) -> str:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters in a model or stage, by name."""
+    """Yield the name and the parameter of each adapter matrix in a model or stage."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             yield name, parameter
 
 
 def transposed_layers(model: Model) -> tuple[str, ...]:
-    """The names of the layers with adapters whose weights are stored as [in, out]."""
+    """The names of the layers that have an adapter and store their weight as [in, out]."""
     layers = linears(model).items()
     return tuple(name for name, layer in layers if layer.transposed and hasattr(layer.module, "lora_a"))
 

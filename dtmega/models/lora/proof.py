@@ -1,7 +1,7 @@
-"""Prove at the start of a run that every adapter learns, on a small clone that is cut like the model.
+"""Check at the start of a run that every adapter learns, using a small clone that is cut like the model.
 
 If a model uses a layer's weight without calling the layer, or replaces the layer's forward, the layer's adapter does
-not train, and no error occurs. This proof detects such adapters. B starts at zero, so A has no gradient in the first
+not train, and no error occurs. This check detects such adapters. B starts at zero, so A has no gradient in the first
 step. Each B must have a nonzero gradient in the first step, and each A in the second step.
 """
 
@@ -25,16 +25,16 @@ RATE = 0.1  # learning rate of the clone's first step
 
 
 def everywhere(names: Iterable[str]) -> list[str]:
-    """Patterns that match these names with any layer numbers."""
+    """Patterns that match the given names with any layer numbers."""
     return sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names})
 
 
 def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
-    """A [model] section for a small clone with two layers, of the same family, which tp cuts like the run's model.
+    """Make the [model] section for a small two-layer clone of the run's model, which tp cuts like the run's model.
 
     Args:
         model: [model] section of the run.
-        tp: number of ranks.
+        tp: number of tensor-parallel ranks.
     """
     kv_heads = getattr(model, "n_kv_heads", 0)
     few_kv = tp if kv_heads % tp == 0 else kv_heads
@@ -62,10 +62,10 @@ def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
 
 
 def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
-    """The names of this rank's adapters in a clone that do not learn in two steps.
+    """Train a clone for two steps, and return the names of this rank's adapters that do not learn.
 
     Args:
-        clone: clone with adapters, cut and allocated. This function draws the clone's values.
+        clone: cut and allocated clone with adapters. This function draws the clone's values.
         rows: tensors of one microbatch.
     """
     _draw(clone)
