@@ -37,7 +37,7 @@ class Recorder:
         ledger: memory by owner.
         works: kernels and messages of the step, in the order in which the host launches them.
         streams: streams of the device; set when the device exists.
-        groups: torch's name of each process group -> (name of the group in `World.groups`, size of the group).
+        groups: torch's name for each process group -> (name of the group in `World.groups`, size of the group).
         action: name of the current action, as in `Work.action`.
         hidden: whether new tensors take no memory, because a compiled block never writes them.
         on_launch: function to call after each launch, with the operator's name, the launch, and the tensors that are
@@ -89,7 +89,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def range(self, what: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
-        """Record an action of the pipeline, or a forward or backward without a pipeline."""
+        """Record a pipeline action or, without a pipeline, a forward or backward pass."""
         if what not in LETTERS:
             yield
             return

@@ -21,7 +21,7 @@ class Budget(NamedTuple):
         energy_kwh: energy of the GPUs at full power, without hosts, network and cooling.
         cost: price of the GPU-hours.
         currency: currency of the price.
-        relative_error: mean error, on held-out figures, of the fit behind the prediction; 0 if there was no fit.
+        relative_error: mean relative error of the fabric's fitted efficiency on held-out figures; 0 without a fit.
     """
 
     tokens_per_s: float

@@ -42,9 +42,9 @@ class RankTimes(NamedTuple):
 
 
 def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Groups:
-    """Make a function that returns the ranks in one rank's process groups by name, as in `mesh.World.groups`.
+    """Make a function that maps the name of one of a rank's process groups (`mesh.World.groups`) to the group's ranks.
 
-    The function also accepts "world", and groups of some pipeline places such as "pp 0+2".
+    The function also accepts "world", and names such as "pp 0+2" for groups of only some pipeline places.
 
     Args:
         sizes: size of each axis of the mesh.

@@ -9,7 +9,7 @@ the schedule with these durations and with the transfers between ranks. Finally,
 after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
 ready.
 
-The model ignores that a collective may run during the pipeline's bubbles, so it tends to overestimate the time.
+The prediction ignores that a collective may run during the pipeline's bubbles, so it tends to overestimate the time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def step_time(
         fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
         n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
-        later: action -> later action after which the first action's output is sent (`pipelining.table.sent_after`).
+        later: action with delayed output -> later action after which the output is sent
+            (`pipelining.table.sent_after`).
         ep: number of ranks over which a layer's experts are divided.
 
     Raises:
@@ -202,8 +203,8 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
     Args:
         seconds: time of the step.
         ranks: times of each place.
-        scales: one factor per place: time of all the place's actions in the schedule, divided by the time of the
-            actions that were run.
+        scales: one factor per place, namely the time of all the place's actions in the schedule, divided by the time
+            of the actions that were run.
         timeline: simulated schedule.
     """
     compute: dict[str, float] = defaultdict(float)

@@ -1,7 +1,7 @@
 """Simulate the streams of one rank: the start and end of each work, and the causes of the compute stream's waits.
 
 Works on one stream run in order. A work also waits for the works listed in its `waits`. Streams do not slow each other
-down: the model ignores that a message takes memory bandwidth and processors away from concurrent kernels.
+down: the simulation ignores that a message takes memory bandwidth and processors away from concurrent kernels.
 """
 
 from __future__ import annotations
@@ -148,14 +148,15 @@ def _waits(
     """Divide a wait of the compute stream among the works that caused it.
 
     The wait is traced backwards from its end. The work that ended the wait accounts for the time since that work began.
-    The earlier work for which that work had to wait accounts for the time before, and so on back to the wait's start.
+    If an earlier work delayed its beginning, the earlier work accounts for the time before, and so on back to the start
+    of the wait.
 
     Args:
         cause: index of the work whose end finished the wait; -1 if there was no such work.
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all works.
-        causes: index, for each work, of the earlier work whose end let the work start; -1 if there is no such work.
+        causes: one index per work, of the earlier work whose end let the work start; -1 if there is no such work.
 
     Returns:
         One tuple (index of a work, seconds) for each part of the wait.

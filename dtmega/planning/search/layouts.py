@@ -69,8 +69,8 @@ class Layouts:
 
     Args:
         cfg: configuration, completed by `families.resolve`.
-        fixed: keys such as "mesh.tp" whose values must not be varied. A size of -1 (the rest) fixes nothing, and
-            neither does a microbatch size of 0.
+        fixed: keys such as "mesh.tp" whose values must not be varied. A mesh size of -1 (the rest) and a
+            microbatch size of 0 fix nothing.
         world: number of ranks.
         device: device on which each rank computes.
 
