@@ -1,4 +1,4 @@
-"""Configuration keys that may change when a run resumes: each key is free, printed or refused.
+"""The treatment of configuration keys that have changed when a run resumes: free, printed or refused.
 
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change

@@ -11,7 +11,7 @@ class Message(NamedTuple):
     """One collective, or one message between two ranks.
 
     Attributes:
-        collective: kind of the message: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast",
+        collective: kind of message, namely "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast",
             "send" or "receive".
         axis: name of the process group in `World.groups`, for example "tp" or "fsdp"; "world" for all ranks.
         n_ranks: number of ranks in the group; 2 for "send" and "receive".

@@ -215,7 +215,7 @@ def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
 
 
 def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Enter the owners of long-lived storages in the ledger. An owner is not yet known when its storage is made."""
+    """Record the owner of each long-lived storage in the ledger. The owner is not known when the storage is made."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
         give(parameter, PARAMETERS if parameter.requires_grad else FROZEN)

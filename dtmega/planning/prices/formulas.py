@@ -25,7 +25,7 @@ def activation_bytes_per_layer(
         s, b, h, a: sequence length, microbatch size, hidden size, and number of attention heads.
         t: tensor-parallel size.
         sequence_parallel: whether the inputs of norms and dropouts are divided over the sequence.
-        recompute: recomputed part of a layer, as in [recompute] mode: "none", "selective" or "full".
+        recompute: recomputed part of a layer ("none", "selective" or "full", as in [recompute] mode).
     """
     inputs = s * b * h
     if recompute == "full":

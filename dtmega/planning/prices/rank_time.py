@@ -106,7 +106,7 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
 
 
 def _shifted(works: Sequence[Work], first: int) -> list[Work]:
-    """Copy works with their waits renumbered, for a list with an additional work inserted at index `first`."""
+    """Copy works, and renumber their waits for a list in which a new work is inserted at index `first`."""
     shifted = []
     for work in works:
         waits = tuple(number + (number >= first) for number in work.waits)
@@ -115,7 +115,7 @@ def _shifted(works: Sequence[Work], first: int) -> list[Work]:
 
 
 def _frontier_s(works: Sequence[Work], spans: Sequence[Span], stop: int) -> float:
-    """The time at which the compute stream has completed all of its works before index `stop`."""
+    """The time at which the compute stream has completed its last work before index `stop`."""
     ends = [span.end_s for work, span in zip(works[:stop], spans[:stop], strict=True) if work.stream == COMPUTE]
     return ends[-1] if ends else 0.0
 

@@ -105,7 +105,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts, and count the refused layouts by training's reasons."""
+        """Yield each layout that training accepts, and count the refused layouts, grouped by training's reason."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():
