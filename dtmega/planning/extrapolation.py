@@ -166,8 +166,8 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
 def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
     """Extrapolate a rank's plan from two shorter steps to a step with n microbatches.
 
-    The result has the spans of the longer step, with the bytes of the whole step. The result also has the works of the
-    longer step; `plan.times_repeated` returns how often each work occurs in the whole step.
+    The result has the spans of the longer step, with the bytes of the whole step. The result also has the work items
+    of the longer step; `plan.times_repeated` returns how often each work item occurs in the whole step.
 
     Args:
         role: plan of the longer step, with the memory of the shorter step.

@@ -190,7 +190,7 @@ class Totals(NamedTuple):
 
 
 def totals(role: Role) -> Totals:
-    """Add up the works of a rank's step, including the works of repeated microbatches."""
+    """Add up the work items of a rank's step, including those of repeated microbatches."""
     flops: dict[str, float] = defaultdict(float)
     messages: dict[tuple[str, str, int], float] = defaultdict(float)
     n_run = role.n_microbatches - role.repeated

@@ -147,7 +147,7 @@ class Recorder:
             yield
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Enter an operator's new storages in the ledger, and append the operator's work to the list of works."""
+        """Enter an operator's new storages in the ledger, and append the operator to the list of work items."""
         if TracingContext.try_get() is not None:
             return  # a graph is being captured, and nothing runs
         known = launches.described(operator)
@@ -186,7 +186,7 @@ class Recorder:
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"
 
     def queue(self, launch: Launch) -> None:
-        """Append a launch's work to the list of works, and queue the work on its stream."""
+        """Append a launch to the list of work items, and queue the launch on its stream."""
         current = self.streams.current
         if launch.awaited:
             number = self._results.pop(launch.awaited, None)

@@ -1,4 +1,4 @@
-"""The predicted time of one training step: the works of each pipeline rank on a fabric, and the pipeline's schedule.
+"""The predicted time of one training step, from each pipeline rank's work items, a fabric, and the pipeline's schedule.
 
     time = step_time({0: first, 1: middle, 11: last}, table, fabric, sizes)
     time.seconds, time.exposed_communication_s, time.bubble_fraction
@@ -9,7 +9,7 @@ the schedule with these durations and with the transfers between ranks. Finally,
 after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
 ready.
 
-The prediction ignores that a collective may run during the pipeline's bubbles, so it tends to overestimate the time.
+The prediction lets no collective run during the pipeline's bubbles, so it tends to overestimate the time.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def step_time(
     A microbatch that a role has not run takes the median time of the microbatches that the role has run.
 
     Args:
-        roles: pipeline place -> works of the rank at this place. Places may share one list; their stages are matched in
-            order. A missing place shares the list of the nearest earlier place; place 0 is required.
+        roles: pipeline place -> work items of the rank at this place. Places may share one list; their stages are
+            matched in order. A missing place shares the list of the nearest earlier place; place 0 is required.
         table: schedule of the pipeline, with all microbatches; None without a pipeline.
         fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
