@@ -156,7 +156,7 @@ def _waits(
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all work items.
-        causes: one entry per work item, namely the index of the earlier item whose end let it start; -1 if there is none.
+        causes: one entry per work item, the index of the earlier item whose end let it start; -1 if there is none.
 
     Returns:
         One tuple (index of a work item, seconds) for each part of the wait.
