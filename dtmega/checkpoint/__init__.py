@@ -9,7 +9,7 @@
     staging.py       host-memory copies of tensors, which an asynchronous save writes
     run.py           saves during training: writes and publishes checkpoints, and keeps the newest ones
     resume.py        finds the checkpoint that a run resumes from, and refuses a checkpoint of a different run
-    changes.py       configuration keys that may change when a run resumes
+    changes.py       treatment of configuration keys that have changed when a run resumes
     found.py         startup of a run: rank 0 claims folders and finds checkpoints, and all ranks open the checkpoints
     weights.py       initial weights, from a checkpoint or from another program's files
 

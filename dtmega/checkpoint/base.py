@@ -160,7 +160,7 @@ def _factors(name: str, dim: int, start: int, size: int) -> Tensor:
 
 
 def location(model: config.Model, source: Source) -> str:
-    """The path of a new run's initial weights: the checkpoint's path, if the weights come from a checkpoint."""
+    """The path of the checkpoint that `source` reads or, without a checkpoint, of a new run's initial weights."""
     checkpoint = getattr(source, "checkpoint", None)
     path = checkpoint.path if checkpoint is not None else model.init_from or getattr(model, "directory", "")
     return path if "://" in path else str(Path(path).absolute())
@@ -183,7 +183,7 @@ def open_base(
         weights_of: method `weights` of the model family.
 
     Returns:
-        (path of the base, weights of the base).
+        Tuple (path of the base, weights of the base).
 
     Raises:
         ValueError: the base is missing, or belongs to a different model.

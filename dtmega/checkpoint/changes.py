@@ -1,4 +1,4 @@
-"""Configuration keys that may change when a run resumes: each key is free, printed or refused.
+"""The treatment of configuration keys that have changed when a run resumes: free, printed or refused.
 
 free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
@@ -60,7 +60,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
         *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
 }
-# Keys whose values are not compared: files may move, and order_samples = 0 stands for a number derived from other keys.
+# Keys whose values are not compared: files may move, and order_samples = 0 means a number derived from other keys.
 # `resume.check_same` compares the identity of the data and the digest of the model directory instead.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_samples", "tokenizer"), "model": ("path",)}
 

@@ -12,7 +12,7 @@ Sizes = tuple[int, ...]
 
 
 def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
-    """Return True if each element of a tensor is in exactly one box, in time linear in the number of boxes.
+    """Return True if each element of a tensor is in exactly one box. The time is linear in the number of boxes.
 
     Each corner of a box gets a sign: the product, over the cut dims, of +1 at the lower end and -1 at the upper end.
     Let c be the number of boxes that hold an element, as a function of the element's position. The signed corners of

@@ -1,6 +1,6 @@
 """The bytes of data files: `DataFile` appends boxes of tensors, and an `Extent` locates a part of a box.
 
-A chunk is stored row by row, so consecutive rows of its first dim are one range of bytes. Each digest covers a whole
+A chunk is stored row by row, so consecutive rows of the chunk form one range of bytes. Each digest covers a whole
 block, so the range is widened to block boundaries.
 """
 
@@ -126,12 +126,12 @@ def extent(manifest: Manifest, name: str, chunk: StoredChunk, box: Slices) -> Ex
 
 
 def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
-    """Divide extents into groups, each of which is a gapless range of at most `most_bytes` that one read can fetch.
+    """Group adjacent extents, so that one read of at most `most_bytes` can fetch a whole group.
 
     An extent that is longer than `most_bytes` forms its own group.
 
     Returns:
-        For each group, the indices of its extents in `extents`, in the order of their bytes.
+        For each group, the indices of its extents in `extents`, in the order in which the file stores the extents.
     """
     groups: list[list[int]] = []
     file, start, stop = "", 0, 0

@@ -61,7 +61,7 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: bool) -> Iterator[None]:
     """Write `exit.json` if the `with` block raises an exception. Used until the run directory is claimed.
 
-    Nothing is written if the directory has never held a run, or if another process has claimed the directory.
+    The file is not written if the directory has never held a run, or if another process has claimed the directory.
 
     Args:
         run_dir: run directory; None if the command line does not name it.

@@ -47,7 +47,7 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """Raised if the content of a checkpoint differs from the saved content. The message names file, entry and reason.
+    """Raised if a checkpoint's content differs from the saved content. The message names the file, entry and reason.
 
     An older checkpoint of the run may be intact.
     """

@@ -1,8 +1,8 @@
 """Checkpoints in an object store (s3://, gs://, az://), through the library `obstore`.
 
 An object store cannot rename objects, but it can create an object on the condition that the name is free. Such a
-conditional request creates the manifest, which publishes a checkpoint. If two processes save the same step, only one
-request succeeds, and the second process gets an error. The name of a data file ends with an id of the attempt that
+conditional request creates the manifest and thereby publishes the checkpoint. If two processes save the same step, only
+one request succeeds, and the second process gets an error. The name of a data file ends with an id of the attempt that
 wrote the file, so two processes cannot overwrite or delete each other's files.
 
 Files that no manifest names are leftovers of killed saves, or files of a save that another process is still writing.

@@ -263,7 +263,7 @@ class _Reader(StorageReader):
         return done
 
     def _contents(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Tensor]]:
-        """Read the items, in any order. The number of concurrent reads depends on where the checkpoint is stored."""
+        """Yield (item, content) pairs in any order. The checkpoint's place sets the number of concurrent reads."""
         extents = [self._extent(item) for item in items]
         groups = deque(side_by_side(extents, PART_BYTES))
         at_once = self._checkpoint.files.parallel_reads

@@ -1,8 +1,8 @@
 """Extrapolate a step with all its microbatches from two shorter steps that differ by a few microbatches.
 
 The memory that a rank holds at an action grows linearly with the number of microbatches. Each microbatch adds buffers,
-rows, and messages that the schedule releases only at the end; in some schedules, it also adds activations. The memory
-at each action of the whole step is therefore extrapolated linearly from the two shorter steps.
+rows of the batch, and messages that the schedule releases only at the end; in some schedules, it also adds activations.
+The memory at each action of the whole step is therefore extrapolated linearly from the two shorter steps.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _table(pipeline: config.Pipeline, pp: int, n: int) -> Table:
 def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[str, str]:
     """Pair the actions of a rank's shorter and longer steps, if the rank's memory grows linearly between the steps.
 
-    An action of the longer step represents an action of the whole step if the two microbatches have equal numbers,
+    An action of the longer step represents an action of the whole step if their microbatches have equal numbers,
     counted from the start or from the end.
 
     Args:
@@ -166,8 +166,8 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
 def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
     """Extrapolate a rank's plan from two shorter steps to a step with n microbatches.
 
-    The result has the spans of the longer step, with the bytes of the whole step. The result also has the works of the
-    longer step; `plan.times_repeated` returns how often each work occurs in the whole step.
+    The result has the spans of the longer step, with the bytes of the whole step. The result also has the work items
+    of the longer step; `plan.times_repeated` returns how often each work item occurs in the whole step.
 
     Args:
         role: plan of the longer step, with the memory of the shorter step.
@@ -193,7 +193,7 @@ def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
 
 
 def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
-    """A unique key for each span: its name, the name of the last pipeline action up to the span, and a number."""
+    """A unique key for each span: the span's name, the last pipeline action up to the span, and a number."""
     keys = []
     seen: Counter[tuple[str, str]] = Counter()
     previous = ""

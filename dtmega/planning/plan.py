@@ -45,7 +45,7 @@ class Plan(NamedTuple):
         roles: plan of one rank per pipeline place, over all microbatches, keyed by place. Places that share a role
             share a plan.
         run_microbatches: number of microbatches in the longest step that was run; if it is less than
-            `n_microbatches`, the rest is extrapolated.
+            `n_microbatches`, the remaining microbatches are extrapolated.
         imbalance: load of each planned rank's experts, as a multiple of the mean load in the rank's ep group.
     """
 
@@ -190,7 +190,7 @@ class Totals(NamedTuple):
 
 
 def totals(role: Role) -> Totals:
-    """Add up the works of a rank's step, including the works of repeated microbatches."""
+    """Add up the work items of a rank's step, including those of repeated microbatches."""
     flops: dict[str, float] = defaultdict(float)
     messages: dict[tuple[str, str, int], float] = defaultdict(float)
     n_run = role.n_microbatches - role.repeated

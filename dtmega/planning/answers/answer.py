@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
         collective: kind of message, as in `Message.collective`.
         n_ranks: number of ranks in the group; 2 for messages between two ranks.
         n_messages: number of messages.
-        n_bytes: sum of the messages' sizes. A message is as large as the message's largest buffer on the rank.
+        n_bytes: sum of the messages' sizes. A message's size is the size of its largest buffer on the rank.
         seconds: predicted duration of the messages; None for messages between pipeline stages, which are part of the
             schedule's time.
         exposed_s: predicted time for which computing waits for the messages; None for messages between stages.
@@ -134,7 +134,7 @@ def answer_job(job: Job, tokens: float | None = None, on_role: Report = lambda d
 
 
 def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
-    """Turn the counts of a plan into an answer. `job` and `tokens` are arguments of `answer_job`."""
+    """Turn the counts of a plan into an answer. `job` and `tokens` are the same as in `answer_job`."""
     fabric = job.machine.fabric
     cfg = job.cfg
     pieces = families.pieces(cfg.model)

@@ -68,7 +68,7 @@ def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece], elem
 
 
 def _has_layers_of_megatron(cfg: Config, pieces: Sequence[Piece]) -> bool:
-    """True if the model has dropout, and each layer has as many weights as a layer in Korthikanti et al.
+    """True if the model has dropout and if each of its layers has as many weights as a layer in Korthikanti et al.
 
     A layer in the paper has two norms with biases, four products with biases, and 4 h channels in the feed-forward
     network. The result is False if `pieces` contains no layers.
@@ -89,7 +89,7 @@ def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare a formula with the bytes of weights, gradients and moments at the time of their largest sum."""
+    """Compare a formula with the largest number of bytes that weights, gradients and moments take together."""
     elements = sum(piece.elements for piece in mine)
     if plan.table is not None:
         elements += _copies(plan, place, mine)
@@ -128,7 +128,7 @@ def activation_bytes(at_peak: dict[str, int]) -> int:
 
 
 def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare a formula with the largest number of bytes that all layers' activations take at one time."""
+    """Compare a formula with the largest number of bytes that the activations of all layers take together."""
     cfg, sizes = job.cfg, job.sizes
     layers = sum(piece.is_layer for piece in mine)
     flight = 1.0
@@ -158,7 +158,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
 
 
 def compare_bubble(job: Job, plan: Plan) -> Comparison | None:
-    """Compare a formula with the bubble of the schedule, simulated with equal stages; None without a formula."""
+    """Compare a formula with the bubble of a simulation with equal stages; return None if there is no formula."""
     pipeline = job.cfg.pipeline
     if plan.table is None or pipeline.csv or pipeline.schedule not in WITH_BUBBLE:
         return None

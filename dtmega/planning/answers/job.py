@@ -1,6 +1,6 @@
 """The question that a plan answers: a configuration, a number of ranks, the ranks' device and the device's memory.
 
-The functions that refuse an impossible layout in training also refuse the layout here, with the same messages.
+The functions that refuse impossible layouts in training also refuse them here, with the same messages.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, share: float) ->
         q: queries, [B, H, S, K].
         k, v: keys and values, [B, G, T, K], where G divides H.
         bias: tensor that the kernel reads from memory and adds to the scores; broadcasts to [B, H, S, T].
-        share: share of the pairs of queries and keys that the kernel computes.
+        share: share of the query-key pairs that the kernel computes.
     """
     raise NotImplementedError  # only the fake below is ever called
 
@@ -160,14 +160,14 @@ def _grouped_product(mode: FakeTensorMode, operator: Any, a: Tensor, b: Tensor, 
 
 
 def _flops_of_groups(share: float, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of the products of row groups with matrices. A rank computes the share of its own experts."""
+    """FLOPs of the products of row groups with matrices. A rank computes only its own experts' share."""
     n_products = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return round(2 * n_products * a.shape[-2] * a.shape[-1] * b.shape[-1] * share)
 
 
 @contextlib.contextmanager
 def without_values(experts_over: int = 1) -> Iterator[None]:
-    """Inside the `with` block, replace the kernels of a real device by the stand-ins.
+    """Inside the `with` block, replace the kernels of a real device with the stand-ins.
 
     Args:
         experts_over: number of ranks that divide a mixture's experts among themselves; 1 if every rank has a part of

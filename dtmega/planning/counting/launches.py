@@ -117,7 +117,7 @@ def launched(
         kwargs: keyword arguments of the operator.
         output: result of the operator.
         ledger: ledger of the device, which records the tensors that are never in memory.
-        groups: torch's name of each process group -> (our name of the group, size of the group).
+        groups: torch's name for each process group -> (our name for the group, size of the group).
         hidden: whether the operator's results are never in memory.
     """
     if operator.name == "wait_tensor":

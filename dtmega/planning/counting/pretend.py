@@ -140,8 +140,8 @@ class PlannedHost(host.Host):
 
     Args:
         pretended: pretended device.
-        true_share: assumed share of true elements in a mask whose true elements the program selects.
-        imbalance: number of rows that the rank receives, for each row that it sends.
+        true_share: assumed share of true elements in each mask that the program passes to `true_indices`.
+        imbalance: number of rows that the rank receives, divided by the number of rows that it sends.
     """
 
     def __init__(self, pretended: Pretended, true_share: float, imbalance: float) -> None:

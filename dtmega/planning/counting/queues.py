@@ -1,4 +1,4 @@
-"""Streams and events of the pretended device, which run nothing and only record the works that each work waits for."""
+"""The pretended device's streams and events, which run nothing and only record what each work item waits for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Stream:
 
     Attributes:
         name: name of the stream in `Work.stream`.
-        last: index of the last work on the stream; -1 if the stream has no work yet.
-        awaited: indices of works on other streams that the next work on this stream waits for.
+        last: index of the last work item on the stream; -1 if the stream has no work item yet.
+        awaited: indices of work items on other streams that the next work item on this stream waits for.
     """
 
     all: ClassVar[list[Stream]] = []
@@ -41,12 +41,12 @@ class Stream:
         return event
 
     def before_next(self) -> set[int]:
-        """The indices of works that end before the next work on this stream begins."""
+        """The indices of work items that end before the next work item on this stream begins."""
         last = {self.last} if self.last >= 0 else set()
         return last | self.awaited
 
     def queue(self, number: int) -> tuple[int, ...]:
-        """Put a work on the stream, and return the indices of works on other streams that the work waits for."""
+        """Queue a work item on the stream, and return the indices of the items on other streams that it waits for."""
         waits = tuple(sorted(self.awaited))
         self.last = number
         self.awaited = set()
@@ -60,7 +60,7 @@ class Event:
     """A mark in a stream, with the interface of `torch.cuda.Event`.
 
     Attributes:
-        works: indices of the works that end before the mark.
+        works: indices of the work items that end before the mark.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -104,7 +104,7 @@ class Streams:
         return self._of_groups[name]
 
     def restart(self) -> None:
-        """Forget all work. Call this method when the indices of works start again at 0."""
+        """Forget all work. Call this method when the indices of work items start again at 0."""
         for stream in Stream.all:
             stream.last = -1
             stream.awaited = set()

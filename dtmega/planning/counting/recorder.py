@@ -37,7 +37,7 @@ class Recorder:
         ledger: memory by owner.
         works: kernels and messages of the step, in the order in which the host launches them.
         streams: streams of the device; set when the device exists.
-        groups: torch's name of each process group -> (name of the group in `World.groups`, size of the group).
+        groups: torch's name for each process group -> (name of the group in `World.groups`, size of the group).
         action: name of the current action, as in `Work.action`.
         hidden: whether new tensors take no memory, because a compiled block never writes them.
         on_launch: function to call after each launch, with the operator's name, the launch, and the tensors that are
@@ -89,7 +89,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def range(self, what: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
-        """Record an action of the pipeline, or a forward or backward without a pipeline."""
+        """Record a pipeline action or, without a pipeline, a forward or backward pass."""
         if what not in LETTERS:
             yield
             return
@@ -147,7 +147,7 @@ class Recorder:
             yield
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Enter an operator's new storages in the ledger, and append the operator's work to the list of works."""
+        """Enter an operator's new storages in the ledger, and append the operator to the list of work items."""
         if TracingContext.try_get() is not None:
             return  # a graph is being captured, and nothing runs
         known = launches.described(operator)
@@ -186,7 +186,7 @@ class Recorder:
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"
 
     def queue(self, launch: Launch) -> None:
-        """Append a launch's work to the list of works, and queue the work on its stream."""
+        """Append a launch to the list of work items, and queue the launch on its stream."""
         current = self.streams.current
         if launch.awaited:
             number = self._results.pop(launch.awaited, None)

@@ -55,7 +55,7 @@ class Role(NamedTuple):
             growth per microbatch.
         held_shorter, shorter: `held` and `spans` of the previous step.
         repeated: number of microbatches that were not run, because each does the same work as a middle microbatch.
-        skipped: one sentence for the user for each check that the plan has skipped, because the check compares values.
+        skipped: sentences for the user, one about each check that was skipped because it compares values.
     """
 
     rank: int
@@ -184,7 +184,7 @@ def _batch(cfg: config.Config, rows: dict[str, Tensor], n_microbatches: int) -> 
 
 @contextlib.contextmanager
 def _keeping_circles() -> Iterator[None]:
-    """Inside the `with` block, do not free tensors in reference cycles.
+    """Inside the `with` block, keep tensors in reference cycles alive.
 
     Otherwise Python's garbage collector would free these tensors at moments that depend on the process's whole history.
     """
@@ -215,7 +215,7 @@ def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
 
 
 def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Enter the owners of long-lived storages in the ledger. An owner is not yet known when its storage is made."""
+    """Record the owner of each long-lived storage in the ledger. The owner is not known when the storage is made."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
         give(parameter, PARAMETERS if parameter.requires_grad else FROZEN)

@@ -2,10 +2,10 @@
 
 A node costs about 0.4 ms of CPU time, because torch computes the shapes of the node's results. All layers and all
 microbatches run the same graphs on arguments of the same shapes. A tape therefore stores everything that the first run
-reported to the recorder: the launches, and the end of each storage's last value (`recording.py`). A replay reports the
-same events as the first run, but with the owner, action and streams at the time of the replay. Storages inside the
-graph are then only numbers in the ledger. Only the results become tensors, at the launch that made them in the first
-run.
+reported to the recorder: the launches, and the end of each storage's use (`recording.py`). A replay reports the same
+events as the first run, but with the owner, action and streams at the time of the replay. During a replay, storages
+inside the graph are only numbers in the ledger. Only the results become tensors: the replay makes each result at the
+launch that made it in the first run.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ class Budget(NamedTuple):
     Attributes:
         tokens_per_s: tokens per second of the whole cluster.
         tokens_per_s_per_gpu: tokens per second of one GPU.
-        mfu: model FLOPs utilization, as in a run's metrics: model FLOPs without recomputation, divided by the peak.
+        mfu: model FLOPs utilization (model FLOPs without recomputation / peak FLOPs), as in a run's metrics.
         days: duration of the run in days, without restarts, evaluations and checkpoints.
         gpu_hours: number of GPUs times the duration in hours.
         energy_kwh: energy of the GPUs at full power, without hosts, network and cooling.
         cost: price of the GPU-hours.
         currency: currency of the price.
-        relative_error: mean error, on held-out figures, of the fit behind the prediction; 0 if there was no fit.
+        relative_error: mean relative error of the fabric's fitted efficiency on held-out figures; 0 without a fit.
     """
 
     tokens_per_s: float

@@ -33,7 +33,7 @@ MESSAGE_BYTES = (2**12, 2**24)  # output sizes of the two all-gathers that separ
 
 
 def calibrate(device: torch.device, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Fabric:
-    """Measure a device and, with several ranks, the links between them.
+    """Measure a device and, if there are several ranks, the links between the ranks.
 
     Power and price are not measured, so both are 0. If the ranks are on several nodes, both links get the values of the
     slowest link, which limits the whole group; edit the values of the faster link by hand.

@@ -86,7 +86,7 @@ class Fabric(BaseModel):
 
 
 SECTIONS: dict[str, type[Section]] = {"gpu": Gpu, "node": Node, "network": Network}
-# Keys without a sensible default, by section.
+# Section -> keys that have no sensible default.
 REQUIRED = {
     "gpu": ("name", "memory_bytes", "memory_bytes_per_s", "peak_flops"),
     "node": ("ranks", "bytes_per_s"),

@@ -25,7 +25,7 @@ def activation_bytes_per_layer(
         s, b, h, a: sequence length, microbatch size, hidden size, and number of attention heads.
         t: tensor-parallel size.
         sequence_parallel: whether the inputs of norms and dropouts are divided over the sequence.
-        recompute: recomputed part of a layer, as in [recompute] mode: "none", "selective" or "full".
+        recompute: recomputed part of a layer ("none", "selective" or "full", as in [recompute] mode).
     """
     inputs = s * b * h
     if recompute == "full":
@@ -74,12 +74,12 @@ def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int
 
 
 def layout_zero_bytes(parameters: float, tp: int, pp: int, dp: int, stage: int) -> float:
-    """The `zero_bytes` of one rank, if tensor and pipeline parallelism divide the parameters evenly."""
+    """The result of `zero_bytes` for one rank, if tensor and pipeline parallelism divide the parameters evenly."""
     return zero_bytes(parameters / (tp * pp), dp, stage)
 
 
 def bubble_over_ideal(p: int, m: int, v: int = 1) -> float:
-    """The time that a pipeline rank waits, divided by the time that it computes.
+    """A pipeline rank's waiting time, divided by its computing time.
 
     Narayanan et al. 2021, arXiv:2104.04473, section 2.2: (p - 1) / m for GPipe and 1F1B, and (p - 1) / (m v) for
     interleaved schedules with v stages per rank.

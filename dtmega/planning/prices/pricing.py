@@ -20,7 +20,7 @@ Groups = Callable[[str], Sequence[int]]  # name of one rank's process group -> r
 
 
 def seconds(work: Work, fabric: Fabric, rank: int, groups: Groups) -> float:
-    """The time that a work takes if nothing else runs.
+    """The time that a work item takes if nothing else runs.
 
     Args:
         work: kernel or message.

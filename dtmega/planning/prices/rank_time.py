@@ -1,4 +1,4 @@
-"""The time of one pipeline rank's works: the actions, and the works before and after the actions.
+"""The time of one pipeline rank's work items: the actions, and the work before and after the actions.
 
 The rank's streams are simulated as if no other pipeline rank made this rank wait. Messages to and from other stages
 take no time here, because `step_time.py` adds their time between ranks.
@@ -42,9 +42,9 @@ class RankTimes(NamedTuple):
 
 
 def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Groups:
-    """Make a function that returns the ranks in one rank's process groups by name, as in `mesh.World.groups`.
+    """Make a function that maps the name of one of a rank's process groups (`mesh.World.groups`) to the group's ranks.
 
-    The function also accepts "world", and groups of some pipeline places such as "pp 0+2".
+    The function also accepts "world", and names such as "pp 0+2" for groups of only some pipeline places.
 
     Args:
         sizes: size of each axis of the mesh.
@@ -106,7 +106,7 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
 
 
 def _shifted(works: Sequence[Work], first: int) -> list[Work]:
-    """Copy works with their waits renumbered, for a list with an additional work inserted at index `first`."""
+    """Copy work items, and renumber their waits for a list in which a new work item is inserted at index `first`."""
     shifted = []
     for work in works:
         waits = tuple(number + (number >= first) for number in work.waits)
@@ -115,7 +115,7 @@ def _shifted(works: Sequence[Work], first: int) -> list[Work]:
 
 
 def _frontier_s(works: Sequence[Work], spans: Sequence[Span], stop: int) -> float:
-    """The time at which the compute stream has completed all of its works before index `stop`."""
+    """The time at which the compute stream has completed its last work item before index `stop`."""
     ends = [span.end_s for work, span in zip(works[:stop], spans[:stop], strict=True) if work.stream == COMPUTE]
     return ends[-1] if ends else 0.0
 
@@ -124,8 +124,9 @@ def _advances(works: Sequence[Work], spans: Sequence[Span], begun_s: float) -> d
     """The time that the compute stream takes for each action, including waits.
 
     Args:
-        works: works from the first action to the last action. A work between two actions belongs to the earlier action.
-        spans: times of the works.
+        works: work items from the first action to the last action. A work item between two actions belongs to the
+            earlier action.
+        spans: times of the work items.
         begun_s: time at which the compute stream is ready for the first action.
     """
     advances: dict[Action, float] = {}

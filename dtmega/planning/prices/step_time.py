@@ -1,4 +1,4 @@
-"""The predicted time of one training step: the works of each pipeline rank on a fabric, and the pipeline's schedule.
+"""The predicted time of one training step, from each pipeline rank's work items, a fabric, and the pipeline's schedule.
 
     time = step_time({0: first, 1: middle, 11: last}, table, fabric, sizes)
     time.seconds, time.exposed_communication_s, time.bubble_fraction
@@ -9,7 +9,7 @@ the schedule with these durations and with the transfers between ranks. Finally,
 after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
 ready.
 
-The model ignores that a collective may run during the pipeline's bubbles, so it tends to overestimate the time.
+The prediction lets no collective run during the pipeline's bubbles, so it tends to overestimate the time.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ def step_time(
     A microbatch that a role has not run takes the median time of the microbatches that the role has run.
 
     Args:
-        roles: pipeline place -> works of the rank at this place. Places may share one list; their stages are matched in
-            order. A missing place shares the list of the nearest earlier place; place 0 is required.
+        roles: pipeline place -> work items of the rank at this place. Places may share one list; their stages are
+            matched in order. A missing place shares the list of the nearest earlier place; place 0 is required.
         table: schedule of the pipeline, with all microbatches; None without a pipeline.
         fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
         n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
-        later: action -> later action after which the first action's output is sent (`pipelining.table.sent_after`).
+        later: action with delayed output -> later action after which the output is sent
+            (`pipelining.table.sent_after`).
         ep: number of ranks over which a layer's experts are divided.
 
     Raises:
@@ -202,8 +203,8 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
     Args:
         seconds: time of the step.
         ranks: times of each place.
-        scales: one factor per place: time of all the place's actions in the schedule, divided by the time of the
-            actions that were run.
+        scales: one factor per place, namely the time of all the place's actions in the schedule, divided by the time
+            of the actions that were run.
         timeline: simulated schedule.
     """
     compute: dict[str, float] = defaultdict(float)

@@ -1,7 +1,7 @@
-"""Simulate the streams of one rank: the start and end of each work, and the causes of the compute stream's waits.
+"""Simulate the streams of one rank: the start and end of each work item, and the causes of the compute stream's waits.
 
-Works on one stream run in order. A work also waits for the works listed in its `waits`. Streams do not slow each other
-down: the model ignores that a message takes memory bandwidth and processors away from concurrent kernels.
+Work items on one stream run in order. A work item also waits for the work items listed in its `waits`. Streams do not
+slow each other down, although a real message takes memory bandwidth and processors away from concurrent kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OTHER = "other"  # axis name if the compute stream waits for a kernel on a diffe
 
 
 class Span(NamedTuple):
-    """The time of one work, in seconds from the start of the step."""
+    """The time of one work item, in seconds from the start of the step."""
 
     start_s: float
     end_s: float
@@ -26,7 +26,7 @@ class MessageTime(NamedTuple):
     """The time of one message.
 
     Attributes:
-        number: index of the message in the list of works.
+        number: index of the message in the list of work items.
         action: action that launches the message.
         axis: name of the message's process group.
         seconds: duration of the message.
@@ -47,12 +47,12 @@ class StreamTimes(NamedTuple):
     The compute stream is either busy or waiting, so seconds = compute_s + exposed_s.
 
     Attributes:
-        spans: start and end of each work.
-        seconds: time at which the last work ends.
+        spans: start and end of each work item.
+        seconds: time at which the last work item ends.
         compute: action -> time during which the compute stream runs kernels.
         exposed: (action, axis) -> time during which the compute stream waits for messages that this action launched on
             this axis. The axis is "other" for waits for kernels on a different stream.
-        messages: messages, in the order of the list of works.
+        messages: messages, in the order of the list of work items.
     """
 
     spans: list[Span]
@@ -82,10 +82,10 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
     Args:
         works: kernels and messages, in the order in which the host launches them.
-        durations_s: duration of each work.
+        durations_s: duration of each work item.
 
     Raises:
-        ValueError: a work waits for itself or for a later work.
+        ValueError: a work item waits for itself or for a later work item.
     """
     spans, causes = _spans(works, durations_s)
     seconds = max((span.end_s for span in spans), default=0.0)
@@ -120,10 +120,10 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
 
 def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
-    """The time of each work, and the index of the earlier work whose end let the work start (-1 if there is none).
+    """The time of each work item, and its cause: the index of the earlier item whose end let it start, or -1.
 
     Raises:
-        ValueError: a work waits for itself or for a later work.
+        ValueError: a work item waits for itself or for a later work item.
     """
     spans: list[Span] = []
     causes: list[int] = []
@@ -145,20 +145,21 @@ def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Sp
 def _waits(
     cause: int, from_s: float, until_s: float, spans: Sequence[Span], causes: Sequence[int]
 ) -> list[tuple[int, float]]:
-    """Divide a wait of the compute stream among the works that caused it.
+    """Divide a wait of the compute stream among the work items that caused it.
 
-    The wait is traced backwards from its end. The work that ended the wait accounts for the time since that work began.
-    The earlier work for which that work had to wait accounts for the time before, and so on back to the wait's start.
+    The wait is traced backwards from its end. The work item that ended the wait accounts for the time since that item
+    began. If an earlier item delayed that beginning, the earlier item accounts for the time before, and so on back to
+    the start of the wait.
 
     Args:
-        cause: index of the work whose end finished the wait; -1 if there was no such work.
+        cause: index of the work item whose end finished the wait; -1 if there was no such work item.
         from_s: start of the wait.
         until_s: end of the wait.
-        spans: times of all works.
-        causes: index, for each work, of the earlier work whose end let the work start; -1 if there is no such work.
+        spans: times of all work items.
+        causes: one entry per work item, the index of the earlier item whose end let it start; -1 if there is none.
 
     Returns:
-        One tuple (index of a work, seconds) for each part of the wait.
+        One tuple (index of a work item, seconds) for each part of the wait.
     """
     parts = []
     while cause >= 0 and until_s > from_s:

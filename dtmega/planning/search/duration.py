@@ -17,11 +17,13 @@ from dtmega.planning.search.memory import NOT_IN_STATES, OF_EXPERTS, WHOLE, cut_
 from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
-# Memory traffic of kernels without products, for each microbatch, counted with fused compiled blocks:
+# Memory traffic of kernels that compute no matrix products, for each microbatch, counted with fused compiled blocks:
 # - the number of times that forward and backward move the bytes that a layer keeps;
 # - the bytes per score of plain attention, in forward and in backward;
-# - the bytes per logit; per 16-bit gradient that is added to a 32-bit sum; per element of the embedding and of the head
-#   (lookup, or scaling of the gradient); and per element of tied weights, whose two gradients are added up.
+# - the bytes per logit;
+# - the bytes per 16-bit gradient that is added to a 32-bit sum;
+# - the bytes per element of the embedding and of the head (lookup, or scaling of the gradient);
+# - the bytes per element of tied weights, whose two gradients are added up.
 FORWARD_PASSES, BACKWARD_PASSES = 3.7, 4.8
 SCORE_FORWARD, SCORE_BACKWARD = 7, 20
 LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
@@ -117,7 +119,7 @@ class TimeEstimator:
         return max(seconds, self._exchanged_s(place, layout))
 
     def _moved_bytes(self, place: Place, layout: Layout) -> float:
-        """The bytes that operators without products move for one microbatch at a place."""
+        """The bytes that operators other than matrix products move for one microbatch at a place."""
         tokens, hidden, tp = tokens_of(self.cfg, layout), self.cfg.model.hidden_size, layout.tp
         again = 0.0 if layout.mode == "none" else 1.0
         numbers = WHOLE * hidden * place.layers / cut_of(layout) + place.sides / tp
@@ -171,7 +173,7 @@ class TimeEstimator:
             seconds += self._collective_s("all-reduce", n_bytes, "dp_replicate", key)
         if shards > 1 and layout.accumulate != "sharded" and (layout.pp > 1 or n_microbatches > 1):
             whole_s = self._sharded_s("reduce-scatter", self._reduce_bytes, place, layout)
-            # Without a pipeline, the last microbatch's backward covers the sums of all layers except the first.
+            # Without a pipeline, the last backward overlaps with the gradient sums of all layers except the first.
             covered = 1.0 if layout.pp > 1 else (place.outside + place.largest) / max(1, place.elements)
             summed = place.whole_elements(layout.ep) / layout.tp
             copies_s = SUM_COPIES * self._reduce_bytes * summed / self.fabric.gpu.memory_bytes_per_s

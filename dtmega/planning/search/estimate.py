@@ -20,7 +20,7 @@ from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.memory import MemoryEstimator
 from dtmega.planning.search.places import Places
 
-# The largest assumed ratio of a counted peak to its estimate, or of the estimate to the peak. On the layouts of
+# Assumed upper bound on the ratio of a counted peak to its estimate, and on the inverse ratio. On the layouts of
 # benchmarks/estimates.py, the largest error was 13 %; MARGIN allows about twice that error.
 MARGIN = 1.25
 

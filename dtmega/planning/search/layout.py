@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 
 
 def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
-    """Copy a configuration, and replace the keys of a layout."""
+    """Copy a configuration, and set the layout's keys in the copy."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in layout.overrides.items():
         section, _, key = name.partition(".")

@@ -69,8 +69,8 @@ class Layouts:
 
     Args:
         cfg: configuration, completed by `families.resolve`.
-        fixed: keys such as "mesh.tp" whose values must not be varied. A size of -1 (the rest) fixes nothing, and
-            neither does a microbatch size of 0.
+        fixed: keys such as "mesh.tp" whose values must not be varied. A mesh size of -1 (the rest) and a
+            microbatch size of 0 fix nothing.
         world: number of ranks.
         device: device on which each rank computes.
 
@@ -105,7 +105,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts, and count the refused layouts by training's reasons."""
+        """Yield each layout that training accepts, and count the refused layouts, grouped by training's reason."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():

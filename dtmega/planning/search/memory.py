@@ -39,8 +39,8 @@ SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
 # twice LOSS_TOKENS tokens, the head's gradient is summed in 32 bits (`ops.head_gradient`), and each element of the
 # gradient takes SUMMED_BYTES.
 LOSS_TOKENS, SUMMED_BYTES = 4096, 8
-# Number of vectors of width D, counted in the compute dtype, that each token needs during the loss: the last norm in
-# 32 bits, its input and its gradient.
+# Number of vectors of width D, counted in the compute dtype, that each token needs during the loss: the last
+# norm in 32 bits, the norm's input, and the norm's gradient.
 BESIDE_LOSS = 6
 # Fixed values for the layout keys that a part of the estimate does not read. Layouts that differ only in these keys
 # then share one cached result.
@@ -142,7 +142,7 @@ class MemoryEstimator:
         of_experts = OF_EXPERTS * width * hidden * place.experts_per_token * place.mixtures / layers
         whole = width * WHOLE * hidden / cut + of_experts
         layer = whole + divided
-        # The gradients of all weights of a layer are in memory before they are added to their sums.
+        # The gradients of all of a layer's weights are in memory together before they are added to the gradient sums.
         gradients = self._bytes * place.whole_largest(layout.ep) / tp
         working = max(BACKWARD * sides, gradients) + SCORE_BACKWARD_BYTES * scores
         if layout.mode == "full":

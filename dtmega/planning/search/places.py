@@ -30,7 +30,7 @@ class Place(NamedTuple):
         embedding_elements: number of elements in the embedding; 0 without an embedding.
         is_tied: whether the embedding and the head at this place share their weights.
         layers: number of layers.
-        sides: count of the numbers that the layers keep for each token, except the vectors of width D.
+        sides: number of values that the layers keep for each token, not counting the vectors of width D.
         product_flops, attention_flops: numbers of FLOPs in weight products and in attention, for forward and backward,
             per token of the sequence.
         in_layers: share of `product_flops` in layers.
@@ -182,13 +182,13 @@ class Places:
 
 @functools.cache
 def _of_table(path: str, pp: int) -> tuple[list[float], float]:
-    """The number of microbatches in flight on each rank, and the bubble, for a CSV file's schedule."""
+    """The number of microbatches in flight on each rank, and the bubble, for the schedule in a CSV file."""
     table = csv_table(path, pp)
     return in_flight(table), simulate(table).bubble
 
 
 def in_flight_of(schedule: str, pp: int, virtual: int, n: int, place: int) -> int:
-    """The peak number of microbatches in flight on a rank, summed over its stages as in `extrapolation.in_flight`.
+    """The peak number of microbatches in flight on a rank, over all of the rank's stages (`extrapolation.in_flight`).
 
     For schedules that split backward, and for schedules that fill the pipeline in rounds, the true number may be
     slightly smaller.

@@ -144,7 +144,10 @@ class Shortlist:
 
 
 def _without_equals(heap: Collection[Entry]) -> list[Entry]:
-    """The entries of a heap, fastest first. If entries differ only in schedule and peak, the smallest peak is kept."""
+    """The entries of a heap, fastest first.
+
+    If several entries differ only in schedule and peak, only the entry with the smallest peak is kept.
+    """
     kept: dict[tuple[Layout, float], Entry] = {}
     for entry in sorted(heap, reverse=True):
         kept.setdefault((entry.layout._replace(schedule=""), entry.speed), entry)
