@@ -88,7 +88,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     Args:
         run: run to judge.
         now: current time.
-        who: HTML with the name of the run, to put before the verdict; '' on a page of one run.
+        who: HTML of the run's name, which precedes the verdict; '' on a page about one run.
     """
     judged = verdict.judge(run, now)
     tone = TONES.get(judged.state, "unsure")

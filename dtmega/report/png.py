@@ -120,6 +120,6 @@ def _style(axes: Axes, panel: Panel) -> None:
 def _tick(value: float, _: int) -> str:
     """The label of a tick: 0.5, 12 K, 450 M. Only large numbers get a letter.
 
-    matplotlib calls this function with the position of the tick as the second argument, which is not used.
+    matplotlib passes the position of the tick as the second argument, which this function ignores.
     """
     return short(value) if abs(value) >= 1000 else f"{value:g}"

@@ -69,7 +69,7 @@ class Run(NamedTuple):
         starts: starts of the run in order of time. The first is the most recent start at step 0.
         parts: parts of the run in the order of their steps; at least one part.
         end: last planned step; 0 if this step is not known.
-        ended: exit record of the newest attempt, which may be a refusal; None if the attempt is running or was killed.
+        ended: exit record of the newest attempt, even if it was refused; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is no sample.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of the run.
@@ -100,7 +100,7 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """A sentence that explains the refusal of the newest attempt; '' if that attempt was not refused.
+        """A sentence that explains why the newest attempt was refused; '' if that attempt was not refused.
 
         A refused attempt leaves the run unchanged.
         """
@@ -229,7 +229,7 @@ def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """
     recorded = history.parts(all_starts)
-    # Leave out starts that no completed step has followed yet, unless no other starts are recorded.
+    # Keep only starts that completed steps have followed. If there are no such starts, keep the last start.
     recorded = [start for start in recorded if start.step < last_step] or recorded[-1:]
     if not recorded:
         return [Part(1, last_step, None)]
@@ -238,7 +238,7 @@ def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
 
 
 def _restarted(start: Start) -> str:
-    """The text of the event for a restart."""
+    """The description of a restart in the list of events."""
     return f"started again after step {start.step} on {layout_in_words(start.layout)}, {moment(start.time)}"
 
 

@@ -42,9 +42,9 @@ class RankLog:
     directly to the file descriptor of stderr, so their output is not in the log.
 
     Args:
-        folder: folder for the logs of all ranks; None if this rank keeps no log. All methods then do nothing.
+        folder: folder for the logs of all ranks. If None, this rank keeps no log, and all methods do nothing.
         rank: index of this rank.
-        sizes: size of each axis of the mesh, by name.
+        sizes: size of each axis of the mesh, keyed by name.
         device: device on which this rank computes.
     """
 

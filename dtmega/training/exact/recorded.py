@@ -66,7 +66,7 @@ class Recorded(NamedTuple):
     """The digests of a run.
 
     Attributes:
-        steps: number of a step -> digests of the step.
+        steps: step number -> digests of the step.
         starts: starts of the run, oldest first.
     """
 
@@ -107,7 +107,7 @@ class Recorded(NamedTuple):
 
 
 class Comparison(Record):
-    """A `Record` for a replay, which writes nothing and compares each step with the recorded run.
+    """A `Record` that writes nothing, and compares each step of a replay with the recorded run.
 
     Args:
         recorded: digests of the run; None on ranks that do not compare.
