@@ -204,7 +204,7 @@ def marked_steps(run: Run) -> list[int]:
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was restarted. If there are more than MAX_LINES, only the last are returned."""
+    """The steps after which the run was restarted. At most the last MAX_LINES steps are returned."""
     return sorted({start.step for start in run.starts[1:]})[-MAX_LINES:]
 
 

@@ -128,7 +128,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
-    """Notes about unreadable data: first unreadable score files, then damaged lines of metrics.jsonl."""
+    """Notes about unreadable score files, then notes about damaged lines of metrics.jsonl."""
     notes = []
     for run in runs:
         for name in run.scores.unreadable:
@@ -170,7 +170,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: a description and, if several processes ran, drawings that are small enough."""
+    """The HTML of one part's layout: a description and, if several processes ran, drawings. Large drawings are left out."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']

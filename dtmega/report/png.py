@@ -22,7 +22,7 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write a PNG file with a wide loss panel at the top and one panel for each remaining recorded metric below.
+    """Write a PNG file with a wide loss panel at the top and, below it, one panel for each other recorded metric.
 
     Args:
         runs: runs to draw.

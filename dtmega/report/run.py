@@ -73,7 +73,7 @@ class Run(NamedTuple):
         sample: text that the finished model generated; '' if there is no sample.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of the run.
-        loads: loads of a mixture's experts over the steps; None if no loads are recorded.
+        loads: expert loads over the steps; None if no loads are recorded.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if all three files are missing.
         is_claimed: whether a running process holds the claim on the directory; None if unknown (`process.is_claimed`).
     """
@@ -224,7 +224,7 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step from which the next start continued.
+    """The parts of a run. Each part ends at the step after which the next start continued.
 
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """

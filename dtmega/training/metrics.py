@@ -54,7 +54,7 @@ class Metrics:
             later steps, the lines are removed from metrics.jsonl and hidden in TensorBoard. A new run starts with an
             empty metrics.jsonl and an empty TensorBoard.
         write: whether this rank writes the reports; only one rank does so.
-        loads: loads of a mixture's experts, to be written to expert_loads.jsonl; None if there are no experts.
+        loads: expert loads to write to expert_loads.jsonl; None if the model has no experts.
 
     Attributes:
         peak_memory: memory counter of this process, set on all ranks, even if `write` is False.

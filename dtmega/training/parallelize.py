@@ -79,7 +79,7 @@ class ShardedModel:
         context: cp ranks, among which each sequence is divided; None if cp is 1.
         exact: integer sums of gradients ([run] exact); None if gradients are summed in floating point.
         matrices: weights that Muon trains; None if the optimizer is not Muon.
-        loads: loads of a mixture's experts.
+        loads: loads of the model's experts.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 

@@ -106,7 +106,7 @@ def read(run_dir: Path) -> LoadColumns | None:
 
 
 def _add(found: LoadColumns, line: _Line) -> bool:
-    """Divide a line's loads among the columns in proportion to how many of the line's steps each column covers.
+    """Divide a line's loads among the columns. Each column's share is the fraction of the line's steps that it covers.
 
     Returns:
         True if the loads were added; False if the layers or numbers of experts differ from those in the first line.

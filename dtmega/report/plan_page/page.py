@@ -125,7 +125,7 @@ def _head(answer: Answer, title: str) -> list[str]:
 
 
 def _verdict(answer: Answer) -> str:
-    """The verdict in one line of HTML: whether the fullest rank's memory fits into its device."""
+    """One line of HTML that states whether the memory of the fullest rank fits into one device."""
     peak = answer.plan.fullest.peak
     at = f"the fullest rank, {answer.plan.fullest.rank}, holds {binary(peak.peak_bytes)} at {peak.action}"
     usable = answer.limits.usable_bytes

@@ -135,7 +135,7 @@ class Comparison(Record):
         """Do nothing, because a replay opens no file."""
 
     def summary(self) -> str:
-        """A line for the user about the steps that are equal."""
+        """A line for the user that states which steps are equal in every bit."""
         if not self._compared:
             return "no step was compared"
         first, last = self._compared[0], self._compared[-1]
