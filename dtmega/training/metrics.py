@@ -5,8 +5,8 @@
     metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has this line
     metrics.close()
 
-`metrics.jsonl` is the record, with one JSON object per line. A run that resumes after a crash first removes damaged
-lines, and the lines of steps that will be repeated. A number that JSON cannot hold (NaN, infinity) is null in the
+`metrics.jsonl` is the record, with one JSON object per line. When a run resumes after a crash, it begins by removing
+damaged lines, and the lines of steps that it will repeat. A number that JSON cannot hold (NaN, infinity) is null in the
 record, and the key `reason` names this number.
 """
 

@@ -54,7 +54,7 @@ class RankLog:
         self._fd: int | None = None
         self._lock = threading.RLock()  # a signal handler may print while its thread holds the lock
         self._copying = ExitStack()
-        self._after_break = False  # True if the file may end in half a line, after a kill or on a full disk
+        self._after_break = False  # True if the file may end with an incomplete line (killed run, full disk)
         self._missing = ""  # reason why lines are missing before the next line; '' if no lines are missing
         self._warned = False
 

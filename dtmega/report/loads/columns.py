@@ -106,7 +106,7 @@ def read(run_dir: Path) -> LoadColumns | None:
 
 
 def _add(found: LoadColumns, line: _Line) -> bool:
-    """Divide a line's loads among the columns. Each column's share is the fraction of the line's steps that it covers.
+    """Distribute a line's loads over the columns, in proportion to the number of the line's steps in each column.
 
     Returns:
         True if the loads were added; False if the layers or numbers of experts differ from those in the first line.

@@ -106,7 +106,7 @@ class Wandb:
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
-        self._wandb.teardown()  # ends wandb's own process, which would live as long as this process
+        self._wandb.teardown()  # ends wandb's own process, which would otherwise run until this process exits
 
 
 class Mlflow:
@@ -199,7 +199,7 @@ TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlf
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse trackers with a missing library, before anything starts.
+    """Before anything starts, refuse trackers whose library is missing.
 
     Raises:
         ValueError: a library is missing; the message names the extra to install.
