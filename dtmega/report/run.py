@@ -174,7 +174,7 @@ def _read(directory: Path, name: str) -> Run:
     run_scores = scores.read(directory, run_record.last_step)
     run_record = run_record._replace(series=run_record.series | run_scores.series)
     all_starts = history.read(directory)
-    # Starts before the newest start at step 0 belong to an earlier run in the same directory.
+    # Starts before the newest start at step 0 belong to an earlier run in this directory.
     first = max((i for i, start in enumerate(all_starts) if start.step == 0), default=0)
     config = _config(directory) or (all_starts[-1].config if all_starts else {})
     planned_steps = config.get("train", {}).get("steps", 0)

@@ -93,7 +93,7 @@ def read(directory: Path, last_step: int) -> Scores:
 
     Args:
         directory: run directory.
-        last_step: last step of the run. Scores of later steps belong to an earlier run in the same directory.
+        last_step: last step of the run. Scores of later steps belong to an earlier run in this directory.
     """
     newest: dict[tuple[int, str, str], Score] = {}
     unreadable = []

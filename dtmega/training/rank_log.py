@@ -1,4 +1,4 @@
-"""The log of one rank, kept if `[log] ranks = "all"`: a text file that records what the rank does and prints.
+"""The log of one rank, kept if `[log] ranks = "all"`: a text file with the rank's events and printed lines.
 
     log = RankLog(Path("runs/bloom/logs"), rank, sizes, device)
     with log:                            # inside, all printed lines also go to logs/rank-00012.txt

@@ -200,7 +200,7 @@ def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
     """Inside the `with` block, allow the torch version and the kind of processor to differ from the checkpoint's.
 
     Args:
-        tell: function that is called with a description of each change.
+        tell: callback that receives a description of each change.
     """
     _told.append(tell)
     try:
