@@ -13,7 +13,7 @@ from dtmega.files import console
 from dtmega.report.run import Run
 
 SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum size of the part of a long text that is shown unfolded
-MAX_CHARACTERS = 100_000  # maximum number of characters of text in the page, including the folded part
+MAX_CHARACTERS = 100_000  # maximum number of characters of one text on the page, including its folded part
 WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narrow window
 
 

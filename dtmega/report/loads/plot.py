@@ -24,7 +24,7 @@ COLOURS = ((LOWEST, INK), (0.001, INK), (0.001, "#2266cc"), (1.0, "#ffffff"), (H
 
 
 def drawn_layers(found: LoadColumns) -> list[int]:
-    """The numbers of the layers to draw. If there are more than MAX_PANELS layers, evenly spaced layers are chosen."""
+    """The numbers of the layers to draw: all layers, but at most MAX_PANELS evenly spaced layers."""
     layers = [*found.loads]
     if len(layers) <= MAX_PANELS:
         return layers
