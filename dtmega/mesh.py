@@ -101,7 +101,7 @@ class World:
         return self.groups[axis].rank()
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks at these places of this process's pipeline; None if the process is at another place.
+        """The group of the ranks at these places in this process's pipeline; None if the process is at another place.
 
         The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". All
         processes must call this method for the same sets of places, in the same order.

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     """
     process.die_with_parent()
     if "--dry-run" in argv:
-        from dtmega.planning.answers import dry_run  # imports what a run does not need
+        from dtmega.planning.answers import dry_run  # imports modules that a run does not need
 
         return dry_run.main(argv)
     exit_status = ExitStatus()

@@ -19,7 +19,7 @@ PHASE_COLOURS = {
     "sample": "#e58fa5",
     "other": "#b9c1ca",
 }
-# Class of memory in a plan -> colour of the class. The order is that of the stacked areas, from bottom to top.
+# Class of a plan's memory -> colour. The classes are in the order of the stacked areas, from bottom to top.
 MEMORY_COLOURS = {
     "parameters": "#2266cc",
     "frozen parameters": "#9fb4cf",
@@ -58,7 +58,7 @@ def darker(hexadecimal: str) -> str:
 
 
 def phase_colour(name: str, place: int) -> str:
-    """The colour of a phase of a step, the same in every figure and bar.
+    """The colour that represents a phase of a step in every figure and bar.
 
     Args:
         name: name of the phase.

@@ -53,7 +53,7 @@ def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDA
     """For each bucket, the index in `values` at which the bucket's extreme first occurs.
 
     Args:
-        ufunc: np.minimum for the smallest values, np.maximum for the largest.
+        ufunc: function that finds an extreme: np.minimum for the smallest value, np.maximum for the largest.
         values: values of all buckets, one bucket after the other.
         edges: indices in `values` at which the buckets begin.
     """
@@ -113,7 +113,7 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
     if not recorded:
         return [], {}
     steps = reduce(np.intersect1d, [each.steps for each in recorded.values()])
-    # A damaged record may contain any number, so clip the times: no time is negative, and all sums are finite.
+    # A damaged record may contain any number, so clip the times. No time is then negative, and all sums are finite.
     times_s = np.stack([each.values[np.isin(each.steps, steps)] for each in recorded.values()]).clip(0, 1e9)
     steps, times_s = steps[times_s.sum(0) > 0], times_s[:, times_s.sum(0) > 0]
     if not steps.size:
@@ -204,7 +204,7 @@ def marked_steps(run: Run) -> list[int]:
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was restarted, at most the last MAX_LINES of these steps."""
+    """The steps after which the run was restarted. At most the last MAX_LINES steps are returned."""
     return sorted({start.step for start in run.starts[1:]})[-MAX_LINES:]
 
 

@@ -21,7 +21,7 @@ NO_SCRIPT = "<noscript><section>The figures need JavaScript, which is in this fi
 
 
 def html(title: str, sections: Sequence[str], figures: Mapping[str, str], plotly: str) -> str:
-    """The HTML of a whole file.
+    """The content of the whole HTML file.
 
     Args:
         title: title of the window.

@@ -22,7 +22,7 @@ INK, FAINT = "#1d2733", "#5b6673"
 
 
 def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
-    """The size of each mesh axis in a recorded layout; None if the sizes' product is not the number of processes."""
+    """The sizes of the mesh axes in a recorded layout; None if their product is not the number of processes."""
     sizes = {axis: layout.get(axis, 1) for axis in mesh.AXES}
     n = layout.get("processes", 0)
     return sizes if n > 0 and min(sizes.values()) > 0 and math.prod(sizes.values()) == n else None

@@ -13,7 +13,7 @@ from dtmega.files import console
 from dtmega.report.run import Run
 
 SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum size of the part of a long text that is shown unfolded
-MAX_CHARACTERS = 100_000  # maximum length of a text in the page, including its folded part
+MAX_CHARACTERS = 100_000  # maximum number of characters of one text on the page, including its folded part
 WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narrow window
 
 
@@ -45,7 +45,7 @@ def times(html_text: str) -> str:
 
 
 def cut(value: str, keep: str = "") -> str:
-    """Escape a long text. The beginning is shown, and the rest is folded away.
+    """Escape text. If the text is long, show only its beginning, and fold the rest away.
 
     Everything after the first MAX_CHARACTERS characters is left out.
 
@@ -71,7 +71,7 @@ def json_in_html(json: str) -> str:
 
 
 def keys_in_toml(summary: str, config: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The HTML of configuration keys as TOML, folded away; [] if there are no keys.
+    """The HTML of a folded list of configuration keys in TOML; [] if there are no keys.
 
     Args:
         summary: HTML that is shown while the keys are folded away.

@@ -88,7 +88,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     Args:
         run: run to judge.
         now: current time.
-        who: HTML with the name of the run, to put before the verdict; '' on a page of one run.
+        who: HTML of the run's name, which precedes the verdict; '' on a page about one run.
     """
     judged = verdict.judge(run, now)
     tone = TONES.get(judged.state, "unsure")
@@ -128,7 +128,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
-    """Notes about unreadable data: first unreadable score files, then damaged lines of metrics.jsonl."""
+    """Notes about unreadable score files, then notes about damaged lines of metrics.jsonl."""
     notes = []
     for run in runs:
         for name in run.scores.unreadable:
@@ -170,7 +170,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: a description and, if several processes ran, drawings that are small enough."""
+    """The HTML of one part's layout: a description and, if several processes ran, drawings (unless too large)."""
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']

@@ -42,7 +42,7 @@ LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, for lanes wh
 
 
 def over_steps(runs: Sequence[Run]) -> str:
-    """Draw a figure with panels for the loss, the events and the remaining metrics, all with the same step axis.
+    """Draw a figure with panels for the loss, the events and the remaining metrics. All panels share one step axis.
 
     Returns:
         JSON of the plotly figure. The key "narrow" holds a second layout, for phones, with all panels in one column.

@@ -22,7 +22,7 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write a PNG file with a wide loss panel at the top and one panel for each remaining recorded metric below.
+    """Write a PNG file with a wide loss panel at the top and, below it, one panel for each other recorded metric.
 
     Args:
         runs: runs to draw.
@@ -120,6 +120,6 @@ def _style(axes: Axes, panel: Panel) -> None:
 def _tick(value: float, _: int) -> str:
     """The label of a tick: 0.5, 12 K, 450 M. Only large numbers get a letter.
 
-    matplotlib calls this function with the position of the tick as the second argument, which is not used.
+    matplotlib passes the position of the tick as the second argument, which this function ignores.
     """
     return short(value) if abs(value) >= 1000 else f"{value:g}"

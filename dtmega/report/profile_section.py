@@ -56,7 +56,7 @@ def _window(profiles: Sequence[Profile], who: str, last_step: int, page_folder: 
 
     Args:
         profiles: profiles of the window, at least one.
-        who: HTML with the name of the run, to put before the steps; '' on a page of one run.
+        who: HTML of the run's name, which precedes the steps; '' on a page about one run.
         last_step: last step that the run has completed.
         page_folder: folder that will contain the page. Links are relative to this folder.
         folded: whether to fold the whole window away.

@@ -19,7 +19,7 @@ from dtmega.files.untrusted_json import read_object
 FOLDER = "profiles"  # folder in a run directory
 NAME = re.compile(r"(step-(\d{8,18})-rank-(\d{5,9}))\.summary\.json", re.ASCII)
 MAX_BYTES = 2**20  # maximum size of a summary that is read; 20 kernels with names of 4,000 characters take 80 KB
-MAX_FILES = 500  # maximum number of summaries that are read; only reached if many summaries are damaged
+MAX_FILES = 500  # maximum number of summaries that are read; this limit is reached only if many summaries are damaged
 MAX_WINDOWS, MAX_RANKS = 8, 8  # maximum number of windows per run, and of ranks per window
 
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -84,7 +84,7 @@ class Summary(BaseModel):
 
     @property
     def whole_s(self) -> float:
-        """The duration, in seconds, that counts as 100 % when the phases' shares are computed.
+        """The number of seconds that counts as 100 % for the shares of the phases.
 
         The result is the length of the window, or the sum of the phases if the sum is larger. On a GPU, phases
         are timed on the device and the window is timed on the host, so the sum can be slightly larger.
@@ -98,7 +98,7 @@ class Summary(BaseModel):
 
 
 class Profile(NamedTuple):
-    """A summary, and the common path of its trace and its memory snapshot.
+    """A summary, and the path (without suffix) of the trace and the memory snapshot next to it.
 
     Attributes:
         summary: content of the summary.
@@ -115,7 +115,7 @@ class Profiles(NamedTuple):
     Attributes:
         windows: one list of profiles per window, the newest window first. Each list is ordered by rank.
         damaged: number of summaries that cannot be read.
-        left_out: number of summaries that were not read because of the limits.
+        left_out: number of summaries that were not read because a limit was exceeded.
     """
 
     windows: list[list[Profile]]

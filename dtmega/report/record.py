@@ -124,7 +124,7 @@ def validation_name(key: str) -> str:
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; no lines if it does not exist. Lines longer than MAX_LINE_BYTES are cut into pieces."""
+    """Yield the lines of a file. A missing file has no lines. A line is cut after every MAX_LINE_BYTES bytes."""
     try:
         file: BinaryIO = path.open("rb")
     except FileNotFoundError:

@@ -69,11 +69,11 @@ class Run(NamedTuple):
         starts: starts of the run in order of time. The first is the most recent start at step 0.
         parts: parts of the run in the order of their steps; at least one part.
         end: last planned step; 0 if this step is not known.
-        ended: exit record of the newest attempt, which may be a refusal; None if the attempt is running or was killed.
+        ended: exit record of the newest attempt, even if it was refused; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is no sample.
         scores: evaluations of the run's checkpoints.
         profiles: profiles of the run.
-        loads: loads of a mixture's experts over the steps; None if no loads are recorded.
+        loads: expert loads over the steps; None if no loads are recorded.
         written: time of the last write to metrics.jsonl, starts.jsonl or the lock; None if all three files are missing.
         is_claimed: whether a running process holds the claim on the directory; None if unknown (`process.is_claimed`).
     """
@@ -100,7 +100,7 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """A sentence that explains the refusal of the newest attempt; '' if that attempt was not refused.
+        """A sentence that explains why the newest attempt was refused; '' if that attempt was not refused.
 
         A refused attempt leaves the run unchanged.
         """
@@ -174,7 +174,7 @@ def _read(directory: Path, name: str) -> Run:
     run_scores = scores.read(directory, run_record.last_step)
     run_record = run_record._replace(series=run_record.series | run_scores.series)
     all_starts = history.read(directory)
-    # Starts before the newest start at step 0 belong to an earlier run in the same directory.
+    # Starts before the newest start at step 0 belong to an earlier run in this directory.
     first = max((i for i, start in enumerate(all_starts) if start.step == 0), default=0)
     config = _config(directory) or (all_starts[-1].config if all_starts else {})
     planned_steps = config.get("train", {}).get("steps", 0)
@@ -224,12 +224,12 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step from which the next start continued.
+    """The parts of a run. Each part ends at the step after which the next start continued.
 
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """
     recorded = history.parts(all_starts)
-    # Leave out starts that no completed step has followed yet, unless no other starts are recorded.
+    # Keep only starts that completed steps have followed. If there are no such starts, keep the last start.
     recorded = [start for start in recorded if start.step < last_step] or recorded[-1:]
     if not recorded:
         return [Part(1, last_step, None)]
@@ -238,7 +238,7 @@ def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
 
 
 def _restarted(start: Start) -> str:
-    """The text of the event for a restart."""
+    """The description of a restart in the list of events."""
     return f"started again after step {start.step} on {layout_in_words(start.layout)}, {moment(start.time)}"
 
 

@@ -19,9 +19,9 @@ from dtmega.report import record
 from dtmega.report.record import Event, Series
 
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
-LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that were measured with [eval] only
+LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that runs with the key `[eval] only` measured
 OF_LOSSES = "[eval] only"  # task name of the scores that are read from LOSSES
-MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all MMLU scores has 1 MB
+MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all MMLU scores takes 1 MB
 MAX_FILES = 500  # maximum number of files read: the last ones by name; each name begins with the step
 MAX_SCORES = 5000  # maximum number of scores kept
 
@@ -35,8 +35,8 @@ class Score(NamedTuple):
         metric: name of the metric, followed in brackets by the name of the answer filter, if any.
         value: value of the score.
         error: standard error of the score; None if unknown.
-        about: conditions of the evaluation in words: number of examples before each question, number of questions, and
-            date.
+        about: conditions of the evaluation in words (number of examples before each question, number of questions,
+            date).
     """
 
     step: int
@@ -93,7 +93,7 @@ def read(directory: Path, last_step: int) -> Scores:
 
     Args:
         directory: run directory.
-        last_step: last step of the run. Scores of later steps belong to an earlier run in the same directory.
+        last_step: last step of the run. Scores of later steps belong to an earlier run in this directory.
     """
     newest: dict[tuple[int, str, str], Score] = {}
     unreadable = []

@@ -40,7 +40,7 @@ def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int 
 
 
 def whole_gradient_bytes(cfg: config.Config, sizes: Mapping[str, int]) -> int:
-    """The bytes of unsharded gradients, in the dtype [precision] reduce, on the pipeline rank with the most gradients.
+    """The bytes of unsharded gradients in the [precision] reduce dtype, on the pipeline rank with the most gradients.
 
     Frozen parameters have no gradient. Copies of a tied parameter on several stages count once per stage. Some
     vectors stay whole on every tp rank, but this estimate divides all parameters by tp.

@@ -13,7 +13,7 @@ from dtmega.ops import cost
 
 
 class PeakMemory:
-    """The peak memory of this process: memory allocated for tensors on a GPU, resident memory on a CPU.
+    """The peak memory of this process: memory allocated for tensors on a GPU, or resident memory on a CPU.
 
     Args:
         device: device on which this process computes.

@@ -73,7 +73,7 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
 def show_sample(run: Run, step: int) -> bool:
     """Report a sample for `eval.prompt`. Returns False if a signal ended the sample early.
 
-    The model family decides what kind of sample is shown (`Family.show`). With a pipeline, the command to make a sample
+    The model family determines the kind of the sample (`Family.show`). With a pipeline, the command to make a sample
     is printed instead, because pipeline schedules cannot extend a sequence token by token.
     """
     cfg = run.cfg

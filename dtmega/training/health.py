@@ -28,7 +28,7 @@ class Health:
         self.state = state._replace(losses_above=0, rises=0, stopped="") if cfg.past_stop else state
 
     def after_step(self, step: int, loss: float) -> None:
-        """Record the loss of a step. NaN counts as above every limit."""
+        """Record the loss of a step. NaN exceeds every limit."""
         if not self._cfg.stop_loss_above:
             return
         limit, n_steps = self._cfg.stop_loss_above

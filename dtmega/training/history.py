@@ -38,7 +38,7 @@ class Start(BaseModel):
         step: number of steps done before this start; 0 for a new run.
         time: time of the start, UTC in ISO 8601.
         attempt: name of the attempt, as in `ExitStatus`; '' if an earlier version wrote the line.
-        config: resolved configuration: section -> key -> value.
+        config: resolved configuration, as section -> key -> value.
         layout: number of processes, under the key "processes", and size of each mesh axis, under the axis's name.
         device: name of the device on which each process computes, such as "cpu" or "NVIDIA H100 80GB HBM3".
         parameters: number of parameters in the whole model.

@@ -5,8 +5,8 @@
     metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has this line
     metrics.close()
 
-`metrics.jsonl` is the record, with one JSON object per line. A run that resumes after a crash first removes damaged
-lines, and the lines of steps that will be repeated. A number that JSON cannot hold (NaN, infinity) is null in the
+`metrics.jsonl` is the record, with one JSON object per line. When a run resumes after a crash, it begins by removing
+damaged lines, and the lines of steps that it will repeat. A number that JSON cannot hold (NaN, infinity) is null in the
 record, and the key `reason` names this number.
 """
 
@@ -54,7 +54,7 @@ class Metrics:
             later steps, the lines are removed from metrics.jsonl and hidden in TensorBoard. A new run starts with an
             empty metrics.jsonl and an empty TensorBoard.
         write: whether this rank writes the reports; only one rank does so.
-        loads: loads of a mixture's experts, to be written to expert_loads.jsonl; None if there are no experts.
+        loads: expert loads to write to expert_loads.jsonl; None if the model has no experts.
 
     Attributes:
         peak_memory: memory counter of this process, set on all ranks, even if `write` is False.

@@ -74,12 +74,12 @@ class ShardedModel:
         sharded: whether gradients accumulate as shards, which are summed over the data ranks after each microbatch.
         pipeline: schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
-        replicas: one object per stage, which sums gradients over dp_replicate; [] if FSDP sums these gradients, or if
+        replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
             dp_replicate is 1.
         context: cp ranks, among which each sequence is divided; None if cp is 1.
         exact: integer sums of gradients ([run] exact); None if gradients are summed in floating point.
         matrices: weights that Muon trains; None if the optimizer is not Muon.
-        loads: loads of a mixture's experts.
+        loads: loads of the model's experts.
         on_reduce: function called after backward, before the remaining gradients are summed over ranks.
     """
 

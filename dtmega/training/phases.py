@@ -91,7 +91,7 @@ class Phases:
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         if self._profiler.due(step):
-            # Writing a trace can take a long time. With this beat, the watch can report what this rank is doing.
+            # Writing a trace can take a long time. This beat lets the watch report that this rank is writing a profile.
             self._watch.beat(step, "profile")
             self._profiler.switch(step)
         self._step_range = ranges.named(f"step {step}")

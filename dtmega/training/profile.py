@@ -39,7 +39,7 @@ COPIED_BYTES = 2**20  # size of the pieces in which a trace is compressed
 
 
 def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:
-    """Raise an error if the configured profile cannot be recorded.
+    """Check that the configured profile can be recorded.
 
     Raises:
         ValueError: a number in [profile] ranks is too large for this run, or a memory history is requested on a CPU.

@@ -1,4 +1,4 @@
-"""The log of one rank, kept if `[log] ranks = "all"`: a text file that records what the rank does and prints.
+"""The log of one rank, kept if `[log] ranks = "all"`: a text file with the rank's events and printed lines.
 
     log = RankLog(Path("runs/bloom/logs"), rank, sizes, device)
     with log:                            # inside, all printed lines also go to logs/rank-00012.txt
@@ -42,9 +42,9 @@ class RankLog:
     directly to the file descriptor of stderr, so their output is not in the log.
 
     Args:
-        folder: folder for the logs of all ranks; None if this rank keeps no log. All methods then do nothing.
+        folder: folder for the logs of all ranks. If None, this rank keeps no log, and all methods do nothing.
         rank: index of this rank.
-        sizes: size of each axis of the mesh, by name.
+        sizes: size of each axis of the mesh, keyed by name.
         device: device on which this rank computes.
     """
 
@@ -54,7 +54,7 @@ class RankLog:
         self._fd: int | None = None
         self._lock = threading.RLock()  # a signal handler may print while its thread holds the lock
         self._copying = ExitStack()
-        self._after_break = False  # True if the file may end in half a line, after a kill or on a full disk
+        self._after_break = False  # True if the file may end with an incomplete line (killed run, full disk)
         self._missing = ""  # reason why lines are missing before the next line; '' if no lines are missing
         self._warned = False
 

@@ -49,7 +49,7 @@ class Settings(NamedTuple):
         saved_cfg: configuration that config.toml and checkpoints store. Values that the user left open stay open.
         cfg: copy of `saved_cfg` with all open values filled in for this layout and machine.
         device: device of this rank.
-        sizes: size of each axis of the mesh, by name.
+        sizes: size of each axis of the mesh, keyed by name.
         pieces: pieces of the model, with their parameter counts and FLOPs.
         elements: numbers of trained and frozen elements in the model's parameters.
         digest: digest of the directory that [model] path names; '' if the model has no directory.

@@ -41,7 +41,7 @@ class Run(NamedTuple):
             microbatch size, stay open here, because a different layout may need different values.
         cfg: copy of `saved_cfg` with all open values filled in for this layout and machine.
         world: processes, mesh and process groups.
-        text: data of the run: splits, samples and tokenizer.
+        text: data of the run (splits, samples and tokenizer).
         model: this rank's part of the model.
         optimizer: optimizer of `model`.
         batches: this rank's part of the training batches, from the run's current position on.

@@ -1,4 +1,4 @@
-"""The report's section about the loads of a mixture's experts over the steps.
+"""The report's section about the expert loads of a model over the steps.
 
 columns.py   reads expert_loads.jsonl into at most 100 columns of steps
 plot.py      draws the heat map with plotly

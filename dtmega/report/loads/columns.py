@@ -23,14 +23,13 @@ MAX_EXPERTS = 100_000  # maximum number of experts in all layers together; a lin
 
 
 class LoadColumns(NamedTuple):
-    """The loads of a run's experts in C columns. Each column covers about the same number of steps.
+    """The loads of a run's experts in C columns. All columns cover about the same number of steps.
 
     Attributes:
         edges: boundaries of the columns, int64 [C + 1]. Column c covers the steps edges[c] + 1 to edges[c + 1].
-        loads: number of a layer -> number of tokens that used each of the layer's E experts in each column, float64
-            [E, C].
-        last_used: number of a layer -> for each expert, the last step of the newest line in which a token used the
-            expert, int64 [E]; 0 if there is no such line.
+        loads: layer number -> number of tokens that used each of the layer's E experts in each column, float64 [E, C].
+        last_used: layer number -> last step of the newest line in which each expert has tokens, int64 [E]; 0 for an
+            expert that has no tokens in any line.
         damaged_lines: number of lines that were left out.
     """
 
@@ -64,9 +63,9 @@ class LoadColumns(NamedTuple):
         return np.divide(loads, mean, out=np.full_like(loads, np.nan), where=mean > 0)
 
     def unused(self) -> dict[int, list[int]]:
-        """Number of a layer -> the layer's experts that no token used in the recent columns.
+        """The experts that no token used in the recent columns, keyed by layer number.
 
-        Layers without such experts are left out, and so are layers that have no tokens in the recent columns at all.
+        Layers without such experts, and layers without any tokens in the recent columns, are left out.
         """
         found = {}
         for layer, loads in self.loads.items():
@@ -76,14 +75,14 @@ class LoadColumns(NamedTuple):
         return found
 
     def joined(self, n: int) -> LoadColumns:
-        """A copy with fewer columns: each n consecutive columns, beginning with the first, are joined into one."""
+        """A copy in which each group of n consecutive columns, beginning at the first column, is joined into one."""
         firsts = np.arange(0, self.n_columns, n)
         loads = {layer: np.add.reduceat(loads, firsts, axis=1) for layer, loads in self.loads.items()}
         return self._replace(edges=np.append(self.edges[firsts], self.edges[-1]), loads=loads)
 
 
 class _Line(NamedTuple):
-    """The content of a line. `loads` maps the number of a layer to the loads in the steps `before` + 1 to `last`."""
+    """The content of a line. `loads` maps each layer number to the loads in the steps `before` + 1 to `last`."""
 
     before: int
     last: int
@@ -107,7 +106,7 @@ def read(run_dir: Path) -> LoadColumns | None:
 
 
 def _add(found: LoadColumns, line: _Line) -> bool:
-    """Divide the loads of a line among the columns, in proportion to the number of the line's steps in each column.
+    """Distribute a line's loads over the columns, in proportion to the number of the line's steps in each column.
 
     Returns:
         True if the loads were added; False if the layers or numbers of experts differ from those in the first line.
@@ -126,7 +125,7 @@ def _add(found: LoadColumns, line: _Line) -> bool:
 
 
 def _lines(run_dir: Path) -> Iterator[_Line | None]:
-    """The contents of the file's lines, with None for each damaged line; no lines if the file does not exist."""
+    """Yield the content of each line, or None for a damaged line. A run without the file yields nothing."""
     for raw in raw_lines(run_dir / NAME):
         record = parse_line(raw)
         yield None if record is None else _parsed(record)

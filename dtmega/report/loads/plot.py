@@ -24,7 +24,7 @@ COLOURS = ((LOWEST, INK), (0.001, INK), (0.001, "#2266cc"), (1.0, "#ffffff"), (H
 
 
 def drawn_layers(found: LoadColumns) -> list[int]:
-    """The numbers of the layers to draw: all layers or, if there are more, MAX_PANELS evenly spaced layers."""
+    """The numbers of the layers to draw: all layers, but at most MAX_PANELS evenly spaced layers."""
     layers = [*found.loads]
     if len(layers) <= MAX_PANELS:
         return layers
@@ -53,7 +53,7 @@ def heat_map(found: LoadColumns, max_cells: int = MAX_CELLS) -> str:
         multiples = found.multiples(layer)
         figure.add_heatmap(
             z=multiples.astype(np.float32),
-            # x has one number more than there are columns, so plotly takes the numbers as the edges of the columns.
+            # x has one more element than there are columns, so plotly treats the elements as column edges.
             x=found.edges.astype(np.float64) + 0.5,
             y=np.arange(len(multiples), dtype=np.int32),
             coloraxis="coloraxis",

@@ -22,7 +22,7 @@ HOW_TO_READ = (
 
 
 def place_of(number: int) -> str:
-    """The id of the HTML element for the heat map of a run, given the run's number on the page."""
+    """The id of the HTML element that holds a run's heat map. `number` is the run's number on the page."""
     return f"loads-{number}"
 
 
@@ -45,7 +45,7 @@ def section(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _unused(found: LoadColumns) -> list[str]:
-    """The HTML of a table of experts that no token used recently; a sentence if tokens used every expert."""
+    """The HTML of a table that lists the experts that no token used recently, or of a sentence if all were used."""
     first, last = found.first_recent, found.last_step
     steps = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}"
     rows = []

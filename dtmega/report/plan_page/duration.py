@@ -1,4 +1,4 @@
-"""Show the time of a step: its parts, and the schedule with the duration of each action."""
+"""Show the parts of the step time, and draw the schedule with the duration of each action."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def figure(places: Sequence[Places], limit_bytes: int | None) -> str:
 
     Args:
         places: groups of pipeline places, one for each role.
-        limit_bytes: memory of one device without the reserve; None if it is not known.
+        limit_bytes: memory of one device minus the reserve; None if it is not known.
 
     Returns:
         JSON of the plotly figure. The key "narrow" holds a second layout, for phones.

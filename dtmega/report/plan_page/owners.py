@@ -28,11 +28,11 @@ BEGINNINGS = {
     "activations outside of blocks": "activations outside of blocks",
     "backward: ": "temporaries of backward",
 }
-MAX_PIECES = 3  # maximum number of pieces of a stage that are written in full
+MAX_PIECES = 3  # maximum number of pieces that `_in_words` lists one by one
 
 
 def class_of(owner: str) -> str:
-    """The class of an owner, a key of MEMORY_COLOURS."""
+    """The class that an owner belongs to. Each class is a key of MEMORY_COLOURS."""
     if owner in NAMES:
         return NAMES[owner]
     for beginning, name in BEGINNINGS.items():
@@ -67,7 +67,7 @@ class Places(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The numbers of the places in words, and the rank that was planned."""
+        """A title with the numbers of the places and the planned rank."""
         if not self.in_pipeline:
             return f"rank {self.role.rank}"
         first, last = self.numbers[0], self.numbers[-1]

@@ -125,7 +125,7 @@ def _head(answer: Answer, title: str) -> list[str]:
 
 
 def _verdict(answer: Answer) -> str:
-    """The verdict in one line of HTML: whether the fullest rank's memory fits into its device."""
+    """One line of HTML that states whether the memory of the fullest rank fits into one device."""
     peak = answer.plan.fullest.peak
     at = f"the fullest rank, {answer.plan.fullest.rank}, holds {binary(peak.peak_bytes)} at {peak.action}"
     usable = answer.limits.usable_bytes
@@ -163,7 +163,7 @@ def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
 
 
 def _owners(role: Role) -> str:
-    """The HTML of a table of the owners at a role's peak, largest first. Owners after SHOWN_OWNERS are folded away."""
+    """The HTML of a table of the owners at a role's peak, largest first. All but SHOWN_OWNERS owners are folded."""
     peak = role.peak
     rows = []
     for owner, n_bytes in sorted(peak.at_peak.items(), key=lambda pair: pair[1], reverse=True):

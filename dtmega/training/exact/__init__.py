@@ -78,7 +78,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
 
 
 def proved(way: str) -> tuple[Any, ...]:
-    """The names of the model families that are proved to give identical bits when run in this way (`Family.exact`)."""
+    """The names of the model families that provably give identical bits when run in the given way (`Family.exact`)."""
     return tuple(name for name, family in families.FAMILIES.items() if way in family.exact)
 
 
@@ -113,7 +113,7 @@ def squared_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: di
 
     Args:
         sums: integer sums of the step.
-        counted: name of a parameter -> this rank's part. Each element is on only one rank of the group.
+        counted: parameter name -> this rank's part of the parameter. Each element is on only one rank of the group.
         group: process group of the ranks that together hold the model once.
     """
     if not sums.succeeded:
@@ -200,7 +200,7 @@ def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
     """Inside the `with` block, allow the torch version and the kind of processor to differ from the checkpoint's.
 
     Args:
-        tell: function that is called with a description of each change.
+        tell: callback that receives a description of each change.
     """
     _told.append(tell)
     try:

@@ -48,7 +48,7 @@ def digests_of(sums: ExactSums, weights: Mapping[str, Tensor], world: World, n_m
 
     Args:
         sums: integer sums of the step.
-        weights: name of a weight -> this rank's part. Each element is on only one rank of the `shards` group.
+        weights: weight name -> this rank's part of the weight. Each element is on only one rank of the `shards` group.
         world: processes and mesh of the run.
         n_microbatches: number of this rank's microbatches.
     """

@@ -66,7 +66,7 @@ class Recorded(NamedTuple):
     """The digests of a run.
 
     Attributes:
-        steps: number of a step -> digests of the step.
+        steps: step number -> digests of the step.
         starts: starts of the run, oldest first.
     """
 
@@ -107,7 +107,7 @@ class Recorded(NamedTuple):
 
 
 class Comparison(Record):
-    """A `Record` for a replay, which writes nothing and compares each step with the recorded run.
+    """A `Record` that writes nothing, and compares each step of a replay with the recorded run.
 
     Args:
         recorded: digests of the run; None on ranks that do not compare.
@@ -135,7 +135,7 @@ class Comparison(Record):
         """Do nothing, because a replay opens no file."""
 
     def summary(self) -> str:
-        """A line for the user about the steps that are equal."""
+        """A line for the user that states which steps are equal in every bit."""
         if not self._compared:
             return "no step was compared"
         first, last = self._compared[0], self._compared[-1]

@@ -1,6 +1,6 @@
 """Write files with one JSON object per line, each with a `step`: metrics.jsonl, digests.jsonl, expert_loads.jsonl.
 
-keep_until(path, step)              # a run that resumes first removes damaged lines, and lines of later steps
+keep_until(path, step)              # a resumed run first removes damaged lines, and lines of later steps
 lines = StepLines(path, say=print)
 lines.write({"step": 12, "loss": 2.5})
 lines.sync()                        # before a save: a resumed run keeps the lines of earlier steps

@@ -2,9 +2,9 @@
 
     {"first": 203, "step": 205, "loads": {"1": [731, 802, ...], "2": [699, 815, ...]}}
 
-A line covers the steps `first` to `step`. `loads` maps the number of each layer with experts, counted from 0, to one
-number per expert: how many tokens of the global batches used the expert. Only tokens with a label count, as in the
-balance loss. A skipped step adds nothing.
+A line covers the steps `first` to `step`. `loads` maps the number of each layer with experts, counted from 0, to a list
+with one count per expert. Each count is the number of tokens that used the expert in these steps. As in the balance
+loss, only tokens with a label count. A skipped step adds nothing.
 
 Each of the first 100 steps has its own line. Each later line covers about a hundredth of the steps done so far, so the
 file gets about 100 lines each time the number of steps grows by a factor of 2.7. The lines are thus always as fine as

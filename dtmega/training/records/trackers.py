@@ -34,8 +34,8 @@ from dtmega.files.untrusted_json import read_object
 FILE = "trackers.json"
 WAITING = 10_000  # maximum number of rows in the queue of one tracker; further rows are lost
 PAUSE_S = 1.0  # time between two checks for new rows
-CLOSE_S = 10.0  # time for all trackers together to close, at the end of the run
-ABANDON_S = 5.0  # time for all trackers together to close, if the watch ends the process in the middle of the run
+CLOSE_S = 10.0  # time limit for closing all trackers at the end of the run
+ABANDON_S = 5.0  # time limit for closing all trackers if the watch ends the process during the run
 # Limits of one request to mlflow (mlflow/utils/validation.py).
 MLFLOW_METRICS = 1000
 MLFLOW_PARAMS = 100
@@ -106,7 +106,7 @@ class Wandb:
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
-        self._wandb.teardown()  # ends wandb's own process, which would live as long as this process
+        self._wandb.teardown()  # ends wandb's own process, which would otherwise run until this process exits
 
 
 class Mlflow:
@@ -199,7 +199,7 @@ TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlf
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse trackers with a missing library, before anything starts.
+    """Before anything starts, refuse trackers whose library is missing.
 
     Raises:
         ValueError: a library is missing; the message names the extra to install.
