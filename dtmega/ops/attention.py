@@ -56,7 +56,7 @@ def attention(
     Args:
         q: queries, [B, H, S, K].
         k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
-            k, and so on. Values may be narrower. With a cache, only the new tokens' keys and values, [B, G, S, K].
+            k, and so on. Values may be narrower than keys. With a cache, only the new tokens' k and v, [B, G, S, K].
         rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None for no dropout.
         scale: factor of the scores; None for 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes

@@ -41,7 +41,7 @@ N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, [start, stop), and the range of keys, [first, last), with all keys that these queries see."""
+    """A chunk of queries, [start, stop), and a range of keys, [first, last), with all keys these queries see."""
 
     start: int
     stop: int
@@ -170,7 +170,7 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        # The strip's last row has all negative distances, and its first row has all remaining distances.
+        # Take the biases for negative distances from the strip's last row, and all other biases from its first row.
         negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
         zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
         return torch.cat([negative, zero_and_positive], dim=1)
@@ -338,7 +338,7 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
 
     Args:
         n_buckets: number of buckets.
-        max_distance: distance from which all distances share the last bucket.
+        max_distance: distance beyond which all distances share the last bucket.
         bidirectional: whether half of the buckets are reserved for keys after the query; if not, all keys after
             the query share the bucket of distance 0.
     """

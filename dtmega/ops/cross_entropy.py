@@ -382,7 +382,7 @@ class _KnownGradient(torch.autograd.Function):
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
         # Multiply in place, because dW [V, D] is the largest buffer of the step. Multiplying also marks the buffer as
         # changed, so that a second backward raises an error. If the factor is 1, multiplying zero rows is enough to
-        # mark the buffer. Only a factor on the CPU is compared with 1: reading a GPU's factor would make the host wait.
+        # mark the buffer. Only a factor on the CPU is compared with 1: reading a factor from a GPU makes the host wait.
         is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(host.read(upstream == 1))
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None

@@ -23,7 +23,7 @@ from torch import Tensor
 from dtmega.ops import host
 
 BITS = 62  # bits for the magnitude of a whole sum: int64 has 63, and one bit is reserved for the rounding of the terms
-HEADROOM = 10  # a term may exceed the expected largest term by the factor 2^10
+HEADROOM = 10  # a term may exceed the expected largest term by a factor of 2^10
 SCALAR = 2.0**20  # sums of losses are multiples of 1 / SCALAR, which are exact in fp64 up to 2^33
 LARGEST_SCALAR = 2.0**33
 PIECE = 2**18  # number of elements to convert to fp64 at a time
@@ -101,7 +101,7 @@ def scalar(term: Tensor) -> Tensor:
 
 
 def exact_or_infinite(totals: Tensor) -> Tensor:
-    """Replace each total of at least `LARGEST_SCALAR` by infinity, because its bits may depend on the terms' order.
+    """Replace each total of at least `LARGEST_SCALAR` with infinity, because its bits may depend on the terms' order.
 
     Losses are not negative, so every order of the terms leads to the same decision.
     """
@@ -156,7 +156,7 @@ def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: d
 
 
 def _sums_of_squares(tensor: Tensor, exponent: int, room: int) -> Tensor:
-    """The two sums over a tensor's squares, int64 [2].
+    """Two sums that together represent the sum of a tensor's squares, int64 [2].
 
     The first number is the sum of the coarse parts, in units of 2^exponent. The second number is the sum of the
     remainders, in units of 2^(exponent - room).
@@ -177,7 +177,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _exponent(value: float) -> int:
-    """The smallest e with value <= 2^e; 0 for 0."""
+    """The smallest e with value <= 2^e; 0 if the value is 0."""
     mantissa, exponent = math.frexp(value)
     return exponent - 1 if mantissa == 0.5 else exponent
 

@@ -40,7 +40,7 @@ class KeyValueCache:
         return 0 if self.places is None else self.places.shape[1]
 
     def begin_forward(self, places: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add the tokens of a new forward pass. `append` then adds the tokens' keys and values, layer by layer.
+        """Add a forward pass's tokens to the cache. `append` then adds the tokens' keys and values, layer by layer.
 
         Args:
             places, documents: places and documents of the new tokens, [B, S] int.

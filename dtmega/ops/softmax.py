@@ -111,7 +111,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 @functools.cache
 def compiled_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    # On a GPU, if x has few but long rows, Inductor reads each row twice, and would print a warning.
+    # On a GPU, if x has few but long rows, Inductor reads each row twice and would print a warning.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
     return torch.compile(function, dynamic=True)
 

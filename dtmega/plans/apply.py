@@ -49,7 +49,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
 
     Raises:
         ValueError: a pattern matches nothing; a matrix matches no pattern; tp does not divide a size; or the input of a
-            cut module passes through no Enter, or through several.
+            cut module passes through no Enter, or through several Enters.
     """
     # Styles replace parameters one by one, which unties tied parameters. Therefore, record first which modules share a
     # parameter, and tie the parameters again at the end.
@@ -107,7 +107,7 @@ def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
 
 
 def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> list[str]:
-    """The full names of parameters, given as pairs (module, name in the module).
+    """The full names of parameters that are given as pairs (module, name in the module).
 
     The names are in the order of the model, so that all ranks sum the gradients in the same order. A tied parameter
     appears once.

@@ -65,7 +65,7 @@ class Stack:
         return products.enter(x, group, self.cut, module.has_one_product)
 
     def leave(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        """Sum the ranks' outputs [B, S, D] of a region into the hidden state between modules."""
+        """Sum the ranks' outputs of a region, [B, S, D], into the hidden state between modules."""
         return mappings.scatter(x, group) if self.cut else mappings.add_up(x, group)
 
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:

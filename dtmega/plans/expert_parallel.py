@@ -58,9 +58,9 @@ class Arrived(NamedTuple):
     Attributes:
         rows: rows from all ranks, ordered by sending rank and then by expert, [n, D].
         experts: index of each row's expert among this rank's experts, [n] int64.
-        give_back: function that sends one result for each row, [n, D], back to the row's rank. The function returns
-            the results for the rows that this rank has sent, in the order of these rows, and zeros for rows without an
-            expert.
+        give_back: function that sends one result for each row, [n, D], back to the rank that sent the row. The
+            function returns the results for the rows that this rank has sent, in the order of these rows, and zeros
+            for rows without an expert.
     """
 
     rows: Tensor
@@ -78,7 +78,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    # The sizes depend on values, so a compiled block is interrupted here.
+    # The sizes depend on values, so a compiled block has a graph break here.
     @torch.compiler.disable
     def __call__(self, rows: Tensor, n_rows: Tensor) -> Arrived:
         """Send each row to the rank that holds the row's expert.

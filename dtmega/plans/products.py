@@ -1,10 +1,10 @@
-"""The matrix product of all styles, which keeps no gathered input and overlaps computation with communication.
+"""The matrix product for all styles: it keeps no gathered input, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
 Therefore, no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
-1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
+1. In forward, each product returns its output and a *ticket*, which is a tensor of zeros that takes no memory.
 2. `again`, which is called at the end of the region, consumes the tickets. Autograd therefore runs the backward of
    `again` before the backward of any product, and the backward of `again` starts the gather.
 3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can

@@ -48,7 +48,7 @@ class Enter(ParallelStyle):
 
     Args:
         stack: stack that contains the module, as in `Style`.
-        also: names of additional keyword arguments with hidden states that are whole on every rank, such as an
+        also: names of additional keyword arguments that hold hidden states, whole on every rank, such as an
             encoder's output.
     """
 
@@ -84,7 +84,7 @@ class Enter(ParallelStyle):
         return products.again(type(module).forward(module, *args, **kwargs), entered)
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Change keyword arguments of the module, except its input, in place. Subclasses override this method."""
+        """Change the module's keyword arguments, except the input, in place. Subclasses override this method."""
 
 
 class EnterOnce(ParallelStyle):
@@ -282,7 +282,7 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site whose input is this rank's part of the sequence. The style passes on only the places of that part.
+    """A dropout site whose input is this rank's part of the sequence. The site gets only the places of that part.
 
     Dropout masks are keyed by place, so each rank draws its part of the mask that a single device would draw. The style
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).

@@ -26,8 +26,8 @@ def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
     """The L2 norm over tensors on a CPU, as an fp64 scalar.
 
     On a CPU, torch sums a tensor's squares in fp32. With half a million squares, the sum has an error of 5e-5, which
-    differs between layouts. This function therefore computes the norms of short rows first, and then the norm of the
-    rows' norms in fp64.
+    differs between layouts. This function therefore computes the norms of short rows first, and then combines
+    these norms in fp64.
     """
     norms = [torch.zeros(1)]
     for tensor in tensors:
@@ -71,6 +71,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place. A GPU runs a few kernels for all tensors instead of one kernel per tensor."""
+    """Multiply tensors by `factor` in place. A GPU runs a few kernels for all tensors, not one kernel per tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

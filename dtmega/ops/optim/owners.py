@@ -1,4 +1,4 @@
-"""Owners of matrices. A matrix's owner is the rank that gathers the whole matrix, computes, and returns the result.
+"""Owners of matrices: a matrix's owner gathers the whole matrix, changes the matrix, and sends each rank its part.
 
 Matrices are divided among the ranks according to the work that each matrix needs. One all-to-all sends all parts to
 the owners, and a second all-to-all returns the results. If several ranks hold the same part, the rank that is nearest
@@ -128,7 +128,7 @@ class Owners:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], n_received: Sequence[int], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send the tensors of sent[r] to each rank r. Return one flat tensor with the data from each rank."""
+        """Send the tensors in sent[r] to each rank r. Return one flat tensor per rank, with the rank's data."""
         n_sent = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         flat = torch.cat([like[0].new_empty(0), *(tensor.flatten() for tensor in itertools.chain(*sent))])
         received = like[0].new_empty(sum(n_received))
@@ -158,7 +158,7 @@ def _placements(matrix: Tensor) -> dict[str, Placement]:
 
 
 def _copied_over(matrix: Tensor) -> list[str]:
-    """The dims of DIMS along which all ranks hold the same elements."""
+    """The dims in DIMS along which all ranks hold the same elements of a matrix."""
     placements = _placements(matrix)
     return [dim for dim in DIMS if dim not in placements or placements[dim].is_replicate()]
 
