@@ -214,7 +214,7 @@ class AttentionRule(NamedTuple):
         return torch.where(queries == keys, bias, -math.inf)
 
     def select_rows(self, rows: slice) -> AttentionRule:
-        """Copy the rule for some rows of the batch."""
+        """Copy this rule for the given rows of the batch."""
         return self._replace(
             query_places=self.query_places[rows],
             key_places=self.key_places[rows],

@@ -55,7 +55,7 @@ class Grid(NamedTuple):
     def add(
         self, total: Tensor, term: Tensor, scale: float = 1.0, seen: Callable[[int, Tensor], object] | None = None
     ) -> None:
-        """Round term / scale to the grid, and add it to `total`, a contiguous int64 tensor of the same shape.
+        """Round term / scale to the grid, and add the result to `total`, a contiguous int64 tensor of the same shape.
 
         The caller must compare the term with `limit`, before or after the addition, because int64 wraps silently.
 
@@ -74,7 +74,7 @@ class Grid(NamedTuple):
                 seen(number, integers)
 
     def write(self, total: Tensor, out: Tensor) -> None:
-        """Convert sums, a contiguous int64 tensor, to fp32 in `out`, a contiguous tensor of the same shape."""
+        """Convert the sums in `total`, contiguous int64, to fp32 in `out`, a contiguous tensor of the same shape."""
         unit = math.ldexp(1.0, self.exponent)
         for floats, piece in zip(_pieces(out), _pieces(total), strict=True):
             floats.copy_(piece.double().mul_(unit))
@@ -84,8 +84,8 @@ class ExactState(NamedTuple):
     """The part of a checkpoint that a run with [run] exact needs.
 
     Attributes:
-        maxima: name of a tensor -> largest magnitude in a microbatch's gradient, in the last step that was not skipped.
-        fixed: name of a setting -> value that the run began with, which no later start may change (`training/exact`).
+        maxima: tensor name -> largest magnitude in any microbatch's gradient, in the last step that was not skipped.
+        fixed: setting name -> value at the run's start, which must not change when the run resumes (`training/exact`).
     """
 
     maxima: dict[str, Annotated[float, Field(gt=0)]]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """The keys and values of one model, or of one pipeline stage, for a growing batch. For inference only.
+    """The keys and values of one model, or of one pipeline stage, for growing sequences. For inference only.
 
     Attributes:
         places: places of the cached tokens, [B, P] int; None if no token is cached.

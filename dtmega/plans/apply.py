@@ -180,9 +180,9 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """The modules or buffers that match a pattern, as (name, match); `match` is None for a module of a different stage.
+    """The modules or buffers that match a pattern, as (name, match); `match` is None for a module on a different stage.
 
-    The search follows the pattern component by component, from the model down. At `*`, it branches to all children.
+    The search follows the pattern component by component, from the model down, and branches to all children at `*`.
     """
     matches: list[tuple[str, Any]] = [("", model)]
     for component in pattern.split(".") if pattern else []:

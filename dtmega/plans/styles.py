@@ -2,9 +2,9 @@
 
     style              for                        what it does
     Enter              attention, feed-forward    gathers the input once for all Columns inside the module
-    EnterOnce          nn.Identity                gathers an input once for several modules, e.g. an encoder's output
+    EnterOnce          nn.Identity                gathers an input (e.g. an encoder's output) once for several modules
     Column             nn.Linear                  cut by output features; the input is whole
-    KVColumn           nn.Linear                  a Column for keys or values, which may have fewer heads than ranks
+    KVColumn           nn.Linear                  a Column for keys or values, even with fewer heads than ranks
     Row                nn.Linear                  cut by input features; the ranks' products are summed
     Norm               LayerNorm, RMSNorm         whole on every rank, applied to this rank's tokens (or heads)
     Whole              any module                 whole on every rank; the module keeps its own forward
@@ -43,8 +43,8 @@ class Enter(ParallelStyle):
     """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linear layers inside the module.
 
     The gathered input is not kept, but gathered again in backward (products.py). Without sequence parallelism, the
-    input is already whole, and only its gradient is summed. The input is the first positional argument or, if there is
-    none, the keyword argument `hidden_states`. The module keeps its own forward.
+    input is already whole, and only its gradient is summed. The input is the first positional argument or, without
+    positional arguments, the keyword argument `hidden_states`. The module keeps its own forward.
 
     Args:
         stack: stack that contains the module, as in `Style`.

@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
         return torch.mul(buffer, momentum).add_(gradient)
 
     def _orthogonalize(self, i: int, whole: Tensor) -> None:
-        """Turn the whole momentum of weight number `i` into the weight's update, in place."""
+        """Turn the whole momentum of weight `i` into the weight's update, in place."""
         cut = self._cuts[i]
         for view in cut.views(whole):
             matrix = view.flatten(cut.dim, cut.dim + 1)

@@ -1,8 +1,8 @@
 """Owners of matrices: a matrix's owner gathers the whole matrix, changes the matrix, and sends each rank its part.
 
 Matrices are divided among the ranks according to the work that each matrix needs. One all-to-all sends all parts to
-the owners, and a second all-to-all returns the results. If several ranks hold the same part, the rank that is nearest
-to the owner sends the part, and all of these ranks receive the result.
+the owners, and a second all-to-all returns the results. If several ranks hold copies of a part, the rank with the
+owner's coordinates along the replicated dims sends the part, and all ranks with a copy receive the result.
 """
 
 from __future__ import annotations
