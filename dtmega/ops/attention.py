@@ -11,8 +11,8 @@
   backward pass computes the bias again.
 - CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16 tensors: batched matrix products over chunks of
   queries (`cpu/attention.py`).
-- Attention dropout without these batched products, and a learned bias or a soft cap without FlexAttention: the plain
-  formula over chunks of queries. No fused kernel supports a dropout mask that is keyed by global indices.
+- Plain formula over chunks of queries: for attention dropout unless the batched products run, and for a learned bias or
+  a soft cap unless FlexAttention runs. No fused kernel supports a dropout mask that is keyed by global indices.
 
 The bias is in fp32 for every compute dtype. If `slope * place` were rounded to bf16, as in the original BLOOM, the bias
 would become a staircase. Distances are measured between places in the sequence, even if position ids restart in each

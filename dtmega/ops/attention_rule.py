@@ -273,7 +273,7 @@ def attention_rule(
         key_places, key_document_ids: places and documents of the keys, [B, T]; only for keys that belong to different
             tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
-            so a rule with a cache serves only one forward pass, and so do the copies that `with_window` makes.
+            so a rule with a cache serves only one forward pass, as do the copies that `with_window` makes.
         fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
             once. If False, the host waits for the device once, to check whether places are consecutive.
         context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None if this

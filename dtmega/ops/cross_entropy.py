@@ -70,8 +70,8 @@ def linear_cross_entropy(
     """The sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
     Args:
-        h: hidden states, [N, D] in any floating dtype, equal on all ranks. Products are computed in this dtype,
-            softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
+        h: hidden states, [N, D] in any floating dtype, equal on all ranks. Products use this dtype; softmax
+            and sums use fp32. With N = 0 the loss and all gradients are 0.
         weight: weight of the head, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
         labels: token ids in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
             outside [0, n_valid) raises an index error.
@@ -176,7 +176,7 @@ class _Gradients:
         # must reduce the same gradients.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
-        # The sum is in fp32, because a sum over thousands of tokens in bf16 would lose the small terms.
+        # The sum is in fp32, because a bf16 sum over thousands of tokens would lose small terms.
         self._dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
 
     def add(self, rows: slice, dlogits: Tensor, h: Tensor, weight: Tensor) -> None:

@@ -71,7 +71,7 @@ class WeightGradient:
         if self._total.dtype == first.dtype:
             torch.addmm(self._total, first, second, beta=0 if is_first else 1, out=self._total)
             return
-        # On a CPU the product of bf16 factors is bf16, and has to be added to the fp32 sum. Process the vocabulary
+        # On a CPU the product of bf16 factors is bf16 and must be added to the fp32 sum. Process the vocabulary
         # in parts, so that each part of the product is still in the cache when it is added.
         vocabulary_dim = 1 if self._is_transposed else 0
         for columns in slices(self._total.shape[vocabulary_dim], PRODUCT_COLUMNS):

@@ -123,7 +123,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send sent[r] consecutive rows to each rank r, in rank order, and receive received[r] rows from each rank r."""
+    """Send the next sent[r] rows to each rank r = 0, 1, ..., and receive received[r] rows from each rank r."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out

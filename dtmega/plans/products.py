@@ -10,11 +10,11 @@ Therefore, no product keeps the gathered input, and backward gathers the input a
 3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can
    carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
-Time. The gradient of the input must be summed over the ranks. While this sum is communicated, the gradient of a weight
-is computed. For this overlap, the products of a region form a chain. Along the chain, each product adds its part of the
-input's gradient. Backward reaches the region's first product last. The first product starts the sum over the ranks,
-computes the gradient of its own weight, and then waits for the sum. Inductor cannot follow the chain, so in a compiled
-block only regions with a single product overlap communication and computation.
+Time. The gradient of the input must be summed over the ranks. While the ranks communicate this sum, each rank computes
+the gradient of a weight. For this overlap, the products of a region form a chain. Along the chain, each product adds
+its part of the input's gradient. Backward reaches the region's first product last. The first product starts the sum
+over the ranks, computes the gradient of its own weight, and then waits for the sum. Inductor cannot follow the chain,
+so in a compiled block only regions with a single product overlap communication and computation.
 
 Megatron's `LinearWithGradAccumulationAndAsyncCommunication` saves memory and time in the same way
 (core/tensor_parallel/layers.py).

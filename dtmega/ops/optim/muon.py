@@ -50,11 +50,11 @@ class Cut(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The weights that Muon trains in the whole model, and the ranks that hold this rank's stages.
+    """The weights that Muon trains in the whole model, and the ranks with the same pipeline stages as this rank.
 
     Attributes:
         cuts: name of each weight -> division of the weight into matrices.
-        group: process group of the ranks that hold the same pipeline stages, in the order [dp_replicate, fsdp, tp].
+        group: process group of the ranks with this rank's pipeline stages, in the order [dp_replicate, fsdp, tp].
         sizes: number of ranks along dp_replicate, fsdp and tp.
     """
 

@@ -27,7 +27,7 @@ class _Owned(NamedTuple):
 
     Attributes:
         number: index of the matrix.
-        runs: elements that each rank of the group holds.
+        runs: elements of the matrix that each rank of the group holds.
         senders: ranks that together hold every element exactly once.
     """
 
