@@ -148,7 +148,7 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 
 
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Convert the bias to fp64 if q is fp64, because torch's CPU kernel would otherwise be wrong (torch 2.13)."""
+    """Convert the bias to fp64 if q is fp64: torch's CPU kernel would otherwise give wrong results (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 

@@ -389,7 +389,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The tensors x of all ranks of the group, [ranks, *x.shape]."""
+    """The tensors x of all ranks in the group, [ranks, *x.shape]."""
     if group is None:
         return x.unsqueeze(0)
     ranks = [torch.empty_like(x) for _ in range(group.size())]

@@ -1,6 +1,6 @@
 """Expert parallelism (GShard, arXiv:2006.16668): each rank holds some experts, and tokens travel to their experts.
 
-Unlike tp ranks, the ranks of an ep group have different tokens. Each rank routes its own tokens, and makes one row for
+Unlike tp ranks, the ranks of an ep group have different tokens. Each rank routes its own tokens and makes one row for
 each pair (token, expert). The rows are sent to the ranks that hold the experts, and the results are sent back:
 
     forward    all-to-all of the rows, the products, all-to-all of the results

@@ -162,7 +162,7 @@ class _Product(torch.autograd.Function):
         link: input of the region, or the link from the previous product. Backward returns the gradient of x as the
             link's gradient.
         x: input of the region, detached.
-        cut: whether x was gathered, and is therefore not kept.
+        cut: whether x was gathered and is therefore not kept.
         sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.
         region: region of the product; None in a compiled block.
     """

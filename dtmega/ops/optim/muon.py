@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         return list(weight.unflatten(self.dim, (-1, sum(sizes))).split(sizes, self.dim + 1))
 
     def shapes(self, shape: torch.Size) -> list[tuple[int, int]]:
-        """The shapes of the matrices in a weight of this shape."""
+        """The shapes of the matrices in a weight of the given shape."""
         length, other = shape[self.dim], shape[1 - self.dim]
         sizes = self.sizes or (length,)
         lengths = [length // sum(sizes) * size for size in sizes]
