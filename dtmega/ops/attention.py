@@ -108,7 +108,7 @@ def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
 
 
 def _slice(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Slice a chunk's queries from q, and the keys and values that these queries may see from k and v."""
+    """Slice q to a chunk's queries, and k and v to the keys and values that these queries may see."""
     keys = slice(chunk.first, chunk.last)
     return q[:, :, chunk.start : chunk.stop], k[:, :, keys], v[:, :, keys]
 

@@ -95,7 +95,7 @@ class ExactState(NamedTuple):
 def scalar(term: Tensor) -> Tensor:
     """Round a scalar to a multiple of 2^-20, in fp64. Infinities and NaN do not change.
 
-    A sum of such multiples is exact in fp64, and therefore independent of the order, if it is below `LARGEST_SCALAR`.
+    If a sum of such multiples is below `LARGEST_SCALAR`, the sum is exact in fp64 and independent of the order.
     """
     return (term.double() * SCALAR).round() / SCALAR
 

@@ -100,7 +100,7 @@ def slices(n_tokens: int, n_rows: int) -> list[slice]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums of numbers in `dtype`: fp32, or fp64 for fp64."""
+    """The dtype for sums of numbers in `dtype`: fp64 if `dtype` is fp64, otherwise fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 

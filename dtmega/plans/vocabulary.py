@@ -182,8 +182,8 @@ class VocabHead(VocabStyle):
     def _gather_logits(self, module: Any, local_logits: Tensor) -> Tensor:
         """Gather the columns [B, S, V_local] of all ranks into the logits [B, S, V], without padding columns.
 
-        The DTensor is given the shape and stride of the whole tensor, because the last rank may have fewer columns than
-        the other ranks.
+        The function passes the shape and stride of the whole tensor to `from_local`, because the last rank may have
+        fewer columns than the other ranks.
         """
         n_columns = module.weight.shape[0]
         shape = torch.Size((*local_logits.shape[:2], n_columns))

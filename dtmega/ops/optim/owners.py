@@ -81,7 +81,7 @@ class Owners:
         """Make each matrix's owner change the matrix in place. All ranks of the group call this method together.
 
         Args:
-            parts: this rank's part of each matrix. The method replaces each part by this rank's part of the result.
+            parts: this rank's part of each matrix. The method replaces each part with this rank's part of the result.
             function: function that changes a whole matrix in place; called with the matrix's index and the matrix.
         """
         if self._group.size() == 1:
