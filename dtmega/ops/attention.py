@@ -11,8 +11,8 @@
   backward pass computes the bias again.
 - CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16 tensors: batched matrix products over chunks of
   queries (`cpu/attention.py`).
-- Attention dropout without these batched products, and a learned bias or a soft cap without FlexAttention: the plain
-  formula over chunks of queries. No fused kernel supports a dropout mask that is keyed by global indices.
+- Plain formula over chunks of queries: for attention dropout unless the batched products run, and for a learned bias or
+  a soft cap unless FlexAttention runs. No fused kernel supports a dropout mask that is keyed by global indices.
 
 The bias is in fp32 for every compute dtype. If `slope * place` were rounded to bf16, as in the original BLOOM, the bias
 would become a staircase. Distances are measured between places in the sequence, even if position ids restart in each
@@ -56,7 +56,7 @@ def attention(
     Args:
         q: queries, [B, H, S, K].
         k, v: keys and values, [B, G, T, K], where G divides H: the first H / G heads of q share the first head of
-            k, and so on. Values may be narrower. With a cache, only the new tokens' keys and values, [B, G, S, K].
+            k, and so on. Values may be narrower than keys. With a cache, only the new tokens' k and v, [B, G, S, K].
         rule: attention rule, built by `attention_rule`; with `fused=False` if `dropout` is given.
         dropout: dropout of the probabilities; None for no dropout.
         scale: factor of the scores; None for 1 / sqrt(K). The factor is applied in fp32, but the plain formula computes
@@ -108,7 +108,7 @@ def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
 
 
 def _slice(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Slice a chunk's queries from q, and the keys and values that these queries may see from k and v."""
+    """Slice q to a chunk's queries, and k and v to the keys and values that these queries may see."""
     keys = slice(chunk.first, chunk.last)
     return q[:, :, chunk.start : chunk.stop], k[:, :, keys], v[:, :, keys]
 
@@ -148,7 +148,7 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 
 
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Convert the bias to fp64 if q is fp64, because torch's CPU kernel would otherwise be wrong (torch 2.13)."""
+    """Convert the bias to fp64 if q is fp64: torch's CPU kernel would otherwise give wrong results (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 

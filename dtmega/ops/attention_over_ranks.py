@@ -1,7 +1,7 @@
 """Attention in sequences whose tokens are divided among several ranks (context parallelism).
 
-The ranks either gather the keys and values of all tokens, or exchange tokens for heads, so that each rank attends with
-all tokens of some heads. `ContextParallel.by_heads` selects the form.
+The ranks either gather the keys and values of all tokens, or exchange tokens for heads, so that each rank computes
+attention over all tokens for some heads. `ContextParallel.by_heads` selects the form.
 """
 
 from __future__ import annotations
@@ -107,6 +107,6 @@ _keeping_results_of_kernels = functools.partial(create_selective_checkpoint_cont
 
 
 def needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
-    """True for a trained bias table or a soft cap without FlexAttention, the only kernel that supports the two."""
+    """True if there is a trained bias table or a soft cap, but no FlexAttention, the only kernel that supports both."""
     is_learned = rule.table is not None and rule.table.requires_grad
     return rule.block_mask is None and (is_learned or softcap is not None)

@@ -41,7 +41,7 @@ N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, [start, stop), and the range of keys, [first, last), with all keys that these queries see."""
+    """A chunk of queries, [start, stop), and a range of keys, [first, last), with all keys these queries see."""
 
     start: int
     stop: int
@@ -170,7 +170,7 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        # The strip's last row has all negative distances, and its first row has all remaining distances.
+        # Take the biases for negative distances from the strip's last row, and all other biases from its first row.
         negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
         zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
         return torch.cat([negative, zero_and_positive], dim=1)
@@ -214,7 +214,7 @@ class AttentionRule(NamedTuple):
         return torch.where(queries == keys, bias, -math.inf)
 
     def select_rows(self, rows: slice) -> AttentionRule:
-        """Copy the rule for some rows of the batch."""
+        """Copy this rule for the given rows of the batch."""
         return self._replace(
             query_places=self.query_places[rows],
             key_places=self.key_places[rows],
@@ -273,7 +273,7 @@ def attention_rule(
         key_places, key_document_ids: places and documents of the keys, [B, T]; only for keys that belong to different
             tokens than the queries (for example, to an encoder's tokens).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
-            so a rule with a cache serves only one forward pass, and so do the copies that `with_window` makes.
+            so a rule with a cache serves only one forward pass, as do the copies that `with_window` makes.
         fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
             once. If False, the host waits for the device once, to check whether places are consecutive.
         context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None if this
@@ -338,7 +338,7 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
 
     Args:
         n_buckets: number of buckets.
-        max_distance: distance from which all distances share the last bucket.
+        max_distance: distance beyond which all distances share the last bucket.
         bidirectional: whether half of the buckets are reserved for keys after the query; if not, all keys after
             the query share the bucket of distance 0.
     """

@@ -57,7 +57,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """A mask [blocks] that is False only for a last block shorter than BLOCK, whose end the kernel has to check."""
+    """A mask [blocks] of the blocks with BLOCK tokens. The kernel has to check the end of a shorter last block."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 

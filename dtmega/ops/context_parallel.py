@@ -1,7 +1,7 @@
 """Context parallelism: the cp ranks divide each sequence among themselves, and attention in each layer joins the parts.
 
 Each rank holds S / cp tokens of each sequence. Under a causal mask, rank r holds slices r and 2 cp - 1 - r of 2 cp
-slices, so that all ranks compute equally many pairs of tokens (Llama 3, arXiv:2407.21783, section 3.3.2). With
+slices, so that all ranks compute the same number of token pairs (Llama 3, arXiv:2407.21783, section 3.3.2). With
 attention in both directions, rank r holds slice r of cp slices. Everything outside attention works on single tokens
 and needs no communication, because the batch contains the tokens' global places.
 
@@ -102,7 +102,7 @@ class ContextParallel(NamedTuple):
         return cast(Tensor, _Redistribute.apply(x, self.group, balanced, False))
 
     def own_heads(self, per_head: Tensor) -> Tensor:
-        """This rank's rows of a tensor [H, ...] with one row per head, if attention is split by heads."""
+        """This rank's rows of a tensor [H, ...] with one row per head, for attention in the form `heads`."""
         return per_head.chunk(self.group.size())[self.group.rank()]
 
 

@@ -70,8 +70,8 @@ def linear_cross_entropy(
     """The sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
     Args:
-        h: hidden states, [N, D] in any floating dtype, equal on all ranks. Products are computed in this dtype,
-            softmax and sums in fp32. With N = 0 the loss and all gradients are 0.
+        h: hidden states, [N, D] in any floating dtype, equal on all ranks. Products use this dtype; softmax
+            and sums use fp32. With N = 0 the loss and all gradients are 0.
         weight: weight of the head, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
         labels: token ids in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
             outside [0, n_valid) raises an index error.
@@ -176,7 +176,7 @@ class _Gradients:
         # must reduce the same gradients.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
-        # The sum is in fp32, because a sum over thousands of tokens in bf16 would lose the small terms.
+        # The sum is in fp32, because a bf16 sum over thousands of tokens would lose small terms.
         self._dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
 
     def add(self, rows: slice, dlogits: Tensor, h: Tensor, weight: Tensor) -> None:
@@ -382,14 +382,14 @@ class _KnownGradient(torch.autograd.Function):
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
         # Multiply in place, because dW [V, D] is the largest buffer of the step. Multiplying also marks the buffer as
         # changed, so that a second backward raises an error. If the factor is 1, multiplying zero rows is enough to
-        # mark the buffer. Only a factor on the CPU is compared with 1: reading a GPU's factor would make the host wait.
+        # mark the buffer. Only a factor on the CPU is compared with 1: reading a factor from a GPU makes the host wait.
         is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(host.read(upstream == 1))
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The tensors x of all ranks of the group, [ranks, *x.shape]."""
+    """The tensors x of all ranks in the group, [ranks, *x.shape]."""
     if group is None:
         return x.unsqueeze(0)
     ranks = [torch.empty_like(x) for _ in range(group.size())]

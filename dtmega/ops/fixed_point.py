@@ -23,7 +23,7 @@ from torch import Tensor
 from dtmega.ops import host
 
 BITS = 62  # bits for the magnitude of a whole sum: int64 has 63, and one bit is reserved for the rounding of the terms
-HEADROOM = 10  # a term may exceed the expected largest term by the factor 2^10
+HEADROOM = 10  # a term may exceed the expected largest term by a factor of 2^10
 SCALAR = 2.0**20  # sums of losses are multiples of 1 / SCALAR, which are exact in fp64 up to 2^33
 LARGEST_SCALAR = 2.0**33
 PIECE = 2**18  # number of elements to convert to fp64 at a time
@@ -55,13 +55,13 @@ class Grid(NamedTuple):
     def add(
         self, total: Tensor, term: Tensor, scale: float = 1.0, seen: Callable[[int, Tensor], object] | None = None
     ) -> None:
-        """Round term / scale to the grid, and add it to `total`, a contiguous int64 tensor of the same shape.
+        """Round term / scale to the grid, and add the result to `total`, a contiguous int64 tensor of the same shape.
 
         The caller must compare the term with `limit`, before or after the addition, because int64 wraps silently.
 
         Args:
             total: sum so far.
-            term: term to add, multiplied by the scale.
+            term: product of the term to add and `scale`.
             scale: number by which the term is divided.
             seen: function to call with the index and the integers of each piece; None for no function.
         """
@@ -74,7 +74,7 @@ class Grid(NamedTuple):
                 seen(number, integers)
 
     def write(self, total: Tensor, out: Tensor) -> None:
-        """Convert sums, a contiguous int64 tensor, to fp32 in `out`, a contiguous tensor of the same shape."""
+        """Convert the sums in `total`, contiguous int64, to fp32 in `out`, a contiguous tensor of the same shape."""
         unit = math.ldexp(1.0, self.exponent)
         for floats, piece in zip(_pieces(out), _pieces(total), strict=True):
             floats.copy_(piece.double().mul_(unit))
@@ -84,8 +84,8 @@ class ExactState(NamedTuple):
     """The part of a checkpoint that a run with [run] exact needs.
 
     Attributes:
-        maxima: name of a tensor -> largest magnitude in a microbatch's gradient, in the last step that was not skipped.
-        fixed: name of a setting -> value that the run began with, which no later start may change (`training/exact`).
+        maxima: tensor name -> largest magnitude in any microbatch's gradient, in the last step that was not skipped.
+        fixed: setting name -> value at the run's start, which must not change when the run resumes (`training/exact`).
     """
 
     maxima: dict[str, Annotated[float, Field(gt=0)]]
@@ -95,13 +95,13 @@ class ExactState(NamedTuple):
 def scalar(term: Tensor) -> Tensor:
     """Round a scalar to a multiple of 2^-20, in fp64. Infinities and NaN do not change.
 
-    A sum of such multiples is exact in fp64, and therefore independent of the order, if it is below `LARGEST_SCALAR`.
+    If a sum of such multiples is below `LARGEST_SCALAR`, the sum is exact in fp64 and independent of the order.
     """
     return (term.double() * SCALAR).round() / SCALAR
 
 
 def exact_or_infinite(totals: Tensor) -> Tensor:
-    """Replace each total of at least `LARGEST_SCALAR` by infinity, because its bits may depend on the terms' order.
+    """Replace each total of at least `LARGEST_SCALAR` with infinity, because its bits may depend on the terms' order.
 
     Losses are not negative, so every order of the terms leads to the same decision.
     """
@@ -156,7 +156,7 @@ def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: d
 
 
 def _sums_of_squares(tensor: Tensor, exponent: int, room: int) -> Tensor:
-    """The two sums over a tensor's squares, int64 [2].
+    """Two sums that together represent the sum of a tensor's squares, int64 [2].
 
     The first number is the sum of the coarse parts, in units of 2^exponent. The second number is the sum of the
     remainders, in units of 2^(exponent - room).
@@ -177,7 +177,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _exponent(value: float) -> int:
-    """The smallest e with value <= 2^e; 0 for 0."""
+    """The smallest e with value <= 2^e; 0 if the value is 0."""
     mantissa, exponent = math.frexp(value)
     return exponent - 1 if mantissa == 0.5 else exponent
 

@@ -15,7 +15,7 @@ from dtmega.ops.cpu.huge_pages import on_huge_pages
 from dtmega.ops.softmax import slices, wide
 
 PRODUCT_COLUMNS = 4096  # number of vocabulary columns in one bf16 product, which is then added to the fp32 sum
-TRANSPOSE_FROM_TOKENS = 768  # with fewer tokens, transposing the sum costs more than the slower products
+TRANSPOSE_FROM_TOKENS = 768  # with fewer tokens, transposing the sum takes longer than the faster products save
 TRANSPOSED_COLUMNS = 256  # number of columns to transpose at a time, so that they stay in the level-2 cache
 
 
@@ -71,7 +71,7 @@ class WeightGradient:
         if self._total.dtype == first.dtype:
             torch.addmm(self._total, first, second, beta=0 if is_first else 1, out=self._total)
             return
-        # On a CPU the product of bf16 factors is bf16, and has to be added to the fp32 sum. Process the vocabulary
+        # On a CPU the product of bf16 factors is bf16 and must be added to the fp32 sum. Process the vocabulary
         # in parts, so that each part of the product is still in the cache when it is added.
         vocabulary_dim = 1 if self._is_transposed else 0
         for columns in slices(self._total.shape[vocabulary_dim], PRODUCT_COLUMNS):

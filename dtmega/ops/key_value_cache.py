@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """The keys and values of one model, or of one pipeline stage, for a growing batch. For inference only.
+    """The keys and values of one model, or of one pipeline stage, for growing sequences. For inference only.
 
     Attributes:
         places: places of the cached tokens, [B, P] int; None if no token is cached.
@@ -40,7 +40,7 @@ class KeyValueCache:
         return 0 if self.places is None else self.places.shape[1]
 
     def begin_forward(self, places: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add the tokens of a new forward pass. `append` then adds the tokens' keys and values, layer by layer.
+        """Add a forward pass's tokens to the cache. `append` then adds the tokens' keys and values, layer by layer.
 
         Args:
             places, documents: places and documents of the new tokens, [B, S] int.

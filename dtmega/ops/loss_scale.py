@@ -6,7 +6,7 @@ and GROWTH are the same as in Megatron-LM's `DynamicGradScaler` (optimizer/grad_
 of [precision].
 
 The scale is applied at the start of backward: for each sum, `Tally.factors` holds the gradient that backward begins
-with, scale x weight / count. A head that computes its gradients in forward gets this factor in advance
+with (scale x weight / count). A head that computes its gradients in forward gets this factor in advance
 (`Model.expect`). From then on all gradients are scaled, both in float16 and while they are summed over microbatches and
 ranks in the dtype of [precision] reduce. `optim.unscale` divides the fp32 gradients by the scale. Norm, clipping and
 update then work as in any other precision.

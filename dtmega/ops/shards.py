@@ -157,7 +157,7 @@ def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
 
 
 def _part_of(numbers: Tensor, placement: Placement, n: int, place: int) -> Tensor:
-    """The part of a vector that a placement gives to one of n ranks."""
+    """The part of a vector that a placement assigns to one of n ranks."""
     is_strided = isinstance(placement, _StridedShard)
     cut = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
     parts, _ = cut._split_tensor(numbers, n, with_padding=False)

@@ -36,7 +36,7 @@ class SharedRule(NamedTuple):
     Attributes:
         context: ranks that share the sequences.
         runs: rules for the runs of queries that this rank computes.
-        queries_balanced, keys_balanced: whether each rank holds two slices of the queries, and of the keys.
+        queries_balanced, keys_balanced: whether each rank holds two slices of the queries (or keys) instead of one.
     """
 
     context: ContextParallel

@@ -100,7 +100,7 @@ def slices(n_tokens: int, n_rows: int) -> list[slice]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums of numbers in `dtype`: fp32, or fp64 for fp64."""
+    """The dtype for sums of numbers in `dtype`: fp64 if `dtype` is fp64, otherwise fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -111,7 +111,7 @@ def _without_base(x: Tensor) -> Tensor:
 
 @functools.cache
 def compiled_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    # On a GPU, if x has few but long rows, Inductor reads each row twice, and would print a warning.
+    # On a GPU, if x has few but long rows, Inductor reads each row twice and would print a warning.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
     return torch.compile(function, dynamic=True)
 

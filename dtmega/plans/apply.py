@@ -49,7 +49,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
 
     Raises:
         ValueError: a pattern matches nothing; a matrix matches no pattern; tp does not divide a size; or the input of a
-            cut module passes through no Enter, or through several.
+            cut module passes through no Enter, or through several Enters.
     """
     # Styles replace parameters one by one, which unties tied parameters. Therefore, record first which modules share a
     # parameter, and tie the parameters again at the end.
@@ -107,7 +107,7 @@ def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
 
 
 def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> list[str]:
-    """The full names of parameters, given as pairs (module, name in the module).
+    """The full names of parameters that are given as pairs (module, name in the module).
 
     The names are in the order of the model, so that all ranks sum the gradients in the same order. A tied parameter
     appears once.
@@ -180,9 +180,9 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """The modules or buffers that match a pattern, as (name, match); `match` is None for a module of a different stage.
+    """The modules or buffers that match a pattern, as (name, match); `match` is None for a module on a different stage.
 
-    The search follows the pattern component by component, from the model down. At `*`, it branches to all children.
+    The search follows the pattern component by component, from the model down, and branches to all children at `*`.
     """
     matches: list[tuple[str, Any]] = [("", model)]
     for component in pattern.split(".") if pattern else []:

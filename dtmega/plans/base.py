@@ -65,7 +65,7 @@ class Stack:
         return products.enter(x, group, self.cut, module.has_one_product)
 
     def leave(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        """Sum the ranks' outputs [B, S, D] of a region into the hidden state between modules."""
+        """Sum the ranks' outputs of a region, [B, S, D], into the hidden state between modules."""
         return mappings.scatter(x, group) if self.cut else mappings.add_up(x, group)
 
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
@@ -180,7 +180,7 @@ class Style(ParallelStyle):
 
 
 def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Convert a parameter that is whole on every rank, or on meta, to a DTensor. The ranks do not communicate."""
+    """Convert a parameter that is whole on every rank (or on meta) to a DTensor. The ranks do not communicate."""
     cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
@@ -200,7 +200,7 @@ def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def computing_on(module: nn.Module, local: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Temporarily replace each parameter p of the module by local(p), for a forward that cannot compute on DTensors."""
+    """Temporarily replace each of the module's parameters p with local(p), for a forward that cannot use DTensors."""
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     module._parameters.update({name: local(p) for name, p in parameters.items()})  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:

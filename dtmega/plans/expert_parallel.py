@@ -1,6 +1,6 @@
 """Expert parallelism (GShard, arXiv:2006.16668): each rank holds some experts, and tokens travel to their experts.
 
-Unlike tp ranks, the ranks of an ep group have different tokens. Each rank routes its own tokens, and makes one row for
+Unlike tp ranks, the ranks of an ep group have different tokens. Each rank routes its own tokens and makes one row for
 each pair (token, expert). The rows are sent to the ranks that hold the experts, and the results are sent back:
 
     forward    all-to-all of the rows, the products, all-to-all of the results
@@ -58,9 +58,9 @@ class Arrived(NamedTuple):
     Attributes:
         rows: rows from all ranks, ordered by sending rank and then by expert, [n, D].
         experts: index of each row's expert among this rank's experts, [n] int64.
-        give_back: function that sends one result for each row, [n, D], back to the row's rank. The function returns
-            the results for the rows that this rank has sent, in the order of these rows, and zeros for rows without an
-            expert.
+        give_back: function that sends one result for each row, [n, D], back to the rank that sent the row. The
+            function returns the results for the rows that this rank has sent, in the order of these rows, and zeros
+            for rows without an expert.
     """
 
     rows: Tensor
@@ -78,7 +78,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    # The sizes depend on values, so a compiled block is interrupted here.
+    # The sizes depend on values, so a compiled block has a graph break here.
     @torch.compiler.disable
     def __call__(self, rows: Tensor, n_rows: Tensor) -> Arrived:
         """Send each row to the rank that holds the row's expert.
@@ -123,7 +123,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send sent[r] consecutive rows to each rank r, in rank order, and receive received[r] rows from each rank r."""
+    """Send the next sent[r] rows to each rank r = 0, 1, ..., and receive received[r] rows from each rank r."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out

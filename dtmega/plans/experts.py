@@ -1,4 +1,4 @@
-"""Styles for a mixture of experts: for experts that are cut inside, and for a router that is whole on every rank."""
+"""Styles for mixtures of experts: `ExpertRows` cuts experts; `TokenRouter` leaves the router whole on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtmega.plans.styles import Whole
 
 
 class ExpertRows(Style):
-    """Stacked experts, each cut by its inner width F, inside an Enter: [B, S, D] -> [B, S/tp, D].
+    """Stacked experts, each cut along its inner dim F, inside an Enter: [B, S, D] -> [B, S/tp, D].
 
     The module's parameters are gate and up, [E, F, D], and down, [E, D, F]. The module's method `compute` takes parts
     of these parameters. Each rank computes its part of F for all tokens, and the ranks' results are summed.

@@ -15,7 +15,7 @@ ends the region. With sequence parallelism, regions begin with `gather` and end 
 rank keeps only its part of the sequence.
 
 `split` cuts a tensor that every rank has, and `join` is the inverse of `split`. Both functions are for code in which
-every rank computes what a single process would compute. In such code, each gradient is complete on its rank, so
+every rank repeats the computation of a single process. In such code, each gradient is complete on its rank, so
 backward joins or cuts gradients but never adds gradients up.
 
 A tensor of rows, [N/tp, D], is gathered and scattered along N. The rows of the gathered tensor may be in a different
@@ -76,7 +76,7 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reorder a tensor so that the part of each rank is contiguous along dim 0: [B, S, D] -> [tp B, S/tp, D].
+    """Reorder a tensor so that each rank's part is contiguous along dim 0: [B, S, D] -> [tp B, S/tp, D].
 
     Collectives cut and join tensors only along dim 0. Rows [N, D] are already in the right order. With B = 1 nothing is
     copied.
@@ -141,7 +141,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Started:
-    """A running collective. Do not read the result before `wait` has returned it."""
+    """A running collective. Do not read the result until `wait` returns it."""
 
     def __init__(self, result: Tensor, work: dist.Work | None) -> None:
         self._result, self._work = result, work

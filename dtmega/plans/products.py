@@ -1,20 +1,20 @@
-"""The matrix product of all styles, which keeps no gathered input and overlaps computation with communication.
+"""The matrix product for all styles: it keeps no gathered input, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
 input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
 Therefore, no product keeps the gathered input, and backward gathers the input again from this rank's part:
 
-1. In forward, each product returns a *ticket* along with its output: a tensor of zeros that takes no memory.
+1. In forward, each product returns its output and a *ticket*, which is a tensor of zeros that takes no memory.
 2. `again`, which is called at the end of the region, consumes the tickets. Autograd therefore runs the backward of
    `again` before the backward of any product, and the backward of `again` starts the gather.
 3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can
    carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
-Time. The gradient of the input must be summed over the ranks. While this sum is communicated, the gradient of a weight
-is computed. For this overlap, the products of a region form a chain. Along the chain, each product adds its part of the
-input's gradient. Backward reaches the region's first product last. The first product starts the sum over the ranks,
-computes the gradient of its own weight, and then waits for the sum. Inductor cannot follow the chain, so in a compiled
-block only regions with a single product overlap communication and computation.
+Time. The gradient of the input must be summed over the ranks. While the ranks communicate this sum, each rank computes
+the gradient of a weight. For this overlap, the products of a region form a chain. Along the chain, each product adds
+its part of the input's gradient. Backward reaches the region's first product last. The first product starts the sum
+over the ranks, computes the gradient of its own weight, and then waits for the sum. Inductor cannot follow the chain,
+so in a compiled block only regions with a single product overlap communication and computation.
 
 Megatron's `LinearWithGradAccumulationAndAsyncCommunication` saves memory and time in the same way
 (core/tensor_parallel/layers.py).
@@ -162,7 +162,7 @@ class _Product(torch.autograd.Function):
         link: input of the region, or the link from the previous product. Backward returns the gradient of x as the
             link's gradient.
         x: input of the region, detached.
-        cut: whether x was gathered, and is therefore not kept.
+        cut: whether x was gathered and is therefore not kept.
         sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.
         region: region of the product; None in a compiled block.
     """

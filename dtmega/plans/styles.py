@@ -2,9 +2,9 @@
 
     style              for                        what it does
     Enter              attention, feed-forward    gathers the input once for all Columns inside the module
-    EnterOnce          nn.Identity                gathers an input once for several modules, e.g. an encoder's output
+    EnterOnce          nn.Identity                gathers an input (e.g. an encoder's output) once for several modules
     Column             nn.Linear                  cut by output features; the input is whole
-    KVColumn           nn.Linear                  a Column for keys or values, which may have fewer heads than ranks
+    KVColumn           nn.Linear                  a Column for keys or values, even with fewer heads than ranks
     Row                nn.Linear                  cut by input features; the ranks' products are summed
     Norm               LayerNorm, RMSNorm         whole on every rank, applied to this rank's tokens (or heads)
     Whole              any module                 whole on every rank; the module keeps its own forward
@@ -43,12 +43,12 @@ class Enter(ParallelStyle):
     """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linear layers inside the module.
 
     The gathered input is not kept, but gathered again in backward (products.py). Without sequence parallelism, the
-    input is already whole, and only its gradient is summed. The input is the first positional argument or, if there is
-    none, the keyword argument `hidden_states`. The module keeps its own forward.
+    input is already whole, and only its gradient is summed. The input is the first positional argument or, without
+    positional arguments, the keyword argument `hidden_states`. The module keeps its own forward.
 
     Args:
         stack: stack that contains the module, as in `Style`.
-        also: names of additional keyword arguments with hidden states that are whole on every rank, such as an
+        also: names of additional keyword arguments that hold hidden states, whole on every rank, such as an
             encoder's output.
     """
 
@@ -84,7 +84,7 @@ class Enter(ParallelStyle):
         return products.again(type(module).forward(module, *args, **kwargs), entered)
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Change keyword arguments of the module, except its input, in place. Subclasses override this method."""
+        """Change the module's keyword arguments, except the input, in place. Subclasses override this method."""
 
 
 class EnterOnce(ParallelStyle):
@@ -282,7 +282,7 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site whose input is this rank's part of the sequence. The style passes on only the places of that part.
+    """A dropout site whose input is this rank's part of the sequence. The site gets only the places of that part.
 
     Dropout masks are keyed by place, so each rank draws its part of the mask that a single device would draw. The style
     is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).

@@ -76,7 +76,7 @@ class VocabEmbedding(VocabStyle):
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """The output for x, which holds indices into this rank's rows, [start, start + n_rows) of the whole weight."""
+        """The output for x: indices into this rank's rows, which are [start, start + n_rows) of the whole weight."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
             # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set `padding_idx`.
@@ -182,8 +182,8 @@ class VocabHead(VocabStyle):
     def _gather_logits(self, module: Any, local_logits: Tensor) -> Tensor:
         """Gather the columns [B, S, V_local] of all ranks into the logits [B, S, V], without padding columns.
 
-        The DTensor is given the shape and stride of the whole tensor, because the last rank may have fewer columns than
-        the other ranks.
+        The function passes the shape and stride of the whole tensor to `from_local`, because the last rank may have
+        fewer columns than the other ranks.
         """
         n_columns = module.weight.shape[0]
         shape = torch.Size((*local_logits.shape[:2], n_columns))

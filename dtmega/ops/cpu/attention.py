@@ -1,9 +1,10 @@
 """Attention in bfloat16 on a CPU with bfloat16 instructions, which torch's fused kernels do not use.
 
-The queries are processed in parts of some samples, some heads and a few hundred places. One batched product computes a
-part's scores. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's cache. For
-short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass recomputes the
-probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
+The queries are processed in parts; each part has some samples, some heads and a few hundred places. One batched product
+computes a part's scores. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's
+cache. For short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass
+recomputes the probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al.,
+arXiv:2205.14135).
 
 The queries of a chunk are in reverse order. In this order, a bias that depends only on the distance is a view of one
 row of numbers per head, and this row stays in the cache.
@@ -77,8 +78,8 @@ def attention_cpu(
 
     Returns:
         - The output [B, H, S, K], in memory as [B, S, H, K].
-        - The base-2 logarithm of each query's sum of exponentials, fp32 [B, H, S, 1], with the last query of each chunk
-          first.
+        - The base-2 logarithm of each query's sum of exponentials, fp32 [B, H, S, 1], with each chunk's queries in
+          reverse order.
         - The probabilities kept for backward, chunk after chunk; an empty tensor if no probabilities are kept
           (`_n_kept`).
     """
@@ -234,12 +235,12 @@ class _Part(NamedTuple):
     Attributes:
         queries: slices that select the queries from a tensor [B, H, S, ..].
         keys: slices that select the keys and values from k and v.
-        q: queries, [rows, heads, C, K], with the last query first.
+        q: queries, [rows, heads, C, K], in reverse order.
         k, v: keys and values, [rows, groups, keys, K].
         bias: bias of the scores in base 2, [rows, heads, C, keys], as a view; None if there is no bias.
         key_places: places of the keys, [rows, 1, 1, keys].
-        drops: dropout row keys (from `_row_keys`) for these queries, [rows, heads, C], with the last query first; None
-            for no dropout.
+        drops: dropout row keys (from `_row_keys`) for these queries, [rows, heads, C], in reverse order; None for
+            no dropout.
     """
 
     queries: tuple[slice, slice, slice]
@@ -390,7 +391,7 @@ def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
 
 
 def _exponentials(x: Tensor) -> Tensor:
-    """Replace x by 2^x in place, or by 0 if the result is negligible or x is -inf."""
+    """Replace each element x with 2^x in place, or with 0 if 2^x is negligible or x is -inf."""
     return torch.threshold_(x, NEGLIGIBLE, -math.inf).exp2_()
 
 
@@ -404,7 +405,7 @@ def _row_keys(
 
 
 def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
-    """Apply dropout to probabilities [rows, heads, C, keys] in place; `row_keys` and `key_places` key the draws."""
+    """Apply dropout to probabilities [rows, heads, C, keys] in place; `row_keys` and `key_places` define the mask."""
     # Compared with torch, numpy is four times as fast at multiplying by booleans, and twice as fast at hashing.
     kept = keyed.keep(p, row_keys.numpy(), key_places.numpy())
     np.multiply(x.numpy(), kept, out=x.numpy())

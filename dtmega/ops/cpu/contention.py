@@ -1,4 +1,4 @@
-"""Detect other processes that use the cores of a CPU run.
+"""Detect other processes that compete with a CPU run for its cores.
 
 An operation on several threads is done when its last thread is done. If another process uses one of the cores, the
 thread on that core is always late, and the other threads keep their cores busy while they wait
@@ -20,7 +20,7 @@ THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
 class Contention:
-    """Measures, over a few steps, how long a run's threads wait for a core.
+    """Measures how long a run's threads wait for a core, over a few steps.
 
     Args:
         device: device on which the run computes; the class measures only runs on a CPU.

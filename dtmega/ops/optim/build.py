@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
 
     Attributes:
         is_matrix: whether the parameters are matrices; vectors (biases and norm weights) are not decayed.
-        factor: factor of the learning rate.
+        factor: factor of the group's learning rate.
         by_muon: whether Muon trains the parameters.
     """
 
@@ -46,13 +46,13 @@ def build_optimizer(
 
     Biases and LayerNorms are not decayed, but embeddings are (Megatron's `get_param_groups`). All parameters of a group
     share one decay setting and one learning rate factor, which the group stores as `decays` and `lr_factor` for
-    `set_rates`; `moments` names the tensors that the optimizer keeps for each of its parameters. Frozen parameters are
-    left out. A pipeline stage with only frozen parameters gets one empty group.
+    `set_rates`. The group's `moments` are the names of the tensors that the optimizer keeps for each parameter. Frozen
+    parameters are left out. A pipeline stage with only frozen parameters gets one empty group.
 
     Args:
         named: pairs of a parameter's name in the whole model and the parameter.
         optim: section [optim] of the run's configuration.
-        exact: whether an element's update must be independent of the part of the tensor that this rank holds.
+        exact: whether an element's update must not depend on which part of the tensor this rank holds.
         matrices: weights that Muon trains, and the ranks that hold these weights; None for all other optimizers. AdamW
             trains the parameters that Muon does not train.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
-    """The L2 norm over the local tensors of all ranks of `group`. Exactly one rank must pass each element."""
+    """The L2 norm over the local tensors of all ranks in `group`. Exactly one rank must pass each element."""
     return math.sqrt(_sum(squared_norm(tensors), device, group))
 
 
@@ -26,8 +26,8 @@ def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
     """The L2 norm over tensors on a CPU, as an fp64 scalar.
 
     On a CPU, torch sums a tensor's squares in fp32. With half a million squares, the sum has an error of 5e-5, which
-    differs between layouts. This function therefore computes the norms of short rows first, and then the norm of the
-    rows' norms in fp64.
+    differs between layouts. This function therefore computes the norms of short rows first, and then combines
+    these norms in fp64.
     """
     norms = [torch.zeros(1)]
     for tensor in tensors:
@@ -39,7 +39,7 @@ def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
 
 
 def count_zeros(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> int:
-    """The number of zeros in the local tensors of all ranks of `group`. Exactly one rank must pass each element."""
+    """The number of zeros in the local tensors of all ranks in `group`. Exactly one rank must pass each element."""
     zeros = torch.stack([(t == 0).sum() for t in tensors]).sum() if tensors else torch.zeros(())
     return int(_sum(zeros.to(torch.float64), device, group))
 
@@ -71,6 +71,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place. A GPU runs a few kernels for all tensors instead of one kernel per tensor."""
+    """Multiply tensors by `factor` in place. A GPU runs a few kernels for all tensors, not one kernel per tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

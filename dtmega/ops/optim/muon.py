@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised by Newton-Schulz (Jordan et al. 2024; Liu et al., arXiv:2502.16982).
+"""Muon, which orthogonalises momentum matrices by Newton-Schulz (Jordan et al. 2024; Liu et al., arXiv:2502.16982).
 
 The formulas are the same as in `torch.optim.Muon`, except that Newton-Schulz runs in fp32. Gradients of different
 layouts differ by rounding errors of 1e-7. Newton-Schulz in bfloat16 would amplify these errors to 1e-2 of the update;
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
 
     Attributes:
         dim: dim of the weight along which the matrices lie.
-        sizes: one size for each matrix, in a pattern that repeats to the end of `dim`; () if the weight is a single
+        sizes: size of each matrix's piece in a pattern that repeats along `dim`; () if the weight is a single
             matrix. With heads of size K, (K, K, K) stands for rows [head, (q, k, v), K].
     """
 
@@ -37,12 +37,12 @@ class Cut(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """One view of a whole weight per matrix, with `dim` split into two dims: [repeats of the pattern, size]."""
+        """View a weight as one tensor per matrix; each splits `dim` into two dims, [repeats of the pattern, size]."""
         sizes = self.sizes or (weight.shape[self.dim],)
         return list(weight.unflatten(self.dim, (-1, sum(sizes))).split(sizes, self.dim + 1))
 
     def shapes(self, shape: torch.Size) -> list[tuple[int, int]]:
-        """The shapes of the matrices in a weight of this shape."""
+        """The shapes of the matrices in a weight of the given shape."""
         length, other = shape[self.dim], shape[1 - self.dim]
         sizes = self.sizes or (length,)
         lengths = [length // sum(sizes) * size for size in sizes]
@@ -50,11 +50,11 @@ class Cut(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The weights that Muon trains in the whole model, and the ranks that hold this rank's stages.
+    """The weights that Muon trains in the whole model, and the ranks with the same pipeline stages as this rank.
 
     Attributes:
-        cuts: name of each weight -> matrices of the weight.
-        group: process group of the ranks at one pipeline place, in the order [dp_replicate, fsdp, tp].
+        cuts: name of each weight -> division of the weight into matrices.
+        group: process group of the ranks with this rank's pipeline stages, in the order [dp_replicate, fsdp, tp].
         sizes: number of ranks along dp_replicate, fsdp and tp.
     """
 
@@ -64,17 +64,17 @@ class Matrices(NamedTuple):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, together with the optimizer of all other parameters.
+    """Muon for matrices, together with an optimizer for all other parameters.
 
-    The momentum of a weight is sharded like the weight. In each step, an owner gets the momentum of the whole weight,
-    orthogonalises the matrices in this momentum, and sends each rank its part of the result. Everything else is
+    The momentum of a weight is sharded like the weight. In each step, the weight's owner gathers the whole momentum,
+    orthogonalises the matrices in the momentum, and sends each rank its part of the result. Everything else is
     computed on local parts, by operations that round only once. The bits of an element therefore do not depend on the
     rank that holds the element.
 
     Args:
         groups: parameter groups of the weights, in torch's format.
-        others: optimizer of all other parameters. Muon takes over this optimizer's groups and state.
-        cuts: matrices of each weight.
+        others: optimizer for all other parameters. Muon takes over this optimizer's groups and state.
+        cuts: division of each weight into matrices.
         matrices: ranks that hold the weights.
         optim: section [optim] of the run's configuration.
     """
@@ -119,7 +119,7 @@ class Muon(torch.optim.Optimizer):
             local(weight).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
 
     def _averaged(self, weight: nn.Parameter) -> Tensor:
-        """Move the momentum towards the gradient, and return this rank's part of their Nesterov average."""
+        """Move the momentum towards the gradient, and return this rank's part of the Nesterov average of the two."""
         assert weight.grad is not None
         state = self.state[weight]
         if "momentum_buffer" not in state:
@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
         return torch.mul(buffer, momentum).add_(gradient)
 
     def _orthogonalize(self, i: int, whole: Tensor) -> None:
-        """Replace the whole momentum of weight number i by the weight's update, in place."""
+        """Turn the whole momentum of weight `i` into the weight's update, in place."""
         cut = self._cuts[i]
         for view in cut.views(whole):
             matrix = view.flatten(cut.dim, cut.dim + 1)
@@ -142,7 +142,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Run five steps of Newton-Schulz in fp32, which bring the singular values close to 1 (between about 0.7 and 1.2).
 
-    Singular values below about 1e-3 of the matrix's norm remain smaller.
+    Singular values below about 1e-3 of the matrix's norm remain below 0.7.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -163,7 +163,7 @@ def adjustment(adjust_lr_fn: str, shape: torch.Size) -> float:
     Args:
         adjust_lr_fn: name of the rule: "original" (Jordan et al. 2024), where the update's norm depends on the ratio of
             rows to columns, or "match_rms_adamw" (Liu et al., arXiv:2502.16982), where the update's elements are about
-            as large as in AdamW, 0.2.
+            as large as in AdamW (0.2).
         shape: numbers of rows and columns of the matrix.
     """
     rows, columns = shape

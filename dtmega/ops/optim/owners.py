@@ -1,8 +1,8 @@
-"""Owners of matrices. A matrix's owner is the rank that gathers the whole matrix, computes, and returns the result.
+"""Owners of matrices: a matrix's owner gathers the whole matrix, changes the matrix, and sends each rank its part.
 
 Matrices are divided among the ranks according to the work that each matrix needs. One all-to-all sends all parts to
-the owners, and a second all-to-all returns the results. If several ranks hold the same part, the rank that is nearest
-to the owner sends the part, and all of these ranks receive the result.
+the owners, and a second all-to-all returns the results. If several ranks hold copies of a part, the rank with the
+owner's coordinates along the replicated dims sends the part, and all ranks with a copy receive the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Owned(NamedTuple):
 
     Attributes:
         number: index of the matrix.
-        runs: elements that each rank of the group holds.
+        runs: elements of the matrix that each rank of the group holds.
         senders: ranks that together hold every element exactly once.
     """
 
@@ -81,7 +81,7 @@ class Owners:
         """Make each matrix's owner change the matrix in place. All ranks of the group call this method together.
 
         Args:
-            parts: this rank's part of each matrix. The method replaces each part by this rank's part of the result.
+            parts: this rank's part of each matrix. The method replaces each part with this rank's part of the result.
             function: function that changes a whole matrix in place; called with the matrix's index and the matrix.
         """
         if self._group.size() == 1:
@@ -128,7 +128,7 @@ class Owners:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], n_received: Sequence[int], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send the tensors of sent[r] to each rank r. Return one flat tensor with the data from each rank."""
+        """Send the tensors in sent[r] to each rank r. Return the received data, one flat tensor per sender."""
         n_sent = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         flat = torch.cat([like[0].new_empty(0), *(tensor.flatten() for tensor in itertools.chain(*sent))])
         received = like[0].new_empty(sum(n_received))
@@ -158,7 +158,7 @@ def _placements(matrix: Tensor) -> dict[str, Placement]:
 
 
 def _copied_over(matrix: Tensor) -> list[str]:
-    """The dims of DIMS along which all ranks hold the same elements."""
+    """The dims in DIMS along which all ranks hold the same elements of a matrix."""
     placements = _placements(matrix)
     return [dim for dim in DIMS if dim not in placements or placements[dim].is_replicate()]
 

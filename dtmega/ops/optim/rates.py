@@ -52,7 +52,7 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) ->
 
 
 def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
-    """A note for the user if the rate reaches [optim] lr late or never, because the warm-up exceeds half of the run.
+    """A note for the user if the warm-up exceeds half of the run, so that the rate reaches [optim] lr late or never.
 
     Args:
         cfg: configuration of the run.

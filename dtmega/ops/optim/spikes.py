@@ -13,7 +13,7 @@ class Spikes:
 
     Args:
         sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
-            0 to turn detection off.
+            0 turns detection off.
         recent: (loss, gradient norm) pairs of the last steps, as checkpoints store them.
     """
 
