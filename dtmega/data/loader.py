@@ -193,7 +193,7 @@ class TrainBatches:
             return StatefulDataLoader(
                 _Answers(self._rows),  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
                 batch_size=None,
-                sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
+                sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # any iterable will do
                 num_workers=workers,
                 pin_memory=self._pin_memory,
                 # Without this generator, the loader would draw from the global generator, and all later draws from the

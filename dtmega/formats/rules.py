@@ -259,7 +259,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Reorder one value per dim from the rules' order (rows first) to the order of the stored tensor's dims."""
+    """Convert a tuple with one value per dim from the rules' order (rows first) to the stored tensor's order."""
     return dims[::-1] if view == "transpose" else dims
 
 

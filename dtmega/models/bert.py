@@ -166,7 +166,7 @@ class Bert(Model):
 
         Returns:
             - {"lm": token losses, "order": segment-order losses, "order_right": number of samples whose order is
-              predicted correctly, without a gradient} as fp32 sums over the microbatch, on the last stage with labels.
+              predicted correctly (has no gradient)} as fp32 sums over the microbatch, on the last stage with labels.
             - {"logits": logits of the tokens [B, S, V], "order": logits of the segments' order [B, 2]}, on the last
               stage without labels.
             - {"hidden": hidden state}, on earlier stages.

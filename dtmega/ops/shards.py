@@ -144,7 +144,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
     """The indices of this rank's elements along `dim`, [n].
 
-    DTensor's own placements cut the vector 0, 1, 2, ... in the same way as the tensor's dim.
+    To find the indices, the vector 0, 1, 2, ... is cut by the same placements as the tensor's dim.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

@@ -130,7 +130,7 @@ class Stage(PipelineStage):
         """Run a backward or one of its parts. With `sums`, sum the gradients of weights once they are computed."""
         if self._sums is None or backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # torch's `last_backward` does not count an input part that `backward_one_chunk` runs as a whole backward.
+        # torch never sets `last_backward` for an input part, even if `backward_one_chunk` runs it as a whole backward.
         self._n_summed += 1
         last = self._n_summed == self._n_microbatches
         return backward_and_sum(self._sums, self.submod, backward_type, bwd_kwargs, self._microbatch, last)

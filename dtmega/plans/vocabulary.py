@@ -76,7 +76,7 @@ class VocabEmbedding(VocabStyle):
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """The output for x: indices into this rank's rows, which are [start, start + n_rows) of the whole weight."""
+        """Compute the output for x, which indexes this rank's rows: [start, start + n_rows) of the whole weight."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
             # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set `padding_idx`.

@@ -40,7 +40,7 @@ def unbroken(value: str) -> str:
 
 
 def times(html_text: str) -> str:
-    """Add markup to HTML so that each time, such as 2026-11-23 23:27:33 UTC, stays on one line."""
+    """Add markup to HTML so that each timestamp, such as 2026-11-23 23:27:33 UTC, stays on one line."""
     return re.sub(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"<time>\g<0></time>", html_text)
 
 

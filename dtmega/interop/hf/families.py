@@ -17,7 +17,8 @@ from typing import TypeAlias
 # Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-# Style of a linear layer whose rows are q, k and v head by head, or all heads' queries and then one shared k and v.
+# Style of a linear layer that fuses q, k and v. Its rows are either q, k and v of each head in turn, or the queries of
+# all heads followed by one shared k and v.
 QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"

@@ -226,7 +226,7 @@ def _largest(values: Mapping[str, float], n: int = 6) -> list[tuple[str, float]]
 
 
 def action(name: str, plan: Plan) -> str:
-    """An action in words: "3F7" is forward of microbatch 7 on stage 3. Names of phases are returned unchanged."""
+    """An action in words: "3F7" becomes "forward of microbatch 7 on stage 3". Phase names are returned unchanged."""
     matched = ACTION.fullmatch(name)
     if matched is None:
         return name

@@ -25,7 +25,7 @@ class Place(NamedTuple):
         elements: number of elements in the place's weights.
         largest: number of elements in the largest layer.
         outside: number of elements outside of layers.
-        head_elements: number of elements in the weights of the loss; 0 without the head.
+        head_elements: number of elements in the weights of the output head; 0 if the place has no head.
         labelled: share of the tokens whose logits are computed.
         embedding_elements: number of elements in the embedding; 0 without an embedding.
         is_tied: whether the embedding and the head at this place share their weights.

@@ -109,8 +109,9 @@ class Shortlist:
             heapq.heappushpop(heap, entry)
 
     def chosen(self) -> list[Entry]:
-        """The layouts to plan, in order. The `top` fastest layouts come first; at least half of them fit by estimate.
+        """The layouts to plan, in order.
 
+        The `top` fastest layouts come first, but half of these places are kept for layouts that are estimated to fit.
         More layouts follow, in case the counts show that none of the first layouts fits. These additional layouts
         begin with those that certainly fit. If several equally fast layouts differ only in their schedule, the layout
         with the smallest peak is taken.

@@ -152,7 +152,8 @@ def _shares(
     """
     surplus = np.maximum(surplus, 0)
     difference = n_first - n_second
-    # At first only the longer segment loses tokens. Once both are equally long, they lose tokens alternately.
+    # At first only the longer segment loses tokens. Once both segments are equally long, they lose tokens
+    # alternately.
     alone = np.minimum(surplus, np.abs(difference))
     in_turn = surplus - alone
     less_first = np.where(difference > 0, alone, 0) + in_turn // 2

@@ -1,4 +1,4 @@
-"""Writes adapters as a folder that the peft library loads onto a transformers model: `PeftModel.from_pretrained`.
+"""Writes adapters as a folder that peft's `PeftModel.from_pretrained` loads onto a transformers model.
 
 OUT/adapter_config.json          LoRA rank, alpha, and the layers that have adapters
 OUT/adapter_model.safetensors    base_model.model.LAYER.lora_A.weight [r, in] and lora_B.weight [out, r]

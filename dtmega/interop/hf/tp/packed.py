@@ -154,7 +154,10 @@ class ConvRow(_Conv, Row):
 
 
 class ConvPacked(_Conv, PackedColumn):
-    """Style of GPT-2's Conv1D with output [q | k | v]. If tp=2, a plain `Column` cut would put all of q on rank 0."""
+    """A `PackedColumn` style for GPT-2's Conv1D with output [q | k | v].
+
+    With tp=2, a plain `Column` cut would put all of q on rank 0.
+    """
 
     dim = 1
 

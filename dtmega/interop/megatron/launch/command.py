@@ -143,7 +143,7 @@ def _sorted_by_flag(words: Sequence[Word], files: Mapping[str, str | None]) -> C
     unknown: dict[str, Unknown] = {}
     names: dict[str, str] = {}
     flag = ""  # the last flag
-    room = 0  # number of further values that the last flag takes; MANY, which is negative, never runs out
+    room = 0  # number of values that the last flag can still take; MANY (a negative number) means no limit
     for word in words[first + 1 :]:
         text = written(word)
         owner = flag
