@@ -456,7 +456,7 @@ def test_the_flags_of_the_command_reach_every_rank_and_the_printed_plan(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags, options, tp
 ):
     def spawn(fn: Any, args: Any, nprocs: int) -> None:
-        assert (args[1:], nprocs) == ((directory, tp, options), tp)
+        assert (args[1:], nprocs) == ((directory, "tp", tp, options), tp)
         torch.save(Verification({("plain", "loss"): 0.0}), Path(args[0], "result"))
 
     monkeypatch.setattr(command.multiprocessing, "spawn", spawn)
