@@ -152,7 +152,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
     """The size of each axis. An axis of size -1 gets the number of processes divided by the product of the other sizes.
 
     Raises:
-        ValueError: the product of the sizes is not the number of processes, or ep does not divide dp_shard x cp.
+        ValueError: the product of the sizes is not the number of processes, or ep is not a divisor of dp_shard x cp.
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -171,6 +171,8 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
             + (f"{world} % {known} = {world % known}, expected 0" if free else f"{known} != {world}")
         )
     n_sharded = sizes["dp_shard"] * sizes["cp"]
+    if mesh.ep < 1:
+        raise ValueError(f"ep={mesh.ep}: expected a positive number of ranks ([mesh] ep)")
     if n_sharded % mesh.ep:
         raise ValueError(
             f"ep={mesh.ep} does not divide dp_shard={sizes['dp_shard']} x cp={sizes['cp']}: {n_sharded} % {mesh.ep} = "

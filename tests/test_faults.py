@@ -77,7 +77,7 @@ def no_room_for_metrics() -> Iterator[None]:
     def metrics(*args: Any, **keywords: Any) -> start.Metrics:
         made = honest(*args, **keywords)
         made._file._file.close()
-        made._file._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+        made._file._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115  # the metrics close it
         return made
 
     write = EventsWriter.write_event

@@ -352,7 +352,7 @@ class Startup:
 
 
 def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """The configuration, device type and library versions, all of which must be equal on all ranks of a job.
+    """The properties of a job that must be equal on all ranks: configuration, device type and library versions.
 
     Args:
         cfg: the run's configuration.

@@ -29,6 +29,7 @@ from dtmega.formats.sources import Source
 from dtmega.formats.whole import check_stored
 from dtmega.models.show import CONTINUATION, Show
 from dtmega.pipelining.relay import Relay
+from dtmega.training.checks import check_experts
 from dtmega.training.parallelize import parallelize
 
 
@@ -143,6 +144,8 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
     """
     family = families.of(cfg.model)
     family.check(cfg, sizes)
+    if cfg.mesh.ep > 1:
+        check_experts(cfg)
     if sizes["pp"] > 1 and family.show is not CONTINUATION:
         raise ValueError(
             f"in a pipeline only decoder-only models generate text: expected pp=1, got {sizes['pp']}, for a model of "

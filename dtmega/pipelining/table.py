@@ -338,7 +338,7 @@ def simulate(
 
 
 def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """The inputs of an action. Each input is a tuple of alternative actions, any of which computes the input.
+    """The inputs of an action. Each input is a tuple of alternative actions; any one of them computes the input.
 
     Args:
         action: action whose inputs are needed.

@@ -26,6 +26,20 @@ from torch.distributed.tensor.placement_types import Placement
 from dtmega.ops import host
 
 
+def check_divisible(experts: nn.Module, ep: int) -> None:
+    """Check that ep ranks can share the experts of a module, whose parameters are [E, ...].
+
+    Raises:
+        ValueError: ep does not divide the number of experts.
+    """
+    n_experts = next(experts.parameters()).shape[0]
+    if n_experts % ep:
+        raise ValueError(
+            f"ep={ep} does not divide n_experts={n_experts}: {n_experts} % {ep} = {n_experts % ep}, expected 0, "
+            f"because a rank has whole experts ([mesh] ep, [model] n_experts)"
+        )
+
+
 def divide(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep only this rank's experts, as DTensors, and set the module's `exchange`. The ranks do not communicate.
 

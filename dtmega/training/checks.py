@@ -9,6 +9,7 @@ import torch
 from dtmega import config, families
 from dtmega.ops import cost, optim
 from dtmega.pipelining import schedule
+from dtmega.plans.expert_parallel import check_divisible
 from dtmega.training import exact
 from dtmega.training.parallelize import compiling
 
@@ -72,12 +73,7 @@ def check_experts(cfg: config.Config) -> None:
             f"([mesh] ep, [model] name)"
         )
     for module in experts:
-        n_experts = next(module.parameters()).shape[0]
-        if n_experts % ep:
-            raise ValueError(
-                f"ep={ep} does not divide n_experts={n_experts}: {n_experts} % {ep} = {n_experts % ep}, expected 0, "
-                f"because a rank has whole experts ([mesh] ep, [model] n_experts)"
-            )
+        check_divisible(module, ep)
 
 
 def check_matrices(cfg: config.Config) -> None:

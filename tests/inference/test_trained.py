@@ -16,7 +16,7 @@ from dtmega.data.tokenizers.chat import Chat, find_template
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed.agreement import Startup
-from dtmega.inference.trained import inference_config, open_trained
+from dtmega.inference.trained import check_mesh, inference_config, open_trained
 from tests import ranks
 from tests.test_train import run
 
@@ -105,6 +105,12 @@ def test_a_run_is_used_in_fp32_whole_and_without_what_was_for_training():
     for_two = {"mesh": {"tp": 2, "sequence_parallel": False}, "compile": {"enable": False}}
     assert used == config.validate(kept | for_two, "test")
     assert used.precision.params == "float32"
+
+
+def test_ep_is_refused_for_a_model_without_experts():
+    cfg = inference_config(config.validate({"train": {"steps": 1}}, "test"), {"dp_shard": 2, "ep": 2})
+    with pytest.raises(ValueError, match=r"ep=2 divides the experts of a mixture, and name = 'bloom' has none here"):
+        check_mesh(cfg, mesh.resolve(cfg.mesh, 2))
 
 
 def everywhere(argv: list[str]) -> list[str]:

@@ -141,3 +141,25 @@ def test_ep_is_refused_where_it_divides_nothing(keys, words):
     cfg = config.validate(keys | {"model": model, "train": {"steps": 1}}, "test")
     with pytest.raises(ValueError, match=words):
         check(families.resolve(cfg), mesh.resolve(cfg.mesh, 4), torch.device("cpu"))
+
+
+def slices() -> tuple[list[int], list[int], list[str]]:
+    """The ranks that share this rank's experts out, those that have the same experts, and the dims of the latter."""
+    sizes = {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
+    world = mesh.start(torch.device("cpu"), sizes, ep=2)
+    assert world.experts is not None
+    held, sharded = world.experts
+    return held.mesh.flatten().tolist(), sorted(sharded.mesh.flatten().tolist()), list(sharded.mesh_dim_names or ())
+
+
+def test_with_copies_of_shards_the_gradients_of_an_expert_are_summed_over_the_copies_too():
+    found = ranks.run(8, slices)
+    assert [held for held, *_ in found] == [[rank - rank % 2, rank - rank % 2 + 1] for rank in range(8)]
+    assert [sharded for _, sharded, _ in found] == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
+    assert {tuple(dims) for *_, dims in found} == {("dp_replicate", "efsdp")}
+
+
+@pytest.mark.parametrize("ep", [0, -1])
+def test_an_ep_that_is_no_number_of_ranks_is_refused(ep: int):
+    with pytest.raises(ValueError, match=rf"ep={ep}: expected a positive number of ranks \(\[mesh\] ep\)"):
+        mesh.resolve(config.Mesh.model_construct(ep=ep), 4)

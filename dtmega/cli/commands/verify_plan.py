@@ -34,6 +34,8 @@ def command(args: argparse.Namespace) -> int:
     from dtmega.interop.hf.tp.command import verify_directory
 
     if args.ep:
+        if args.generic or args.no_sequence_parallel:
+            raise ValueError("--generic and --no-sequence-parallel are for tensor parallelism: expected neither (--ep)")
         return verify_directory(Path(args.directory), "ep", args.ep)
     return verify_directory(
         Path(args.directory), "tp", args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic

@@ -1,4 +1,4 @@
-"""Check at the start of a run that every adapter learns, using a small clone that is cut like the model.
+"""Proof at the start of a run that every adapter learns: a small clone of the model is cut like the model and trained.
 
 If a model uses a layer's weight without calling the layer, or replaces the layer's forward, the layer's adapter does
 not train, and no error occurs. This check detects such adapters. B starts at zero, so A has no gradient in the first

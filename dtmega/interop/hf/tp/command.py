@@ -21,7 +21,7 @@ from dtmega.interop.hf.expert_parallel import experts_of, send_to_experts
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.tp.parallel import parallelize_hf, plan_for
 from dtmega.interop.hf.tp.verify import Verification, verify
-from dtmega.plans.expert_parallel import divide
+from dtmega.plans.expert_parallel import check_divisible, divide
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -69,7 +69,7 @@ def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
         mesh: 1-D mesh of the ranks over which each layer's experts are divided.
 
     Raises:
-        ValueError: the model has no experts that can be divided, or no small clone can be made.
+        ValueError: the model has no experts that the ranks can share evenly, or no small clone can be made.
     """
 
     def divided(clone: Any, mesh: DeviceMesh) -> Any:
@@ -83,6 +83,9 @@ def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
             f"'{model.config.model_type}' has no experts that transformers can compute on other ranks, expected a "
             f"mixture (--ep)"
         )
+    # The clone may have another number of experts than the model.
+    for experts in experts_of(model):
+        check_divisible(experts, mesh.size())
     return verify(model, mesh, divided, own_batches=True)
 
 

@@ -59,7 +59,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """Style of an nn.Linear whose input concatenates `parts` equally sized vectors, each of which is cut over tp."""
+    """A `Row` style for a linear layer whose input joins `parts` vectors of equal size. tp cuts each vector."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dtmega.__main__ import main as dtmega_main
+from dtmega.distributed import exit_codes
 from dtmega.interop.hf.families import OVER_EP
 from dtmega.interop.hf.tp.command import verify_experts
 from dtmega.interop.hf.tp.verify import Verification
@@ -54,12 +56,23 @@ def test_a_result_that_comes_back_to_another_row_is_found():
         assert not found.raised
 
 
-def refused() -> str:
+def refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama"))
-    return ranks.message(verify_experts, model, mesh)
+    found = []
+    for kind in ("llama", "mixtral"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+        found.append(ranks.message(verify_experts, model, mesh))
+    return found
 
 
-def test_a_model_without_experts_is_refused():
-    assert "'llama' has no experts that transformers can compute on other ranks" in ranks.run(1, refused)[0]
+def test_a_model_whose_experts_cannot_be_shared_evenly_is_refused_though_its_clone_could_be_divided():
+    for without_experts, uneven in ranks.run(3, refusals):
+        assert "'llama' has no experts that transformers can compute on other ranks" in without_experts
+        assert "ep=3 does not divide n_experts=8: 8 % 3 = 2" in uneven
+
+
+@pytest.mark.parametrize("flag", ["--generic", "--no-sequence-parallel"])
+def test_flags_of_tensor_parallelism_are_refused_with_ep(capsys: pytest.CaptureFixture[str], flag: str):
+    assert dtmega_main(["verify-plan", "d", "--ep", "2", flag]) == exit_codes.REFUSED
+    assert "are for tensor parallelism: expected neither (--ep)" in capsys.readouterr().err
