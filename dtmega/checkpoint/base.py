@@ -106,8 +106,8 @@ class Digesting:
         """Return the digests of whole tensors, keyed by name.
 
         Args:
-            counted: names of the tensors that this process counts. If several ranks have copies of a part, exactly one
-                of these ranks counts the part.
+            counted: names of the tensors whose parts this process adds to the sums. If several ranks have copies of a
+                part, exactly one of these ranks adds the part.
             group: process group of the ranks that together have read each tensor; None if this process has read all
                 tensors.
         """
@@ -160,7 +160,7 @@ def _factors(name: str, dim: int, start: int, size: int) -> Tensor:
 
 
 def location(model: config.Model, source: Source) -> str:
-    """The path of the checkpoint that `source` reads or, without a checkpoint, of a new run's initial weights."""
+    """The path of the checkpoint that `source` reads; without a checkpoint, the path of the initial weights."""
     checkpoint = getattr(source, "checkpoint", None)
     path = checkpoint.path if checkpoint is not None else model.init_from or getattr(model, "directory", "")
     return path if "://" in path else str(Path(path).absolute())
@@ -186,7 +186,7 @@ def open_base(
         Tuple (path of the base, weights of the base).
 
     Raises:
-        ValueError: the base is missing, or belongs to a different model.
+        ValueError: the base is missing or belongs to a different model.
     """
     path = base_path
     named_now = {key: getattr(model, key, "") for key in ("init_from", "path")}

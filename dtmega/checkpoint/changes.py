@@ -174,7 +174,7 @@ def _consequences(
         values[change.section][change.key] = change.was
     try:
         before = Config.model_validate(values).completed(samples_in)
-    except ValueError:  # a combination that this dtmega refuses
+    except ValueError:  # this version of dtmega refuses the combination of old and new keys
         return []
     now = now.completed(samples_in)
     end_before, end_now = before.end(steps, samples), now.end(steps, samples)

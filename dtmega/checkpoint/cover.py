@@ -16,7 +16,7 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
 
     Each corner of a box gets a sign: the product, over the cut dims, of +1 at the lower end and -1 at the upper end.
     Let c be the number of boxes that hold an element, as a function of the element's position. The signed corners of
-    all boxes together are the mixed difference of c, and therefore determine c. Consequently, the boxes cover the
+    all boxes together are the mixed difference of c and therefore determine c. Consequently, the boxes cover the
     tensor exactly once if and only if their signed corners add up to the signed corners of the whole tensor.
 
     Args:
@@ -33,7 +33,7 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"expected a tensor cut along at most {MAX_CUT_DIMS} dims, got {len(cut)}")
     whole_tensor = ((0,) * len(shape), shape)
-    # Add the corners of the boxes, and subtract the corners of the whole tensor. All corners cancel if the boxes cover
+    # Add the corners of the boxes and subtract the corners of the whole tensor. All corners cancel if the boxes cover
     # the tensor exactly once.
     signed_boxes = [*((1, box) for box in boxes), (-1, whole_tensor)]
     corners: Counter[Sizes] = Counter()

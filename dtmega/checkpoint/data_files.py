@@ -16,11 +16,11 @@ from torch import Tensor
 from dtmega.checkpoint.manifest import Damaged, Manifest, StoredChunk, block_digests
 
 Slices = tuple[slice, ...]
-WRITE_BYTES = 4 * 2**20  # bytes of one write; a multiple of every block size
+WRITE_BYTES = 4 * 2**20  # number of bytes per write; a multiple of every block size
 
 
 class DataFile:
-    """A writer for one data file: appends boxes of tensors, and computes a digest of every block.
+    """A writer for one data file: appends boxes of tensors and computes a digest of every block.
 
     Args:
         name: name of the file.
@@ -81,7 +81,7 @@ class Extent(NamedTuple):
     stop: int
 
     def tensor(self, blocks: Tensor) -> Tensor:
-        """Verify the blocks, and return the content of the box.
+        """Verify the blocks and return the content of the box.
 
         Args:
             blocks: bytes of the blocks, uint8; fewer than `stop - start` if the file is too short.

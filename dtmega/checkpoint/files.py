@@ -47,7 +47,7 @@ class Disk:
     Attributes:
         parallel_reads: number of concurrent reads that gives the best speed.
         stays_readable: whether an open file remains readable after its deletion.
-        second_writer: warning about the effect of a second run that writes here, for a place that cannot be locked.
+        second_writer: warning about a second run that writes to a place that cannot be locked.
     """
 
     parallel_reads = 1
@@ -110,7 +110,7 @@ class Disk:
             yield file
 
     def publish(self, folder: str, raw: bytes, attempt: str) -> str:
-        """Write the manifest into the folder `unpublished(folder)`, and give that folder its final name.
+        """Write the manifest into the folder `unpublished(folder)` and give that folder its final name.
 
         Args:
             folder: final name of the folder.
@@ -138,7 +138,7 @@ class Disk:
         self.remove(self.unpublished(folder))
 
     def retire(self, folder: str) -> None:
-        """Rename a checkpoint, and then delete it, so that a kill cannot leave half of it under a valid name."""
+        """Rename a checkpoint and then delete it, so that a kill cannot leave half of it under a valid name."""
         retired = f".old-{folder}"
         self.rename(folder, retired)
         self.remove(retired)
@@ -161,7 +161,7 @@ class Disk:
         os.rename(self.root / folder, self.root / to)
 
     def move(self, folder: str, into: str) -> None:
-        """Move a folder into the folder `into`, and return once the move is durable."""
+        """Move a folder into the folder `into` and return once the move is durable."""
         atomic.make_folder(self.root / into)
         os.rename(self.root / folder, self.root / into / folder)
         atomic.sync_folder(self.root / into)

@@ -75,8 +75,8 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
             exit_status.set(error.exit_code, error.reason)
         else:
             exit_status.set(exit_codes.FAILED, exit_codes.error_summary(error))
-        # Write the file only if the directory has a lock file, which shows that a run has used the directory. If
-        # another process is running there now, `Claim` raises ValueError and nothing is written.
+        # Write `exit.json` only if the run directory has a lock file, which shows that a run has used the directory.
+        # If another process is using the directory now, `Claim` raises ValueError and nothing is written.
         if first and run_dir is not None and (run_dir / process.LOCK).exists():
             with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
                 exit_status.attach(run_dir, partial(resume.newest_of_run, run_dir))
@@ -103,7 +103,7 @@ def check_is_trained(cfg: config.Config, init: Source | None) -> None:
 
 
 def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> CandidatePaths:
-    """Find the checkpoints to resume from, and leave a probe folder next to them. Called on rank 0.
+    """Find the checkpoints to resume from and leave a probe folder next to them. Called on rank 0.
 
     Args:
         cfg: configuration of the run.
@@ -138,7 +138,7 @@ def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Check
 def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
     """The dtype that [precision] params selects.
 
-    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if bfloat16 is fast on
+    With `auto`, a resumed run keeps the dtype that it began with. A new run uses bfloat16 if bfloat16 is fast on
     the device, and float32 otherwise.
 
     Args:
@@ -156,7 +156,7 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
 
 
 def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
-    """The manifest digest of each checkpoint among the sources, keyed by path. All ranks must get equal digests."""
+    """The manifest digest of each checkpoint among `sources`, keyed by path. All ranks must get equal digests."""
     unwrapped = [getattr(source, "checkpoint", source) for source in sources]
     checkpoints = [source for source in unwrapped if isinstance(source, Checkpoint)]
     return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in checkpoints}
@@ -169,7 +169,7 @@ def remove_probe(cfg: config.Config, by_rank_0: CandidatePaths) -> None:
 
 
 def _make_probe(files: Place) -> str:
-    """Make a folder that other ranks see only if they share this file system, and return the folder's name."""
+    """Make a folder that other ranks see only if they share this file system; return the folder's name."""
     # If this process is killed, the next process of the run removes folders with this prefix
     # (`resume.set_aside_newer`).
     probe = f".tmp-step-probe-{uuid4().hex}"

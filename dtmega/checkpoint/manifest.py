@@ -1,4 +1,4 @@
-"""The description of a checkpoint, `manifest.json`: written last, and verified before anything else is read.
+"""The description of a checkpoint, `manifest.json`: written last and verified before anything else is read.
 
     {"content": {"format": 2, "step": 100, "state": {...}, "files": {name: bytes}, "block_bytes": 16384,
                  "tensors": {...}}, "xxh3": "..."}
@@ -161,7 +161,7 @@ def _tail(body: bytes) -> bytes:
 
 
 def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
-    """Parse the bytes of a `manifest.json`, and check the result against the data files in the same folder.
+    """Parse the bytes of a `manifest.json` and check the result against the data files in the same folder.
 
     Args:
         raw: content of the file.

@@ -8,7 +8,7 @@ wrote the file, so two processes cannot overwrite or delete each other's files.
 Files that no manifest names are leftovers of killed saves, or files of a save that another process is still writing.
 Such files are deleted once they are older than LEFTOVER_AGE.
 
-Credentials and endpoints come from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), and never appear in
+Credentials and endpoints come from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...) and never appear in
 messages.
 """
 
@@ -86,7 +86,7 @@ class Objects:
 
     @contextlib.contextmanager
     def create(self, folder: str, name: str) -> Iterator[Any]:
-        """Open a binary file for writing. The file appears after the `with` block, or not at all.
+        """Open a binary file for writing. The file appears after the `with` block or not at all.
 
         Raises:
             FileExistsError: a file with this name exists, and is not a data file.
@@ -107,7 +107,7 @@ class Objects:
             try:
                 writer.close()
             # The response to the last request may have been lost. A retry of this request then finds no upload to
-            # complete, and fails. Only this attempt writes under this name, so the file is complete if it exists.
+            # complete and fails. Only this attempt writes under this name, so the file is complete if it exists.
             except (BaseError, OSError):
                 if not self._exists(key):
                     raise
@@ -138,8 +138,8 @@ class Objects:
     def discard(self, folder: str, attempt: str) -> None:
         """Delete the data files of a failed attempt.
 
-        Keep the files if the store has not responded to the request for the attempt's manifest, because the store may
-        still publish the manifest.
+        Keep the files if the store has not responded to the request that creates the attempt's manifest, because the
+        store may still publish this manifest.
         """
         if attempt not in self._in_doubt:
             with reported():
@@ -151,7 +151,7 @@ class Objects:
         self._delete_in_order(f"{folder}/{name}" for name in self._belonging(folder))
 
     def move(self, folder: str, into: str) -> None:
-        """Move a checkpoint into the folder `into`: copy the manifest last, and delete the old manifest first."""
+        """Move a checkpoint into the folder `into`: copy the manifest last and delete the old manifest first."""
         sizes = self._belonging(folder)
         manifest_bytes = sizes.pop(NAME)
         with ThreadPoolExecutor(PARALLEL) as threads:

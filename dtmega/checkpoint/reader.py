@@ -17,7 +17,7 @@ from dtmega.checkpoint.data_files import Extent, extent
 from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Damaged, StoredChunk
 
-SPARE_FILES = 256  # file descriptors that `hold` leaves for everything else that the process opens
+SPARE_FILES = 256  # number of file descriptors that `hold` leaves free for the rest of the process
 
 
 class Checkpoint:
@@ -33,7 +33,7 @@ class Checkpoint:
         bytes_read: number of bytes that this object has read from data files.
 
     Raises:
-        Damaged: the manifest is missing or damaged, or does not fit the data files.
+        Damaged: the manifest is missing, is damaged or does not fit the data files.
     """
 
     def __init__(self, files: Place, folder: str) -> None:
@@ -68,7 +68,7 @@ class Checkpoint:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         with ExitStack() as closing:
             held = {name: closing.enter_context(self.files.open(self.folder, name)) for name in self.manifest.files}
-            # All files are open, and stay open as long as this object exists.
+            # All files are open and stay open as long as this object exists.
             self._held = held
             weakref.finalize(self, closing.pop_all().close)
         return self
@@ -79,7 +79,7 @@ class Checkpoint:
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor or part of a tensor, and verify every block that is read.
+        """Read a tensor or part of a tensor; verify every block that is read.
 
         Args:
             name: name of the tensor in the checkpoint.
@@ -105,7 +105,7 @@ class Checkpoint:
         return result
 
     def read_chunk(self, name: str, chunk: StoredChunk, box: tuple[slice, ...]) -> Tensor:
-        """Read a box of a chunk, and verify the blocks that hold the box's rows.
+        """Read a box of a chunk and verify the blocks that hold the box's rows.
 
         Args:
             name: name of the tensor that the chunk belongs to.
@@ -118,7 +118,7 @@ class Checkpoint:
         return self.read_extents([extent(self.manifest, name, chunk, box)])[0]
 
     def read_extents(self, extents: Sequence[Extent]) -> list[Tensor]:
-        """Read boxes whose bytes are adjacent in one data file, and verify the blocks that hold the boxes.
+        """Read boxes whose bytes are adjacent in one data file; verify the blocks that hold the boxes.
 
         Args:
             extents: one group of extents from `data_files.side_by_side`.
@@ -134,7 +134,7 @@ class Checkpoint:
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
         with self._open(extents[0].chunk.file) as file:
             file.seek(start)
-            # The file is unbuffered: `readinto` may read fewer bytes than requested, and returns 0 at the end.
+            # The file is unbuffered: `readinto` may read fewer bytes than requested and returns 0 at the end.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n
@@ -145,7 +145,7 @@ class Checkpoint:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        """Open a data file for a `with` block, or reuse the file that `hold` has opened.
+        """Open a data file for a `with` block or reuse the file that `hold` has opened.
 
         Raises:
             Damaged: the file is missing, perhaps because the run has deleted the whole checkpoint.

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from, and refuse a checkpoint that belongs to a different run.
+"""Find the checkpoint that a run resumes from; refuse a checkpoint that belongs to a different run.
 
 A run resumes from its newest intact checkpoint, or from the checkpoint that [checkpoint] resume names. A new run has no
 checkpoint.

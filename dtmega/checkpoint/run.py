@@ -90,7 +90,7 @@ class Checkpoints:
         self._attempt = ""  # id of the save in progress; only rank 0's id is used
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
-        """Save a checkpoint, or begin to save it if saving is asynchronous.
+        """Save a checkpoint or begin to save it if saving is asynchronous.
 
         Returns:
             The outcomes of the saves that have ended: this save or, if saving is asynchronous, the previous save.
@@ -118,7 +118,7 @@ class Checkpoints:
     def poll(self) -> list[SaveOutcome]:
         """Publish the checkpoint if the threads of all ranks have finished writing.
 
-        A save ends on all ranks in the same call.
+        A save ends in the same call of `poll` on every rank.
 
         Returns:
             A list with the outcome of the save that has ended; [] if no save has ended.
@@ -224,11 +224,11 @@ class Checkpoints:
         n_updates: int,
         base: Base | None,
     ) -> dict[str, list[Tensor]]:
-        """Call `targets_of` with these arguments, and return the tensors to fill.
+        """Call `targets_of` on every rank and return this rank's tensors to fill.
 
         Raises:
-            ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this error, because the
-                other ranks would otherwise wait for that rank in the load's collectives.
+            ValueError: a rank's tensors do not match the checkpoint. All ranks raise this error, because otherwise
+                the other ranks would wait for the failed rank in the load's collectives.
         """
         targets = dict[str, list[Tensor]]()
         refusal = ""
@@ -243,7 +243,7 @@ class Checkpoints:
         return targets
 
     def purge_strays(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """Delete old checkpoints that were left behind because the previous attempt was killed. Called on rank 0.
+        """Delete old checkpoints that the previous attempt left behind when it was killed. Called on rank 0.
 
         Args:
             before: configuration recorded in the newest checkpoint. If [checkpoint] keep is larger there than in the
@@ -259,14 +259,14 @@ class Checkpoints:
         self._thread.shutdown()
 
     def _publish(self, written: Manifest) -> str:
-        """Write the manifest into a folder of data files, and give the folder its final name.
+        """Write the manifest into a folder of data files and give the folder its final name.
 
         Returns:
             The reason why the new name might not survive a power cut; usually ''.
 
         Raises:
             Failed: the disk, or the library that serves a URL, raised an exception of any type. The caller catches only
-                `Failed`, and must then continue, because the other ranks wait for the outcome.
+                `Failed` and must then continue, because the other ranks wait for the outcome.
         """
         try:
             return self._files.publish(name(written.step), manifest.dump(written), self._attempt)
@@ -284,7 +284,7 @@ class Checkpoints:
             # Keep the newest `keep - 1` of these checkpoints. For keep = 1, the slice would be [:0], and `or None`
             # changes it to [:].
             for old in others[: -keep + 1 or None]:
-                # The user's command names this checkpoint in [checkpoint] resume, and may be run again.
+                # The user's command names this checkpoint in [checkpoint] resume and may be run again.
                 if old == self._named:
                     continue
                 with contextlib.suppress(Exception):

@@ -27,7 +27,7 @@ def tensors_of(
     elsewhere = base.digests if base else {}
     stored = {n: p for n, p in stored.items() if n not in elsewhere}
     trained = {n: p for n, p in stored.items() if p.requires_grad}
-    # If FSDP has left a module gathered, `stored` holds whole parameters instead of the optimizer's parameters.
+    # Fails if FSDP has left a module gathered: then `stored` holds whole parameters, which the optimizer does not have.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters have been updated {counts} times"
@@ -46,7 +46,7 @@ def targets_of(
 ) -> dict[str, list[Tensor]]:
     """List the tensors to fill, keyed by name in the checkpoint (see `tensors_of`).
 
-    The function replaces the optimizer's state with zero tensors, and includes these tensors in the result.
+    The function replaces the optimizer's state with zero tensors and includes these tensors in the result.
 
     Args:
         checkpoint: checkpoint to load.
@@ -56,7 +56,7 @@ def targets_of(
         base: base that holds the tensors that the checkpoint leaves out; None if the checkpoint holds all tensors.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor, or holds a tensor in a different shape.
+        ValueError: the checkpoint lacks a tensor or holds a tensor in a different shape.
     """
     elsewhere = base.digests if base else {}
     saved = checkpoint.manifest.tensors

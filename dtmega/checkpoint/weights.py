@@ -120,7 +120,7 @@ def whole_weights(
         base_path: current path of the base; '' if the base has not moved.
 
     Raises:
-        ValueError: the base is missing, or belongs to a different model.
+        ValueError: the base is missing or belongs to a different model.
     """
     state = state_of(checkpoint)
     if state.base is None:
@@ -137,7 +137,7 @@ def is_hf_folder(path: str) -> bool:
 def open_checkpoint_weights(
     model: config.Model, weights_of: Callable[[config.Model], Source | None], digest: str = ""
 ) -> Source:
-    """Open the checkpoint that `[model] init_from` names, and check that its weights fit the other keys of [model].
+    """Open the checkpoint that `[model] init_from` names and check that its weights fit the other keys of [model].
 
     Args:
         model: [model] section of the run.
@@ -145,7 +145,7 @@ def open_checkpoint_weights(
         digest: digest of the directory from which the model is read; '' if there is no such directory.
 
     Raises:
-        ValueError: `[model] init_from` has no checkpoint, or the checkpoint belongs to a different model.
+        ValueError: `[model] init_from` names no checkpoint, or names a checkpoint of a different model.
         Damaged: the checkpoint is not intact.
     """
     try:
@@ -185,7 +185,7 @@ def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab
             and the source may have more or fewer padding rows. Rows that the source lacks are filled with zeros.
 
     Raises:
-        ValueError: the source lacks a parameter, or holds a parameter in a different shape.
+        ValueError: the source lacks a parameter or holds a parameter in a different shape.
     """
     for name, parameter in parameters:
         if name not in source.tensors:
@@ -196,7 +196,7 @@ def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab
         if source_shape != shape and not differs_in_padding_only:
             raise ValueError(f"'{name}' is {list(source_shape)} there, {list(shape)} here ([model], [model] init_from)")
         for offsets, part in boxes(parameter):
-            # Number of this part's rows that the source has; the remaining rows are padding.
+            # Number of rows in this part that exist in the source; the remaining rows are padding.
             rows = max(0, min(part.shape[0], source_shape[0] - offsets[0]))
             part[rows:] = 0
             if rows:

@@ -1,8 +1,8 @@
-"""`dtmega replay`: replay steps of a run that used [run] exact, on any data layout, and compare every bit.
+"""`dtmega replay`: replay steps of a run that used [run] exact, on any data layout; compare every bit.
 
 A replay is a separate run in a temporary folder. A replay of step N resumes from the original run's newest checkpoint
 before step N, with the recipe that the original run had at step N. The replay does not record its digests, but compares
-them with the original run's digests (`training/exact/recorded.py`), and stops at the first step that differs.
+them with the original run's digests (`training/exact/recorded.py`) and stops at the first step that differs.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def go_over(run: Run, at: Progress, step: int) -> tuple[bool, int]:
         step: number of the last step.
 
     Returns:
-        A flag, True if a digest differs, and the number of the last completed step. Both values are equal on all ranks.
+        A flag (True if a digest differs) and the number of the last completed step. All ranks return equal values.
     """
     end = run.cfg.end(at.step, at.samples)
     seen = torch.zeros(2, dtype=torch.int32, device=run.world.device)

@@ -5,7 +5,7 @@
 
 Every key is declared once, with its default and a line of help. `model_keys.py` declares the keys of [model], and
 `keys.py` declares all other keys. `--help` and docs/configuration.md print these declarations. An interval of 0
-switches a feature off; dtypes have torch's names. This file combines the sections, and finds and reads the TOML file.
+switches a feature off; dtypes have torch's names. This file finds and reads the TOML file and combines the sections.
 
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
@@ -264,7 +264,7 @@ def run_dir_of(argv: Sequence[str]) -> Path | None:
 
 
 def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
-    """Read the configuration in the TOML file `path`, and apply `overrides` in order.
+    """Read the configuration in the TOML file `path` and apply `overrides` in order.
 
     Raises:
         ConfigError: the file is missing or is not TOML, or the configuration is invalid (see `load`).
@@ -282,7 +282,7 @@ def find_file(name: str) -> Path:
         try:
             if path.is_file():
                 return path
-        except OSError as error:  # the name is too long, or a folder may not be read
+        except OSError as error:  # the name is too long, or a folder is not readable
             raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
     known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
     raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")

@@ -1,6 +1,6 @@
 """The keys of all sections except [model]: one class per section, with the checks within that section.
 
-Keys of [model] are in `model_keys.py`. `config/__init__.py` combines the sections, and checks keys of different
+Keys of [model] are in `model_keys.py`. `config/__init__.py` combines the sections and checks keys of different
 sections against each other.
 """
 
@@ -369,7 +369,7 @@ class Optim(Section):
         return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The length of the warm-up, given `total`, the length of the whole run. Both are measured in [optim] unit."""
+        """The length of the warm-up, given `total`, the length of the whole run, both measured in [optim] unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 

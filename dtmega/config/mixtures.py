@@ -35,7 +35,7 @@ class Share(NamedTuple):
     def documents(self, n: int) -> tuple[int, int]:
         """The document range, (start, stop), in a corpus of n documents.
 
-        Both ends are rounded (halves to even), as in Megatron-DeepSpeed's `get_split_by_range_`.
+        `start` and `stop` are rounded (halves to even), as in Megatron-DeepSpeed's `get_split_by_range_`.
         """
         return round(self.start * float(n)), round(self.end * float(n))
 

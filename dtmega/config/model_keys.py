@@ -13,7 +13,7 @@ from dtmega.config.schema import Section, key
 class Model(Section):
     """The keys that every family has.
 
-    To add a family, write a class below with the family's `name`, and list the class in `Config.model`.
+    To add a family, write a class below with the family's `name` and list the class in `Config.model`.
     """
 
     name: Any  # each family declares a Literal with its own name

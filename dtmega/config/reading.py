@@ -1,4 +1,4 @@
-"""Convert TOML and `--section.key value` options into typed, frozen sections, or into errors in plain words.
+"""Convert TOML and `--section.key value` options into typed, frozen sections; report errors in plain words.
 
 This file does not depend on dtmega's keys: `keys.py` and `model_keys.py` declare the keys, and `suggestions.py` guesses
 which key the user meant by an unknown key. Reading is strict: a string is never read as a number. Each error names the
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from dtmega.config.schema import SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
-SHOWN = 200  # maximum number of characters of a wrong value that a message shows
+SHOWN = 200  # a message shows at most this many characters of a wrong value
 REFUSALS = 50  # maximum number of errors reported for a file; another program's file may have thousands of errors
 
 Sections = TypeVar("Sections", bound=BaseModel)
@@ -199,10 +199,10 @@ def validate(
 def _choose_class(
     section: str, kinds: SectionClasses, table: Mapping[str, Any], source: str, overrides: Sequence[Override]
 ) -> ChosenClass:
-    """Find the class that the file, or the last override of the discriminator, chooses for a section.
+    """Find the class of a section. The discriminator's last override takes precedence over its value in the file.
 
     Raises:
-        ConfigError: no class belongs to the discriminator's value.
+        ConfigError: no class has the discriminator's value.
     """
     if not kinds.discriminator:
         return ChosenClass(kinds, "")
@@ -220,7 +220,7 @@ def _choose_class(
 def _known_keys(
     tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggester: Suggester, refusals: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Copy the file's tables, and append messages about unknown sections and keys to `refusals`."""
+    """Copy the file's tables and append messages about unknown sections and keys to `refusals`."""
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         merged[section] = dict(table)
@@ -240,7 +240,7 @@ def _apply_overrides(
     suggester: Suggester,
     refusals: list[str],
 ) -> None:
-    """Set the overridden keys in `merged`, and append messages about unknown keys to `refusals`."""
+    """Set the overridden keys in `merged` and append messages about unknown keys to `refusals`."""
     for override in overrides:
         section, k, text = override
         if unknown := _unknown(chosen, section, k, override.option, suggester, option=True):
@@ -293,7 +293,7 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     if section and chosen[section].kinds.discriminator:
         del location[1]  # this entry is pydantic's name for the class
     k = location[1] if len(location) > 1 else ""
-    if error["type"] == "value_error":  # from a validator of a section or of the whole configuration
+    if error["type"] == "value_error":  # a validator of a section or of the whole configuration raised the error
         return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)
     option = f"--{section}.{k}"
     where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"

@@ -106,7 +106,7 @@ def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str,
         groups[every][kinds.discriminator] = FieldInfo(
             annotation=choices, default=kinds.default, description=declaration.description
         )
-    all_keys: dict[str, None] = {}  # in the order of their first declaration
+    all_keys: dict[str, None] = {}  # keys in the order in which the classes first declare them
     for section_class in kinds.classes.values():
         all_keys.update(dict.fromkeys(section_class.model_fields))
     all_keys.pop(kinds.discriminator, None)

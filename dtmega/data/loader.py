@@ -158,7 +158,7 @@ class TrainBatches:
     def _n_workers(self) -> int:
         """The number of worker processes, from [data] num_workers.
 
-        With num_workers = -1, this method times two batches, and returns 0 if either of the batches takes less than
+        With num_workers = -1, this method times two batches and returns 0 if either of the batches takes less than
         MOMENT_S, or 1 if both take longer. One batch is not enough, because the first batch may be slow for a reason
         that does not recur.
         """
@@ -287,7 +287,7 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
 
 
 def made_in_turn(rows: Rows, slices: Iterator[range]) -> Iterator[dict[str, Tensor]]:
-    """Make the rows for each range of samples in this process, and yield the rows in order.
+    """Make the rows for each range of samples in this process and yield them in order.
 
     If the rows are in an object store, a thread reads one range ahead of the caller.
 

@@ -2,7 +2,7 @@
 
     __doc__                 a line about the command, followed by the examples that `--help` shows
     add_arguments(parser)   adds the command's options
-    command(args) -> int    runs the command, and returns the exit code or raises an error
+    command(args) -> int    runs the command and returns the exit code, or raises an error
     TAKES_FLAGS             (optional) options whose value may begin with a dash
     TAKES_KEYS              (optional) True if the command accepts every configuration key; `args.keys` then holds the
                             keys that the command line sets

@@ -102,7 +102,7 @@ def _utf8(text: str) -> str:
 
 
 def _from_first(read: Callable[[], T]) -> T:
-    """Call a function on the first process, and return its result on all processes.
+    """Call a function on the first process and return its result on all processes.
 
     Raises:
         ValueError: the function raised ValueError on the first process. Every process then raises this error.
@@ -127,7 +127,7 @@ def _from_first(read: Callable[[], T]) -> T:
 
 
 def print_on_first(text: str) -> None:
-    """Print on the first process only, and flush stdout."""
+    """Print on the first process only and flush stdout."""
     from dtmega import mesh
 
     if mesh.rank() == 0:

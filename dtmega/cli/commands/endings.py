@@ -46,7 +46,7 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 
 def write_output(write: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
-    """Write a command's output, and print a summary.
+    """Write a command's output and print a summary.
 
     Args:
         write: function that writes the output and returns the summary.

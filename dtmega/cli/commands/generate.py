@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --chat: a template instead of the tokenizer's own, the one that the model was trained with",
     )
-    # Each family has its own defaults, and refuses options that it does not read (`Show.options`).
+    # Each family has its own defaults and refuses options that it does not read (`Show.options`).
     parser.add_argument("--tokens", type=integer(1), help="tokens to generate at most (default 128)")
     parser.add_argument("--temperature", type=temperature, help="0 = always the most probable token (default 0.8)")
     parser.add_argument(
@@ -123,7 +123,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Check that the options name exactly one run, and either give a prompt or start a conversation.
+    """Check that the options name exactly one run and either give a prompt or start a conversation.
 
     Raises:
         ValueError: the options name no run or two runs, give no prompt, or give a chat template without `--chat`.
@@ -171,7 +171,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     """The prompts given with --prompt, followed by the prompts in the file given with --prompts.
 
     Raises:
-        ValueError: the --prompts file is not UTF-8, or has no prompt.
+        ValueError: the --prompts file is not UTF-8 or has no prompt.
         OSError: the file cannot be read.
     """
     prompts = [sys.stdin.read() if prompt == STDIN else prompt for prompt in args.prompt or []]

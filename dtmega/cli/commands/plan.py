@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtmega.planning.answers.answer import Answer
     from dtmega.planning.answers.job import Job, Machine
 
-TAKES_KEYS = True  # any key of a run as --section.key value
+TAKES_KEYS = True  # accepts any configuration key as --section.key value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def measure_machine(args: argparse.Namespace) -> int:
-    """Measure this machine with all ranks, and write the results to a fabric file.
+    """Measure this machine with all ranks and write the results to a fabric file.
 
     Returns:
         The exit code.
@@ -160,7 +160,7 @@ def check_folder(option: str, path: str) -> None:
 
 
 def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) -> int:
-    """Search for the fastest layout that fits, and print the results.
+    """Search for the fastest layout that fits and print the results.
 
     Returns:
         The exit code.
@@ -197,7 +197,7 @@ def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) ->
 
 
 def plan_one(job: Job, args: argparse.Namespace) -> int:
-    """Plan one layout, and print the plan.
+    """Plan one layout and print the plan.
 
     Returns:
         The exit code.

@@ -126,7 +126,7 @@ def command(args: argparse.Namespace) -> int:
     """Tokenize the input.
 
     Raises:
-        ValueError: an option conflicts with `--chat`, or needs `--chat`.
+        ValueError: an option conflicts with `--chat` or needs `--chat`.
     """
     if not args.chat:
         _refuse(args, ("chat_template", "train_on", "roles", "skip_empty"), "without --chat")

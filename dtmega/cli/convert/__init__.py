@@ -1,4 +1,4 @@
-"""Convert weights from and to other programs' formats, and inspect checkpoints.
+"""Convert weights from and to other programs' formats; inspect checkpoints.
 
     conversion.py     `python -m dtmega convert`: reads a source and writes a target
     sources.py        a reader for each format that `--from` takes: Hugging Face directories, dtmega's runs, DCP
@@ -7,7 +7,7 @@
     to_checkpoint.py  writes a dtmega checkpoint (interop/hf/files/export.py writes a Hugging Face folder;
                       interop/megatron/write.py and write_core.py write Megatron checkpoints)
     card.py           an export's text files: a model card, the source's README and licence
-    inspect.py        `python -m dtmega inspect`: describes and verifies a checkpoint, or compares two checkpoints
+    inspect.py        `python -m dtmega inspect`: describes and verifies a checkpoint or compares two checkpoints
 
 interop/ reads other programs' files.
 """

@@ -221,7 +221,7 @@ def _losses(run_record: record.Record, last_step: int) -> list[Row]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Join the first MAX_ITEMS names, and append the number of names left out."""
+    """Join the first MAX_ITEMS names and append the number of names left out."""
     all_names = list(names)
     more = f" and {len(all_names) - MAX_ITEMS} more" if len(all_names) > MAX_ITEMS else ""
     return ", ".join(all_names[:MAX_ITEMS]) + more

@@ -49,11 +49,11 @@ MEGATRON_FORMATS = {"core": "megatron-core", LEGACY: "megatron"}
 
 
 def convert(args: argparse.Namespace, startup: Startup) -> None:
-    """Convert the weights that `--from` names into the target that `--to` names.
+    """Read the weights that `--from` names, convert them, and write the target that `--to` names.
 
     Args:
         args: parsed command line of `python -m dtmega convert`.
-        startup: `Startup` of the ranks that take part.
+        startup: `Startup` of the ranks that convert.
 
     Raises:
         Refused: the format is unknown, the source is missing or damaged, the weights belong to a different model, the
@@ -178,7 +178,7 @@ def _write_for_megatron(
 
 
 def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
-    """Open the source that `--from` names, and check that all ranks see the same source."""
+    """Open the source that `--from` names and check that all ranks see the same source."""
     kind, path = args.source
     target = args.target[0]
     source = None

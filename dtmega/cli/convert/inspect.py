@@ -1,4 +1,4 @@
-"""`python -m dtmega inspect CKPT [OTHER]`: describe and verify a checkpoint, or compare two checkpoints."""
+"""`python -m dtmega inspect CKPT [OTHER]`: describe and verify a checkpoint or compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _about_base(state: State) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Compare the states and tensors of two checkpoints by value, and yield a line about each difference."""
+    """Compare the states and tensors of two checkpoints by value and yield a line about each difference."""
     state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
     for key in sorted(state_a.keys() | state_b.keys()):
         if state_a.get(key) != state_b.get(key):

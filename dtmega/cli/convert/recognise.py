@@ -1,4 +1,4 @@
-"""Recognise the family of a model that another program has stored, and make its [model] section."""
+"""Recognise the family of a model that another program has stored; make the model's [model] section."""
 
 from __future__ import annotations
 

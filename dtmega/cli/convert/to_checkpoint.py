@@ -95,7 +95,7 @@ def write(
 
 
 def _fill(files: Place, folder: str, name: str, tensors: Mapping[str, tuple[Source, str]], state: State) -> Manifest:
-    """Write the tensors one by one into a data file, and return the manifest.
+    """Write the tensors one by one into a data file and return the manifest.
 
     Args:
         files: place that holds the folder.

@@ -1,6 +1,6 @@
 """Conversations in a `.bin/.idx` pair: the tokens of each conversation, and a mask of the tokens that bear loss.
 
-A conversation is a document. Its sequences alternate: the first has tokens without loss, the second has tokens that
+A conversation is a document of alternating sequences: the first has tokens without loss, the second has tokens that
 bear loss, the third has tokens without loss, and so on. No sequence is empty, so a conversation has at least one token
 that bears loss. A conversation's first token never bears loss, because no earlier token could predict it.
 
@@ -48,8 +48,8 @@ class Conversations:
         dataset: the data set.
         record: entry `chat` of the data set's record.
         lengths: number of tokens in each conversation, int64 [n].
-        first_learned: index of the first token that bears loss in each conversation, int64 [n], at least 1. A
-            conversation that is cut to its first L tokens has a token to learn if L > first_learned.
+        first_learned: index of the first token that bears loss in each conversation, int64 [n], at least 1. If
+            L > first_learned, a conversation's first L tokens include a token to learn.
 
     Raises:
         ValueError: the data set has no record of conversations, or its sequences or its number of learned tokens

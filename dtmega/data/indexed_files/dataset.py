@@ -21,7 +21,7 @@ from dtmega.data.indexed_files.stored import StoredPair, StoredTokens
 from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
 
-CHUNK = 1 << 20  # entries checked at a time, to bound the memory needed to open a file
+CHUNK = 1 << 20  # number of entries checked at a time, to bound the memory needed to open a file
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -178,7 +178,7 @@ class IndexedDataset:
 
     @property
     def index_state(self) -> str:
-        """Path, size and modification time (or version) of the .idx. Any change may mean that the data set is new."""
+        """Path, size and modification time (or version) of the .idx; any change may mean a new data set."""
         if self.stored is not None:
             return self.stored.index_state
         stat = os.stat(self.index_path)

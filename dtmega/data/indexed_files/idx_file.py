@@ -130,7 +130,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
 
 
 def _dtype(path: str, version: int, code: int, codes: dict[int, np.dtype[Any]]) -> np.dtype[Any]:
-    """Check a header's version, and return the dtype for the header's dtype code."""
+    """Check a header's version and return the dtype for the header's dtype code."""
     if version != 1:
         raise ValueError(f"{path}: expected version 1, got {version}")
     if code not in codes:

@@ -42,7 +42,7 @@ class PairFiles:
         return self._temps[suffix]
 
     def write(self, suffix: str, pieces: Iterable[bytes | NDArray[Any]]) -> None:
-        """Write one of the files piece by piece, and sync it to disk; `suffix` is as in `temporary`."""
+        """Write one temporary file piece by piece and sync the file to disk; `suffix` is as in `temporary`."""
         with open(self._temps[suffix], "xb") as file:
             for piece in pieces:
                 file.write(piece if isinstance(piece, bytes) else piece.data)
@@ -50,7 +50,7 @@ class PairFiles:
             os.fsync(file.fileno())
 
     def publish(self) -> None:
-        """Rename the finished files into place. If no new PREFIX.meta.json was written, delete the old file."""
+        """Rename the finished files into place. Without a new PREFIX.meta.json, delete the old PREFIX.meta.json."""
         idx = Path(f"{self.prefix}.idx")
         about = Path(f"{self.prefix}.meta.json")
         # Even if a crash interrupts these steps, an .idx must never be next to a .bin or .meta.json from another write.
@@ -67,6 +67,6 @@ class PairFiles:
         sync_folder(self.folder)
 
     def discard(self) -> None:
-        """Delete the files that have not been renamed."""
+        """Delete the temporary files that remain."""
         for temp in self._temps.values():
             temp.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ A record for conversations (`conversations.py`) has one more entry:
 
     "chat": {"template": "83f0a1…", "train_on": "assistant", "end_ids": [0], "learned": 412, "refused": {}}
 
-Without the record, training on token ids from the wrong vocabulary would raise no error if the ids are small enough.
+Without the record, training on token ids from the wrong vocabulary would raise no error if the ids were small enough.
 Megatron writes no such record.
 """
 
@@ -32,7 +32,7 @@ from dtmega.files.untrusted_json import parse_object, read_object
 
 # Key in a run's identity, which checkpoints store. The value lists the ids of tokens that end a learned turn.
 END_IDS = "ids that end a turn"
-LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
+LONGEST_SENTENCE = 512  # in tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
 class ChatRecord(BaseModel):
@@ -55,7 +55,7 @@ class ChatRecord(BaseModel):
 
 
 class PartRecord(BaseModel):
-    """The entry `part` of a record, which marks the documents as one part of a text.
+    """The entry `part` of a record, which marks the data set as one part of a larger text.
 
     Attributes:
         number, of: index of the part, counted from 0, and total number of parts.
@@ -158,7 +158,7 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
 
 
 def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
-    """Check that a data set holds conversations if conversations are expected, and other text if not.
+    """Check that a data set holds conversations if they are expected, and other text otherwise.
 
     Only the record shows the difference. Without a record, conversations look like documents of several sentences.
 
@@ -216,19 +216,19 @@ def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
 
 
 def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
-    """Check that a text is split into sentences if sentences are expected, and is not split if documents are expected.
+    """Check that a data set is split into sentences if sentences are expected, and into documents otherwise.
 
-    A text without a record counts as split into sentences if it has more sequences than documents. If documents are
-    expected, a text without a record is always accepted, because files that Megatron has merged also have more
-    sequences than documents.
+    Without a record, a data set counts as split into sentences if it has more sequences than documents. If documents
+    are expected, a data set without a record is always accepted, because files that Megatron has merged also have
+    more sequences than documents.
 
     Args:
         dataset: data set to check.
         expected: whether the objective reads sentences.
 
     Raises:
-        ValueError: the text is split although documents are expected, or the reverse; the message names the
-            `tokenize` option to change.
+        ValueError: the data set is split into sentences although documents are expected, or the reverse; the message
+            names the `tokenize` option to change.
     """
     record = record_of(dataset)
     n_documents = len(dataset.document_index) - 1

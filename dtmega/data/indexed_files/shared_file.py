@@ -57,9 +57,9 @@ class SharedFile:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Hold a lock, if possible, so that only one process of the node makes the file.
+        """Hold a lock, if possible, so that only one process per node makes the shared file.
 
-        A missing lock does no harm, because each process writes to its own temporary file and then renames this file.
+        A missing lock does no harm, because each process writes to a temporary file of its own and then renames it.
         """
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # the lock file may belong to another user
@@ -67,7 +67,7 @@ class SharedFile:
             yield
 
     def _is_intact(self) -> bool:
-        """True if the file is complete and undamaged, and was made from the inputs in `made_from`."""
+        """True if the file is complete, is undamaged and was made from the inputs in `made_from`."""
         # The file is read, not mapped, because mapped pages that a process touches count towards its memory use.
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             n_bytes = os.fstat(file.fileno()).st_size - DIGEST_BYTES

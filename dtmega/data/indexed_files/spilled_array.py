@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-IN_MEMORY = 1 << 20  # entries kept in memory; a shorter array needs no file
+IN_MEMORY = 1 << 20  # number of entries kept in memory; a shorter array needs no file
 
 
 class SpilledArray:

@@ -7,7 +7,7 @@
 
 To read many slices in one batch of requests, run the reading code twice:
 
-    with planned() as plan:           # slices are recorded, and contain zeros
+    with planned() as plan:           # slices are recorded and contain zeros
         read_the_slices()
     with fetched(plan):               # one batch of requests; the slices come from this batch
         read_the_slices()
@@ -109,7 +109,7 @@ class StoredPair(NamedTuple):
 
     @property
     def index_state(self) -> str:
-        """URL, size and version of the .idx. A change means that the data set may be new."""
+        """URL, size and version of the .idx; any change may mean a new data set."""
         return f"{self.idx.url} {self.idx.size} {self.idx.version}"
 
     def map_index(self) -> NDArray[np.uint8]:

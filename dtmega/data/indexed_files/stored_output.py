@@ -85,7 +85,7 @@ class StoredPairFiles(PairFiles):
         """Upload the finished files, the .idx last.
 
         Raises:
-            FileExistsError: another process is writing this data set, or has written it since this writer began.
+            FileExistsError: another process is writing this data set or has written it since this writer began.
             Unreachable: the store does not answer.
         """
         try:
@@ -114,7 +114,7 @@ class StoredPairFiles(PairFiles):
         return None if idx is None else idx.version
 
     def _upload_all(self) -> None:
-        """Upload the new files, and delete each old object that has no new file."""
+        """Upload the new files and delete the old objects that no new file replaces."""
         if self._etag() != self._before:
             raise FileExistsError(f"another process has written {self._url}.idx since this one began: kept that")
         self._delete("idx")
@@ -154,7 +154,7 @@ class StoredPairFiles(PairFiles):
         return None
 
     def _renew(self) -> None:
-        """Check that PREFIX.writing still belongs to this writer, and update its modification time.
+        """Check that PREFIX.writing still belongs to this writer and update its modification time.
 
         Raises:
             FileExistsError: another process has taken over PREFIX.writing.
@@ -182,7 +182,7 @@ class StoredPairFiles(PairFiles):
         writer.close()
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
-        """Yield a file's content, and renew PREFIX.writing about every RENEW_S seconds."""
+        """Yield a file's content and renew PREFIX.writing about every RENEW_S seconds."""
         with path.open("rb") as file:
             while piece := file.read(PART_BYTES):
                 if time.monotonic() - self._renewed_s > RENEW_S:

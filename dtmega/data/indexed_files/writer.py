@@ -42,7 +42,7 @@ class IndexedWriter:
         check_integer(self.prefix, self.dtype)
         folder = local_folder(self.prefix)
         self._sizes = SpilledArray("i", folder)
-        # Index of the first sequence of each document after the first document, then the number of sequences.
+        # For each document, the number of sequences up to the document's end.
         self._ends = SpilledArray("q", folder)
         self.n_tokens = 0
         self.min_id: int | None = None

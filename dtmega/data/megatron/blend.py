@@ -9,10 +9,10 @@ Megatron-LM, Megatron-DeepSpeed and megatron-core).
 The rule works sample by sample, which is slow in numpy. So the samples are cut into at most STRETCHES stretches, and
 all stretches are computed in parallel, each from a guess of the counts at its beginning. If the counts at the end of
 the previous stretch differ from the guess, the stretch is repaired: its samples are computed again from those end
-counts, until the new counts equal the counts of the previous pass. A repair takes only a few samples, because the sum
-of the absolute differences between two sets of counts never grows: wherever the two sets choose different corpora, the
-differences for both corpora shrink. In the end, each stretch begins with the counts at the end of the previous stretch.
-So for any guess, the result equals Megatron's result, including rounding.
+counts, up to the sample where the new counts equal the counts of the previous pass. A repair recomputes only a few
+samples, because the sum of the absolute differences between two sets of counts never grows: wherever the two sets
+choose different corpora, the differences for both corpora shrink. In the end, each stretch begins with the counts at
+the end of the previous stretch. So for any guess, the result equals Megatron's result, including rounding.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FORMAT = 1  # increase this number when a change alters the choices for the same
 LONG = 1 << 20  # choices for at least this many samples are kept in a file
 STRETCHES = 4096  # maximum number of stretches computed in parallel
 MIN_STRETCH = 256  # minimum number of samples in a stretch
-COUNT_EVERY = 4096  # number of samples between two running counts
-COMPARE_EVERY = 8  # number of samples between two comparisons while a stretch is repaired
+COUNT_EVERY = 4096  # number of samples between two rows of the running counts
+COMPARE_EVERY = 8  # number of samples between two comparisons during a repair
 
 
 class MegatronBlend:
@@ -77,7 +77,7 @@ class MegatronBlend:
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])
-        # The running counts end at sample `start`; count the later choices one by one.
+        # The running counts cover the samples before `start`, so count only the choices from `start` to g.
         start = g // COUNT_EVERY * COUNT_EVERY
         before = np.count_nonzero(self._choices[start:g] == corpus)
         return corpus, int(self._counts[g // COUNT_EVERY, corpus]) + int(before)
@@ -105,7 +105,7 @@ def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     if n >= LONG and len(weights) > 1:
         try:
             return _from_file(weights, n)
-        except (OSError, ValueError) as error:  # no cache directory, or no room in it
+        except (OSError, ValueError) as error:  # no cache directory is writable, or the disk is full
             print(f"dtmega: {error}: the blend is kept in the memory of this process", file=sys.stderr)
     return greedy(weights, n)
 

@@ -57,10 +57,10 @@ class OrderName(NamedTuple):
     is_described: bool
 
     def find(self, settings: OrderSettings) -> FoundIndices:
-        """Look for the cached indices of this part.
+        """Find the indices that Megatron has cached under this name.
 
         Raises:
-            ValueError: the cached indices are damaged, or belong to different data.
+            ValueError: the cached indices are damaged or belong to different data.
         """
         if self.is_described:
             return described_caches(settings, self.split, self.matrix)
@@ -68,10 +68,10 @@ class OrderName(NamedTuple):
 
 
 def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
-    """Find the cached indices of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
+    """Find the indices that Megatron-LM or Megatron-DeepSpeed has cached for a split or mixture.
 
     Raises:
-        ValueError: the cached indices are damaged, or belong to different data.
+        ValueError: the cached indices are damaged or belong to different data.
     """
     stem = f"{settings.dataset.prefix}_{name}_indexmap_"
     wanted = f"{stem}{settings.samples}ns_{settings.seq_len}sl_{settings.seed}s"
@@ -92,7 +92,7 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
 def described_caches(
     settings: OrderSettings, split: str, matrix: Sequence[tuple[float, float] | None] | None
 ) -> FoundIndices:
-    """Find the cached indices of megatron-core for a split.
+    """Find the indices that megatron-core has cached for a split.
 
     Args:
         settings: settings that determine the order.
@@ -100,7 +100,7 @@ def described_caches(
         matrix: ranges of the splits, as in `OrderName`.
 
     Raises:
-        ValueError: the cached indices are damaged, or belong to different data.
+        ValueError: the cached indices are damaged or belong to different data.
     """
     # If `matrix` is None, megatron-core reads whole corpora, so it never caches the order of a part of a corpus.
     if matrix is None and settings.sequences != (0, len(settings.dataset)):
@@ -158,7 +158,7 @@ def _array(path: str) -> NDArray[Any]:
     """Memory-map the array of integers in an .npy file.
 
     Raises:
-        ValueError: the file is damaged, or does not hold an array of integers.
+        ValueError: the file is damaged or does not hold an array of integers.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)

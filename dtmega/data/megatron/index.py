@@ -30,12 +30,12 @@ from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile
 
 FORMAT = 1  # increase this number when a change alters the indices for the same settings
-LONG = 1 << 20  # indices with at least this many entries are kept in a file; smaller indices take 0.1 s
+LONG = 1 << 20  # indices with at least this many entries are kept in a file; smaller indices are computed in 0.1 s
 SEQUENCES_AT_ONCE = 1 << 17  # number of sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
 UINT32 = np.iinfo(np.uint32).max
-N_RUNS = 64  # a digest reads this many runs of entries from each index ...
-RUN_ENTRIES = 1 << 12  # ... of this length
+N_RUNS = 64  # number of ranges of entries that a digest reads from each index
+RUN_ENTRIES = 1 << 12  # number of entries in each of these ranges
 
 
 class OrderSettings(NamedTuple):
@@ -100,7 +100,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """Hash the arrays' shapes and some runs of their entries to 16 hex digits. Dtypes do not matter."""
+        """Hash the arrays' shapes and some ranges of the arrays' entries to 16 hex digits. Dtypes do not matter."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())
@@ -137,7 +137,7 @@ def index_of(settings: OrderSettings) -> Indices:
     if n_entries + 3 * epochs.samples >= LONG:
         try:
             return _from_file(settings, epochs, n_entries)
-        except (OSError, ValueError) as error:  # no cache directory, or no room in it
+        except (OSError, ValueError) as error:  # no cache directory is writable, or the disk is full
             print(f"dtmega: {error}: the order is kept in the memory of this process", file=sys.stderr)
     documents, *samples, shuffle = _pieces(settings, epochs)
     return Indices(documents, np.concatenate(samples), shuffle)
@@ -198,8 +198,8 @@ def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np
     """
     dtype = _sample_dtype(settings, len(documents))
     sizes = settings.dataset.sizes
-    tokens = 0  # tokens of the stream up to the end of the entries processed so far
-    k = 0  # next sample of the stream
+    tokens = 0  # number of tokens in the entries processed so far
+    k = 0  # index of the stream's next sample
     for first in range(0, len(documents), SEQUENCES_AT_ONCE):
         lengths = sizes[documents[first : first + SEQUENCES_AT_ONCE]].astype(np.int64)
         ends = tokens + np.cumsum(lengths)

@@ -44,7 +44,7 @@ class Fork(NamedTuple):
         n_asked: function from the blend's sample count and a corpus's share to the number of samples that the corpus
             must provide, which is a little more than the blend will use.
         is_core: whether the fork is megatron-core, which has caches with descriptions, stores corpus numbers in two
-            bytes, and does not allow a split without sequences.
+            bytes and does not allow a split without sequences.
     """
 
     cutoff: float
@@ -171,7 +171,7 @@ class MegatronSamples:
         return tokens
 
     def __reduce__(self) -> tuple[type[MegatronSamples], tuple[OrderSettings, OrderName]]:
-        # Indices are not pickled: a worker process maps the files of the indices, or computes the indices itself.
+        # Indices are not pickled: a worker process maps the files of the indices or computes the indices itself.
         return MegatronSamples, (self.settings, self.order_name)
 
 
@@ -179,8 +179,8 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
     """The number of samples that Megatron requests for "train", "valid" and "test" (`megatron/training.py`).
 
     Raises:
-        ValueError: the configuration does not contain the number of samples that the run was started for, or reads more
-            samples than this number.
+        ValueError: the configuration does not give the number of samples that the run was started for, or the run would
+            read more samples than that.
     """
     size = cfg.batch.global_batch_size
     train = cfg.data.order_samples or cfg.train.samples
@@ -196,7 +196,7 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
             f"this run reads {cfg.end(0, 0).samples} samples ([train] steps, samples, tokens), and the order is one of "
             f"{train} ([data] order_samples): Megatron's order of a longer run is another from its first sample on"
         )
-    # Megatron counts the evaluations of the whole run of `train` samples, even if this configuration stops earlier.
+    # Like Megatron, count the evaluations of a run with all `train` samples, even if this configuration stops earlier.
     whole_run = cfg.model_copy(
         update={"train": cfg.train.model_copy(update={"steps": 0, "samples": train, "tokens": 0})}
     )

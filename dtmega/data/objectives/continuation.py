@@ -1,4 +1,4 @@
-"""Objectives for causal models that learn only some tokens of a text: the tokens after a prefix, or answers."""
+"""Objectives for causal models that learn only some tokens: the tokens after a prefix, or answers in conversations."""
 
 from __future__ import annotations
 

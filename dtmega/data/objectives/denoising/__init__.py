@@ -1,6 +1,6 @@
 """Samples for models that predict hidden words, such as BERT and T5.
 
-    cut.py, cut_samples.py    cut documents into samples, and shuffle the samples
+    cut.py, cut_samples.py    cut documents into samples and shuffle the samples
     ngrams.py                 choose the words to hide, as n-grams
     pairs.py, masking.py      BERT: pairs of segments, in order or swapped, and their masks
     spans.py, sentinels.py    T5: encoder and decoder sequences, and their special ids

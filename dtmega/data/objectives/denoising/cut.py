@@ -10,7 +10,7 @@ sentence too. Then the next sample begins, with a target length of its own. A do
 LONGEST_SENTENCE tokens.
 
 Megatron draws each target length from a generator. Here the target length is a function of the sample's first sentence.
-So the code can compute the end of a sample for all possible first sentences at once, and then cut all documents in
+So the code can compute the end of a sample for all possible first sentences at once and then cut all documents in
 parallel. Every epoch cuts the documents at the same places; epochs differ in the draws for each sample (`pairs.py`).
 """
 
@@ -31,8 +31,8 @@ from dtmega.data.indexed_files.shared_file import DIGEST_BYTES, SharedFile
 from dtmega.ops import keyed
 
 FORMAT = 1  # increase this number when a change alters the table for the same documents and targets
-CHUNK = 1 << 20  # sentences or documents cut at a time, to bound the memory; a longer document is cut as a whole
-LONG = 1 << 22  # a table for this many sentences or more is kept in a file; a smaller table takes less than a second
+CHUNK = 1 << 20  # number of sentences or documents cut at a time, to bound the memory; longer documents are cut whole
+LONG = 1 << 22  # tables for at least this many sentences are kept in a file; a smaller one is computed in a second
 
 
 class Targets(NamedTuple):
@@ -78,7 +78,7 @@ def cut_table(dataset: IndexedDataset, documents: tuple[int, int], targets: Targ
     if end - first >= LONG:
         try:
             return _from_file(dataset, documents, targets, dtype, pieces)
-        except (OSError, ValueError) as error:  # no cache directory, or no room in it
+        except (OSError, ValueError) as error:  # no cache directory is writable, or the disk is full
             print(f"dtmega: {error}: the table of samples is kept in the memory of this process", file=sys.stderr)
     return np.concatenate([np.zeros((0, 3), dtype), *pieces()])
 
@@ -125,7 +125,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
         targets: target lengths of the samples.
     """
     low, high = int(bounds[0]), int(bounds[-1])
-    bounds = bounds - low  # from here on, sentences are counted from the first of these documents
+    bounds = bounds - low  # from here on, index 0 is the first document's first sentence
     n_sentences = high - low
     starts = dataset.tokens_before(np.arange(low, high))
     lengths = targets.lengths_at(np.arange(low, high))

@@ -21,7 +21,7 @@ SHORTEST = 2  # number of tokens in the shortest sample
 
 
 class CutSamples(ABC):
-    """An endless sequence of samples from one part of a corpus that is split into sentences.
+    """An endless sequence of samples from one part of a sentence-split corpus.
 
     Args:
         dataset: the corpus.
@@ -42,7 +42,7 @@ class CutSamples(ABC):
         stream: name of this part's random stream; all draws are functions of this name.
 
     Raises:
-        ValueError: no document is usable, or `seq_len` has no room for text.
+        ValueError: no document is usable, or `seq_len` is too small to hold any text.
     """
 
     n_special: ClassVar[int]
@@ -109,7 +109,7 @@ class CutSamples(ABC):
         return lengths
 
     def __reduce__(self) -> tuple[type[CutSamples], tuple[Any, ...]]:
-        # The table is not pickled: a worker process computes the table again, or maps the table's file.
+        # The table is not pickled: a worker process computes the table again or maps the table's file.
         return type(self), self._arguments
 
     def _count_tokens(self) -> int:

@@ -22,7 +22,7 @@ from dtmega.data.objectives.denoising.ngrams import choose, n_to_hide, words_of
 from dtmega.data.objectives.denoising.pairs import Pairs, Specials
 from dtmega.ops import keyed
 
-MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a random token; the rest stay
+MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a random token; the rest stay unchanged
 
 
 class Vocabulary(NamedTuple):
@@ -85,7 +85,7 @@ def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngra
 
 
 def _replaced(pairs: Pairs, hidden: NDArray[np.bool_], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """The tokens that the model reads, [B, S]: hidden tokens become [MASK] or a random token, or stay unchanged."""
+    """The tokens that the model reads, [B, S]: hidden tokens become [MASK] or a random token or stay unchanged."""
     keys = pairs.keys[:, None]
     places = np.arange(pairs.tokens.shape[1])
     kind = keyed.uniform(keyed.draws(keys, "kind", places))

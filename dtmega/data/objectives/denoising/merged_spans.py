@@ -49,9 +49,9 @@ class SpanCounts(NamedTuple):
 
 
 def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> SpanCounts:
-    """Compute the span counts for a text with two or more tokens."""
+    """Compute the token and span counts of a sample with `n_tokens` >= 2 tokens of text."""
     n_hidden = min(max(round(n_tokens * mask_prob), 1), n_tokens - 1)
-    # Each span has at least one hidden token, and follows a piece with at least one other token. So there cannot be
+    # Each span has at least one hidden token and follows a piece with at least one other token. So there cannot be
     # more spans than hidden tokens, nor more spans than other tokens.
     n_spans = max(round(min(n_hidden, n_tokens - n_hidden) / mean_span), 1)
     return SpanCounts(n_tokens, n_hidden, n_spans)
@@ -88,7 +88,7 @@ def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanC
 
 
 class SpanSamples(Samples):
-    """Samples of running text, each with its own key and without its last token, which the next sample repeats."""
+    """Samples of running text, each with its own key. The last token, which also begins the next sample, is dropped."""
 
     def __getitem__(self, g: int) -> SpanSample:
         return SpanSample(self.tokens(g)[:-1], keyed.key64(f"{self._stream}/{g}/spans"))
