@@ -131,7 +131,7 @@ def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
     An extent that is longer than `most_bytes` forms its own group.
 
     Returns:
-        For each group, the indices of its extents in `extents`, in the order in which the file stores the extents.
+        The groups, each a list of indices into `extents`, in the order in which the file stores the extents.
     """
     groups: list[list[int]] = []
     file, start, stop = "", 0, 0

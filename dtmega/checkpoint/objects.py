@@ -89,7 +89,7 @@ class Objects:
         """Open a binary file for writing. The file appears after the `with` block or not at all.
 
         Raises:
-            FileExistsError: a file with this name exists, and is not a data file.
+            FileExistsError: a file with this name exists and is not a data file.
         """
         key = f"{folder}/{name}"
         with reported():

@@ -88,7 +88,7 @@ def save(
         attempt: suffix for the names of the data files, from the place's `new_attempt`; only rank 0's suffix is used.
 
     Returns:
-        The manifest on rank 0, where the caller still has to write it; None on all other ranks.
+        The manifest on rank 0, for the caller to write; None on all other ranks.
 
     Raises:
         Failed: at least one rank could not write. Every rank raises this error.

@@ -16,8 +16,8 @@ def tensors_of(
 ) -> dict[str, Tensor]:
     """The tensors to save: `model/NAME`, and `optimizer/KEY/NAME` for each tensor in a parameter's optimizer state.
 
-    Frozen parameters have no optimizer state. The number of updates is the same for all parameters, and is saved once,
-    in `State`.
+    Frozen parameters have no optimizer state. All parameters have an equal number of updates, which is saved once, in
+    `State`.
 
     Args:
         stored: this rank's parts of the parameters and buffers, keyed by name.

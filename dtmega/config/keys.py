@@ -593,7 +593,7 @@ class Pipeline(Section):
 
 
 class Recompute(Section):
-    """[recompute]: activations that are recomputed in the backward pass instead of kept in memory."""
+    """[recompute]: activations that are recomputed in the backward pass instead of being kept in memory."""
 
     mode: Literal["none", "full", "selective"] = key(
         "none",

@@ -1,7 +1,7 @@
 """Other trainers' names for dtmega's keys, so that the message about an unknown key can name the right key.
 
 The names come from transformers' `TrainingArguments` and `config.json`, torchtitan, Megatron-LM, DeepSpeed, axolotl,
-Lightning, nanoGPT and nanochat. `suggestions.py` looks the names up.
+Lightning, nanoGPT and nanochat. `suggestions.py` looks up the names.
 """
 
 from __future__ import annotations

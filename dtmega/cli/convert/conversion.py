@@ -243,7 +243,7 @@ def _left_out(
         expected: shapes of the model's tensors, keyed by tensor name.
 
     Raises:
-        ValueError: a tensor of the model is not stored, or is stored with a different shape.
+        ValueError: a tensor of the model is not stored or is stored with a different shape.
     """
     left_out = sorted(source.weights.tensors)
     for name, shape in expected.items():

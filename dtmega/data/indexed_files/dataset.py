@@ -189,7 +189,7 @@ def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:
     """The bytes of a file, memory-mapped.
 
     Raises:
-        ValueError: the file cannot be read, or is a Git LFS pointer.
+        ValueError: the file is unreadable or is a Git LFS pointer.
     """
     path = f"{prefix}{suffix}"
     try:

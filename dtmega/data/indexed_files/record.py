@@ -1,9 +1,9 @@
-"""The record of how a text was tokenised: PREFIX.meta.json, which `tokenize` writes next to PREFIX.bin.
+"""The record of how a data set was tokenised: PREFIX.meta.json, which `tokenize` writes next to PREFIX.bin.
 
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "sentences": false,
      "documents": 9, "tokens": 700, "min_id": 0, "max_id": 50256}
 
-A record for one part of a text has one more entry, which `merge` reads and drops:
+A record for one part of a larger text has one more entry, which `merge` reads and drops:
 
     "part": {"number": 3, "of": 12, "input": "c1d2…", "settings": "9a0b…"}
 
@@ -71,7 +71,7 @@ class PartRecord(BaseModel):
 
 
 class Record(BaseModel):
-    """The content of a PREFIX.meta.json: how a text was tokenised.
+    """The content of a PREFIX.meta.json: how a data set was tokenised.
 
     Attributes:
         tokenizer: the tokenizer's spec, for human readers.
@@ -83,7 +83,7 @@ class Record(BaseModel):
             this `.bin`.
         min_id, max_id: smallest and largest id in the `.bin`; None if the `.bin` has no tokens, or if an earlier
             version wrote the record.
-        part: entry that marks the documents as one part of a text; None if the documents are the whole text.
+        part: entry that marks the data set as one part of a larger text; None if the data set is the whole text.
         chat: description of the conversations; None if the documents are not conversations.
     """
 
@@ -271,7 +271,7 @@ def _content(dataset: IndexedDataset) -> dict[str, Any] | None:
     """The object in a data set's PREFIX.meta.json; None if the file does not exist.
 
     Raises:
-        ValueError: the file is not JSON, or is too large.
+        ValueError: the file is too large or is not JSON.
     """
     path = Path(f"{dataset.prefix}.meta.json")
     if dataset.stored is None:

@@ -66,7 +66,7 @@ def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanC
         mean_span: average number of tokens in a span.
 
     Raises:
-        ValueError: S is too small even for a text of two tokens.
+        ValueError: S is too small even for two tokens of text.
     """
 
     def n_encoder_tokens(n_tokens: int) -> int:
