@@ -103,7 +103,7 @@ def check_is_trained(cfg: config.Config, init: Source | None) -> None:
 
 
 def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> CandidatePaths:
-    """Find the checkpoints to resume from and leave a probe folder next to them. Called on rank 0.
+    """Find the checkpoints to resume from; leave a probe folder next to the checkpoints. Called on rank 0.
 
     Args:
         cfg: configuration of the run.

@@ -106,8 +106,8 @@ class Objects:
             yield writer
             try:
                 writer.close()
-            # The response to the last request may have been lost. A retry of this request then finds no upload to
-            # complete and fails. Only this attempt writes under this name, so the file is complete if it exists.
+            # The response to the last request may have been lost. A retry then fails, because no upload is left to
+            # complete. Only this attempt writes under this name, so the file is complete if it exists.
             except (BaseError, OSError):
                 if not self._exists(key):
                     raise

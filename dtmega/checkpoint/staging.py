@@ -22,7 +22,7 @@ class Stager:
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the CPU without changing their layout and overwrite the previous call's copies.
+        """Copy tensors to the CPU without changing their layout; overwrite the previous call's copies.
 
         All copies are complete when the method returns. Tensors on a GPU are copied to pinned memory.
 

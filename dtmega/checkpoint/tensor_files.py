@@ -172,7 +172,7 @@ class _Writer(StorageWriter):
         return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder and choose the size of blocks and the name of each rank's data file.
+        """Make the folder; choose the block size and the name of each rank's data file.
 
         Runs on the coordinator, before any rank writes.
         """

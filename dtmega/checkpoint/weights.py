@@ -137,7 +137,7 @@ def is_hf_folder(path: str) -> bool:
 def open_checkpoint_weights(
     model: config.Model, weights_of: Callable[[config.Model], Source | None], digest: str = ""
 ) -> Source:
-    """Open the checkpoint that `[model] init_from` names and check that its weights fit the other keys of [model].
+    """Open the checkpoint that `[model] init_from` names; check that its weights fit the other keys of [model].
 
     Args:
         model: [model] section of the run.

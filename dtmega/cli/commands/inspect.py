@@ -1,4 +1,4 @@
-"""`dtmega inspect`: shows a checkpoint's content and verifies its digests or compares two checkpoints.
+"""`dtmega inspect`: shows a checkpoint's content and verifies its digests; compares two checkpoints.
 
 dtmega inspect runs/bloom
 dtmega inspect runs/bloom runs/other --quick

@@ -1,4 +1,4 @@
-"""`dtmega merge`: joins several corpora into one or joins the parts that `dtmega tokenize --part` made.
+"""`dtmega merge`: joins several corpora, or the parts that `dtmega tokenize --part` made, into one corpus.
 
 dtmega merge --input 'data/mine.part-*' --output data/mine
 dtmega merge --input data/old data/new --output data/both

@@ -160,7 +160,7 @@ def check_folder(option: str, path: str) -> None:
 
 
 def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) -> int:
-    """Search for the fastest layout that fits and print the results.
+    """Search for the fastest layout that fits; print the results.
 
     Returns:
         The exit code.

@@ -1,4 +1,4 @@
-"""`dtmega replay`: recomputes steps of a run trained with [run] exact and compares every bit with the run's record.
+"""`dtmega replay`: recomputes steps of a run trained with [run] exact; compares every bit with the run's record.
 
 dtmega replay runs/bloom --step 1200
 torchrun --nproc-per-node 4 -m dtmega replay runs/bloom --step 1200 --mesh.dp_shard 4

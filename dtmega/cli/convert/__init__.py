@@ -7,7 +7,7 @@
     to_checkpoint.py  writes a dtmega checkpoint (interop/hf/files/export.py writes a Hugging Face folder;
                       interop/megatron/write.py and write_core.py write Megatron checkpoints)
     card.py           an export's text files: a model card, the source's README and licence
-    inspect.py        `python -m dtmega inspect`: describes and verifies a checkpoint or compares two checkpoints
+    inspect.py        `python -m dtmega inspect`: describes and verifies a checkpoint; compares two checkpoints
 
 interop/ reads other programs' files.
 """

@@ -178,7 +178,7 @@ def _write_for_megatron(
 
 
 def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
-    """Open the source that `--from` names and check that all ranks see the same source."""
+    """Open the source that `--from` names; check that all ranks see the same source."""
     kind, path = args.source
     target = args.target[0]
     source = None
@@ -243,7 +243,7 @@ def _left_out(
         expected: shapes of the model's tensors, keyed by tensor name.
 
     Raises:
-        ValueError: a tensor of the model is not stored or is stored with a different shape.
+        ValueError: the source lacks a tensor of the model or stores it with a different shape.
     """
     left_out = sorted(source.weights.tensors)
     for name, shape in expected.items():

@@ -1,4 +1,4 @@
-"""`python -m dtmega inspect CKPT [OTHER]`: describe and verify a checkpoint or compare two checkpoints."""
+"""`python -m dtmega inspect CKPT [OTHER]`: describe and verify a checkpoint; compare two checkpoints."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class StoredPairFiles(PairFiles):
         return None
 
     def _renew(self) -> None:
-        """Check that PREFIX.writing still belongs to this writer and update its modification time.
+        """Check that PREFIX.writing still belongs to this writer; update its modification time.
 
         Raises:
             FileExistsError: another process has taken over PREFIX.writing.

@@ -32,7 +32,7 @@ from dtmega.ops import keyed
 
 FORMAT = 1  # increase this number when a change alters the table for the same documents and targets
 CHUNK = 1 << 20  # number of sentences or documents cut at a time, to bound the memory; longer documents are cut whole
-LONG = 1 << 22  # tables for at least this many sentences are kept in a file; a smaller one is computed in a second
+LONG = 1 << 22  # tables for at least this many sentences are kept in a file; smaller tables are computed in a second
 
 
 class Targets(NamedTuple):
