@@ -94,13 +94,13 @@ def kind_of(section: str, key: str) -> Treatment:
 
 
 def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[Change]:
-    """The changes within one section, except for the keys in BY_CONTENT.
+    """The changes within one section, except changes to the keys in BY_CONTENT.
 
     Args:
         section: name of the section.
-        then: section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, and
-            counts as having its default value. A key found only in the checkpoint was removed from dtmega later,
-            and is ignored.
+        then: section as recorded in the checkpoint. A key that the checkpoint lacks was added to dtmega later, so
+            the key's default value is used. A key found only in the checkpoint was removed from dtmega later, so it
+            is ignored.
         now: section in the current configuration.
     """
     for key, field in type(now).model_fields.items():
@@ -135,8 +135,8 @@ def lines(
 ) -> list[str]:
     """Lines that a resumed run prints about its changed recipe, one per changed key.
 
-    The line of the last changed key in COURSE ends with the combined effect of all changes on the remaining steps and
-    on the learning rate.
+    The line about the last changed key in COURSE ends with the combined effect of all changes on the remaining steps
+    and on the learning rate.
 
     Args:
         then: configuration recorded in the checkpoint, keyed by section.

@@ -265,7 +265,7 @@ class Objects:
 
 
 class Reading:
-    """A file in an object store. Each read is one request for exactly the bytes to read."""
+    """A file in an object store. Each read sends one request, which asks for exactly the bytes to read."""
 
     def __init__(self, store: Any, key: str, name: str) -> None:
         self._store, self._key, self._name, self._at = store, key, name, 0

@@ -179,7 +179,7 @@ def named_checkpoints(cfg: config.Config) -> list[tuple[Place, str]]:
 def find_checkpoints(
     cfg: config.Config, identity: Mapping[str, Any], digest: str = ""
 ) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoints that the run may resume from according to `[checkpoint] resume`.
+    """The checkpoints from which `[checkpoint] resume` allows the run to resume.
 
     Args:
         cfg: configuration of the run.

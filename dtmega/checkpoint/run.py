@@ -284,7 +284,7 @@ class Checkpoints:
             # Keep the newest `keep - 1` of these checkpoints. For keep = 1, the slice would be [:0], and `or None`
             # changes it to [:].
             for old in others[: -keep + 1 or None]:
-                # The user's command names this checkpoint in [checkpoint] resume and may be run again.
+                # Keep the checkpoint that [checkpoint] resume names: the user may run the same command again.
                 if old == self._named:
                     continue
                 with contextlib.suppress(Exception):

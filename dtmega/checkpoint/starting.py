@@ -63,7 +63,7 @@ def load_beside(
     Args:
         source: result of `weights_beside`.
         stored: (name, tensor) pairs of this rank, without adapters. A name may appear twice.
-        counted: names of the frozen parameters that this rank counts in sums over `group`.
+        counted: names of the frozen parameters whose digests this rank adds to the sums over `group`.
         group: process group of the ranks that together hold the model once.
         model: [model] section of the configuration.
         was: description of the base in the checkpoint; None for a new run.

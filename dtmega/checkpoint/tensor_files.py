@@ -142,7 +142,7 @@ class _Writer(StorageWriter):
     """The storage side of a save: each rank writes `data-RANK.bin`, and the coordinator (rank 0) makes the manifest.
 
     Attributes:
-        manifest: finished manifest on the coordinator; None before `finish` has run, and on all other ranks.
+        manifest: finished manifest on the coordinator; None on all other ranks, and before `finish` has run.
     """
 
     manifest: Manifest | None = None

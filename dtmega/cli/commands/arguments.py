@@ -106,7 +106,7 @@ def prefix(text: str) -> str:
     """Parse the prefix of a corpus's files, `PREFIX.bin` and `PREFIX.idx`. The name of either file is also accepted.
 
     Raises:
-        argparse.ArgumentTypeError: the text names a folder, or is a URL that holds credentials.
+        argparse.ArgumentTypeError: the text names a folder or is a URL that holds credentials.
     """
     if is_object_store(text):
         try:

@@ -85,7 +85,7 @@ def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngra
 
 
 def _replaced(pairs: Pairs, hidden: NDArray[np.bool_], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """The tokens that the model reads, [B, S]: hidden tokens become [MASK], become random tokens or stay."""
+    """The tokens that the model reads, [B, S]: each hidden place has [MASK], a random token or the original token."""
     keys = pairs.keys[:, None]
     places = np.arange(pairs.tokens.shape[1])
     kind = keyed.uniform(keyed.draws(keys, "kind", places))
