@@ -68,7 +68,7 @@ def dump(folder: Path, rank: int, patience_s: float = PATIENCE_S) -> str:
 
 
 def _write(folder: Path, rank: int, written: list[str]) -> None:
-    """Write the record into `folder`, and append the file's path to `written`."""
+    """Write the record into `folder` and append the file's path to `written`."""
     path = folder / f"{PREFIX}{rank}"
     try:
         # Write the record without call stacks first. For the stacks, torch imports its compiler, which took 1 s when

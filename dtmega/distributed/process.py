@@ -26,7 +26,8 @@ LOCK = ".lock"
 # Signals after which a run saves and exits. A SLURM job can ask for SIGUSR1 or SIGUSR2: `--signal=USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Width to which a reason is wrapped: torchrun frames its summary with lines as long as the summary's longest line.
+# Text for torchrun's summary is wrapped at this width: torchrun frames the summary with lines as long as its longest
+# line.
 AGENT_COLUMNS = 100
 
 

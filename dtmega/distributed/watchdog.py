@@ -1,4 +1,4 @@
-"""A thread that ends the process, and names the rank to blame, if the main thread hangs or is stuck after a signal.
+"""A thread that ends the process and names the rank to blame if the main thread hangs or is stuck after a signal.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
@@ -132,7 +132,7 @@ class Watch:
         self._thread.start()
 
     def share(self, store: Store, size: int) -> None:
-        """Share beats through a store from now on: publish this rank's beats, and read the other ranks' beats.
+        """Share beats through a store from now on: publish this rank's beats and read the other ranks' beats.
 
         Args:
             store: connection to the store, used by no other code. The watching thread uses a clone of this
@@ -199,7 +199,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: text after "no step boundary" in the message: "in 20 s", or "before this: ..." for an error.
+            until: end of the message, after the words "no step boundary", such as "in 20 s" or "before this: ERROR".
 
         Returns:
             The exit code.
@@ -253,7 +253,7 @@ class Watch:
         return code
 
     def close(self) -> None:
-        """Stop watching, and restore the signal handlers."""
+        """Stop watching and restore the signal handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._handlers_before.items():
             # None stands for a handler that was not set from Python; Python cannot restore such a handler.

@@ -53,7 +53,7 @@ class Confined:
         self._end = weakref.finalize(self, int)
 
     def start(self) -> None:
-        """Start the child, unless it is already running, and wait until `function` has returned.
+        """Start the child unless it is already running, then wait until `function` has returned.
 
         Raises:
             ValueError: `function` raised an error, or the child exceeded the limits.
@@ -72,10 +72,10 @@ class Confined:
         self._answer(child, START_S)
 
     def ask(self, request: Any) -> Any:
-        """Send a request to the child, and return the child's answer.
+        """Send a request to the child and return the child's answer.
 
         Raises:
-            ValueError: the child could not answer the request, or exceeded the limits.
+            ValueError: the child could not answer the request or exceeded the limits.
         """
         self.start()
         child = self._child
@@ -91,10 +91,10 @@ class Confined:
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """Read the child's next answer. If the child does not answer in time, or has ended, call `close`.
+        """Read the child's next answer. Call `close` if the child has ended or does not answer in time.
 
         Raises:
-            ValueError: the child did not answer, or reported an error.
+            ValueError: the child did not answer or reported an error.
         """
         line = _read_line(_stream(child.stdout), within_s)
         if line is None:

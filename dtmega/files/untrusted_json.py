@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli
 
-MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors has 14 MB
+MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors takes 14 MB
 MAX_DEPTH = 64  # levels of nested objects and lists; a config.json has 5
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a pointer file, up to the version
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # gpt2, meta-llama/Llama-3.2-1B

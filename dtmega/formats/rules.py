@@ -130,7 +130,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Make the assembly of each tensor that a rule names at one place in the model, and add it to `result`.
+    """Apply a rule at one place in the model: add an assembly to `result` for each tensor that the rule names there.
 
     Args:
         ours: shape of each of our tensors in the rule, keyed by tensor name.
@@ -245,7 +245,7 @@ def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
 
 
 def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
-    """Sort runs, and merge runs that are adjacent on both sides."""
+    """Sort row runs and merge row runs that are adjacent on both sides."""
     merged: list[RowRun] = []
     for run in sorted(runs):
         if merged and merged[-1].tensor == run.tensor and merged[-1].start + merged[-1].rows == run.start:

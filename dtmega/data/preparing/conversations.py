@@ -104,7 +104,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def prepare_shipped(tokenizer: Tokenizer) -> str:
-    """Return the prefix of the shipped conversations' files in the cache directory; make the files if they are missing.
+    """Return the path prefix of the shipped conversations' data set in the cache directory; make missing files first.
 
     The questions in the last tenth of the conversations do not occur in the earlier conversations.
 
@@ -153,7 +153,7 @@ class Tally:
         self.end_ids: set[int] = set()
 
     def add(self, result: ChatResult, bar: tqdm[Any]) -> None:
-        """Add a batch to the counts, and print the first SHOWN refusals of the whole input.
+        """Add a batch to the counts and print the first SHOWN refusals of the whole input.
 
         Raises:
             ValueError: the template cannot be used, or the options turn a refused conversation into an error.

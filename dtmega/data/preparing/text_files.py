@@ -1,7 +1,7 @@
 """Readers of input files: each file becomes batches of raw records (lines, rows, or texts).
 
 One process reads all files, which is cheap; many workers then parse the records (`documents.py`). Text in an encoding
-other than UTF-8 is converted here, so that all later code sees UTF-8 only.
+other than UTF-8 is converted here, so all later code sees only UTF-8.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 
 
 def _range(file: File) -> Iterator[tuple[bytes, int]]:
-    """Yield chunks of a range of an uncompressed file in UTF-8, each with the number of bytes read so far."""
+    """Read a range of an uncompressed UTF-8 file. Yields chunks, each with the number of bytes read so far."""
     position = 0
     with open(file.path, "rb") as raw:
         raw.seek(file.first_byte or 0)
@@ -270,7 +270,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
     """Read one column of strings in batches of rows.
 
     Raises:
-        ValueError: the file is damaged, or has no string column `column`.
+        ValueError: the file is damaged or has no string column `column`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

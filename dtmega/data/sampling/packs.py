@@ -153,7 +153,7 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Put each item into the first box with enough room, and return the index of each item's box, [n].
+    """Put each item into the first box with enough room. Returns the index of each item's box, [n].
 
     Args:
         sizes: size of each item, at most `room`, [n].

@@ -237,7 +237,7 @@ def _from_json(spec: str) -> Tokenizer:
     """The tokenizer in a Hugging Face tokenizer.json.
 
     Raises:
-        ValueError: the file is missing or malformed, or has no end-of-document token.
+        ValueError: the file is missing, is malformed, or has no end-of-document token.
     """
     content = _read(Path(spec))
     tokenizer_trial.check(spec, _digest(content))
@@ -322,7 +322,7 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 
 
 def _eos_token(path: Path) -> list[str]:
-    """The name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json: a list with one name, or [].
+    """List the name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json; [] if there is none.
 
     The tokenizer_config.json stores the token either as its name, or as an object with the name under `content`.
     """
