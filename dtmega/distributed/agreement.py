@@ -112,8 +112,8 @@ class Startup:
         rank, size: rank of this process and number of ranks, from the launcher.
         store: rendezvous store of the job; None before the end of the first step.
         timeout_s: longest time, in seconds, that a rank waits for other ranks without a heartbeat from any rank.
-        on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank, while waiting,
-            notices another rank's heartbeat.
+        on_heartbeat: function that is called at each heartbeat of this rank, and at each heartbeat of another rank
+            that this rank notices while it waits.
 
     Raises:
         Refused: the launcher set invalid environment variables. The reason has already been printed.

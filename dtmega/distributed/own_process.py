@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from dtmega.distributed import exit_codes
 
-PATIENCE_S = 5.0  # time that an interrupted process has to exit
+PATIENCE_S = 5.0  # time allowed for an interrupted process to exit
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def _send_result(to: Connection, function: Callable[..., object], *args: Any) ->
     """Call a function and send its result or its error through a pipe."""
     # On SIGTERM, exit through an exception, so that Python frees torch.compile's objects without a warning.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(exit_codes.FAILED))
-    # torch's deprecation warnings do not concern the reader of a plan.
+    # Users who read a plan do not need torch's deprecation warnings.
     warnings.simplefilter("ignore")
     result: object
     try:

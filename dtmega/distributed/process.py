@@ -1,4 +1,4 @@
-"""One process of a job: how the process claims a folder, dies with its parent, and exits.
+"""Tools for one process of a job: claim a folder, die with the parent, and exit.
 
 The exit codes are defined in `dtmega/distributed/exit_codes.py`.
 """

@@ -80,7 +80,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
-    # torchrun's agent serves the store. Without torchrun, rank 0 serves it.
+    # torchrun's agent serves the store; without torchrun, rank 0 serves the store.
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = timeout if agent_has_store else min(timeout, BY_HAND_PATIENCE)
     tcp = _connect(rank == 0 and not agent_has_store, timeout, patience)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 SAVING = "checkpoint"  # the phase in which a signal does not end the process
 POLL_S = 0.2
-REPORT_S = 10.0  # limit for the report of a hang, because the store may hang too
-CALLBACK_S = 10.0  # limit for the callback before the exit
-RECORD_S = 10.0  # limit for writing the flight recorder's record; flight_recorder.PATIENCE_S is shorter
+REPORT_S = 10.0  # time limit for the report of a hang, because the store may hang too
+CALLBACK_S = 10.0  # time limit for the callback before the exit
+RECORD_S = 10.0  # time limit for writing the flight recorder's record; flight_recorder.PATIENCE_S is shorter
 CLOSE = 0  # byte that ends the thread; no signal has this number
 OUR_CODE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -234,7 +234,7 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank exits because another rank exited first. Call this if `record_exit` returned False.
+        """Print that this rank exits because another rank exited first. Call this only if `record_exit` returned False.
 
         Args:
             error: error that the other rank's exit caused on this rank.
@@ -280,7 +280,7 @@ class Watch:
             return
         beat = self._last
         waits, text = _place_of_main_thread()
-        # If the store is gone, the report will say so.
+        # If the store is gone, ignore the error here, because the report will mention that the store is gone.
         with suppress(RuntimeError):
             self._reader.set(f"place/{self.rank}", f"{beat.step} {beat.nth} {int(waits)} {text}")
 
@@ -307,8 +307,8 @@ class Watch:
         seen = self._last
         saves = self._saves
         signalled = False
-        idle_s = 0.0  # since the last beat
-        waited_s = 0.0  # since a signal, or since the end of a save that came after the signal
+        idle_s = 0.0  # time since the last beat
+        waited_s = 0.0  # time since a signal, or since the end of a save that came after the signal
         before = time.monotonic()
         while True:
             if select.select([self._inbox], [], [], POLL_S)[0]:
@@ -345,7 +345,7 @@ class Watch:
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
             self._exit_status.set(code, reason)
-            self._exit_status.write()  # before the store, which may not answer
+            self._exit_status.write()  # write before using the store, which may not answer
             self.record_exit(code, reason)
             self._exit_status.write()
             self._publish_place()

@@ -66,7 +66,7 @@ class Confined:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that Ctrl-C reaches this process only
+            start_new_session=True,  # so that Ctrl-C reaches only the parent
         )
         self._end = weakref.finalize(self, _end, child)
         self._answer(child, START_S)
@@ -119,7 +119,7 @@ def serve(function: str, arguments: str) -> None:
         arguments: arguments of `function`, as a JSON list.
     """
     requests, answers = sys.stdin, sys.stdout
-    sys.stdout = sys.stderr  # so that lines printed by a library do not mix with the answers
+    sys.stdout = sys.stderr  # so that output printed by a library does not mix with the answers
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # `import torch` now raises ImportError
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)

@@ -41,7 +41,7 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
     """Refuse a Git LFS pointer file. A clone made without git-lfs has pointer files in place of large files.
 
     Args:
-        start: first bytes of the file, at least 64 unless the file is shorter.
+        start: first bytes of the file, at least 64 bytes unless the file is shorter.
         path: name of the file, for the message.
 
     Raises:
@@ -112,7 +112,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
-    """True if objects and lists are nested more than MAX_DEPTH levels deep, so that a recursive walk might overflow."""
+    """True if objects and lists are nested more than MAX_DEPTH levels deep, which could overflow a recursive walk."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         if not level:

@@ -55,7 +55,7 @@ def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
     The sum of all ranks' digests does not depend on how the weights are cut.
 
     Args:
-        weights: name in the whole model -> fp32 weight, which is a DTensor if it is cut. No weight may be a scalar.
+        weights: fp32 weights, keyed by name in the whole model; a cut weight is a DTensor. No weight may be a scalar.
         device: device of the digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)

@@ -185,7 +185,7 @@ class Tally:
         return f"{self._refused.total():,} refused" + (f" ({causes})" if causes else "")
 
     def how(self) -> str:
-        """Describe for the user how the learned tokens were found, and which tokens end a turn."""
+        """Describe for the user how the learned tokens were found and which tokens end a turn."""
         if not self._ends:
             return "all but the first of each conversation"
         found = "marked by the template" if self._by == MARKERS else "shown by prefixes"

@@ -139,7 +139,7 @@ def line_start(file: File, at: int) -> int:
 
 
 def _files_of(files: Sequence[File], part: Part) -> list[File]:
-    """The files whose middle byte falls into this part's range, counted over the bytes of all files on disk."""
+    """The files whose middle byte falls into this part's byte range. Bytes are counted through all files on disk."""
     total_bytes = sum(file.n_bytes for file in files)
     own: list[File] = []
     before_bytes = 0

@@ -21,7 +21,7 @@ from dtmega.data.preparing.input_files import STDIN, File
 BLANK_LINES = "blank-lines"
 # Matches the end of a line and the last blank line before the next text.
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
-CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file forms a batch by itself
+CHUNK_BYTES = 1 << 20  # size of a batch of lines; a longer line or .txt file forms a batch by itself
 MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
 # Number of compressed bytes to decompress at a time. The result has at most 128 MiB, because a zstd block takes at
 # least 4 bytes and holds up to 128 KiB.
@@ -135,7 +135,7 @@ def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def part_starts(text: bytes) -> list[int]:
-    """The offsets in a text where a part begins after blank lines."""
+    """The offsets of the parts that follow blank lines in a text."""
     return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 

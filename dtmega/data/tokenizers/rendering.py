@@ -208,7 +208,7 @@ class Renderer:
                 add_generation_prompt=with_prompt,
                 **self._tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template can fail in any way: on a missing key, on a type
+        except Exception as error:  # a template can raise any error: KeyError, TypeError, ...
             raise Refused(TEMPLATE_FAILS, f"{type(error).__name__}: {error}".partition("\n")[0][:300]) from None
         (text,), marked = rendered
         return Text(text, [(start, stop) for start, stop in marked[0]] if marked else [])
@@ -223,7 +223,7 @@ class Renderer:
         return f"expected {expected[place : place + 20]!r} at character {place}, got {text[place : place + 20]!r}"
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, whole: Text) -> list[list[Span]]:
-        """The learned parts of each turn that bears loss, as character ranges.
+        """The character ranges of the learned parts, for each turn that bears loss.
 
         Raises:
             Refused: the learned parts, or the tokens that end them, cannot be determined.

@@ -185,7 +185,7 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
-    # The file does not store the pattern that its ranks were trained with. GPT-2's ranks are recognised by their count.
+    # A .tiktoken file lacks the pattern that its ranks were trained with. GPT-2's ranks are recognised by their number.
     pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
     return _from_ranks(spec, ranks, pattern, content)
 
@@ -314,7 +314,7 @@ def _refusals(spec: str) -> Iterator[None]:
 
 
 def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
-    """The ids of T5's marks for hidden spans, up to the first missing number."""
+    """The ids of <extra_id_0>, <extra_id_1>, ..., up to the first number that the vocabulary lacks."""
     ids: list[int] = []
     while (i := vocabulary.get(f"<extra_id_{len(ids)}>")) is not None:
         ids.append(i)
