@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised on a rank that waits inside a step, if another rank has failed in that step."""
+    """Raised on a rank that waits inside a step when another rank has failed in that step."""
 
 
 class Refused(Exception):
@@ -248,7 +248,7 @@ class Startup:
             store.set("complete", "")
 
     def _judge(self, store: Store, step: Step, name: str) -> dict[str, Any]:
-        """Read all reports, print the errors, and publish the verdict. Only rank 0 calls this method.
+        """Read all reports, print the errors and publish the verdict. Only rank 0 calls this method.
 
         Returns:
             The verdict, with three keys: `exit_code` (0 if startup continues), `reason`, and `sent` (rank 0's

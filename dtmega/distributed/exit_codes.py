@@ -118,8 +118,8 @@ class ExitStatus:
 
         Args:
             folder: the run directory.
-            newest: function that returns the step and the path of the run's newest checkpoint. It is called only if
-                there is no `exit.json`, for example after a kill.
+            newest: function that returns the step and the path of the run's newest checkpoint; called only if there is
+                no `exit.json`, for example after a kill.
         """
         before = ExitRecord.read(folder)
         self.step, self.checkpoint = newest() if before is None else (before.step, before.checkpoint)

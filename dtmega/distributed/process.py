@@ -117,7 +117,7 @@ def die_with_parent() -> None:
     parent = os.getppid()
     # The result is ignored, because prctl fails here only if its argument is not a valid signal number.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    # If the parent has changed, the old parent died before the request, and the kernel will not send the signal.
+    # If the parent has changed, the old parent died before the call of prctl, so the kernel will not send the signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

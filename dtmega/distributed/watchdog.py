@@ -113,7 +113,7 @@ class Watch:
         self._exit_status = exit_codes.ExitStatus() if exit_status is None else exit_status
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
-        # The newest beat of this rank when it last published its place in the code.
+        # The newest beat of this rank at the time when the rank last published its place in the code.
         self._placed: Beat | None = None
         # Two connections to the store: `_store` for the main thread's beats, `_reader` for the watching thread.
         self._store: Store | None = None

@@ -74,7 +74,7 @@ class Deduplicated:
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
-        """Prepare to read each parameter from its first copy, and to compare the other copies with the first.
+        """Prepare to read each parameter from its first copy and to compare all further copies with the first.
 
         Args:
             weights: the stored tensors, with all copies.

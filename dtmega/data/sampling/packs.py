@@ -51,7 +51,7 @@ class Packs:
     Attributes:
         n_tokens: number of tokens in an epoch's conversations, after long conversations have been cut.
         n_samples: number of rows in the first epoch; later epochs may have a few rows more or fewer.
-        note: line for the user about conversations that are left out or cut, and about how full the rows are.
+        note: line for the user about dropped or cut conversations and about how full the rows are.
 
     Raises:
         ValueError: all conversations of the part are left out.

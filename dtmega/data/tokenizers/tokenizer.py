@@ -304,7 +304,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
 @contextmanager
 def _refusals(spec: str) -> Iterator[None]:
-    """Turn the library's errors (bare Exceptions, and Rust panics, which are not Exceptions) into ValueErrors."""
+    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics, which are not Exceptions."""
     try:
         yield
     except BaseException as error:
